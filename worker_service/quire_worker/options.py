@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 from quire._serving.server import add_arguments
 from quire.session.lookahead import AHEAD_TOKENS
 
 from quire_worker.choices import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
+from quire_worker.model.checkpoint import attention_chunk_of
 from quire_worker.scheduling.drafts import NGRAM_MAX as PROMPT_LOOKUP_MAX
 from quire_worker.scheduling.drafts import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
 from quire_worker.scheduling.request import STREAM_INTERVAL_S
 
+BLOCK_SIZE = 16  # tokens, if nothing is said
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
@@ -38,6 +42,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Reads the command line of the worker."""
     parser = make_parser()
     options = parser.parse_args(arguments)
+    if options.block_size is None:
+        options.block_size = math.gcd(BLOCK_SIZE, attention_chunk_of(Path(options.model)))
     _check(parser, options)
     _check_speculation(parser, options)
     return options
@@ -61,23 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_tls(parser)
     add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens per block (default: %(default)s)")
-    memory = parser.add_mutually_exclusive_group()
-    memory.add_argument(
-        "--kv-memory",
-        type=memory_bytes,
-        help="memory for the pool, as 2GiB or as a share of the machine's or the GPU's, 80%% (default: on a CPU half of"
-        " what is available once the model is there, at most what --max-running sequences of its whole context take, or"
-        " 256MiB;"
-        " on a GPU what --gpu-memory-utilization leaves beside model and passes, which is measured)",
-    )
-    memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=UTILIZATION,
-        help="share of a GPU's memory that may be in use once the pool is there (default: %(default)s)",
-    )
+    _add_pool(parser)
     parser.add_argument(
         "--max-batch-tokens", type=int, default=512, help="tokens per forward pass (default: %(default)s)"
     )
@@ -114,6 +104,31 @@ def make_parser() -> argparse.ArgumentParser:
     _add_adapters(parser)
     _add_ranks(parser)
     return parser
+
+
+def _add_pool(parser: argparse.ArgumentParser) -> None:
+    """Adds how large blocks are, and how many there are."""
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        help=f"tokens per block (default: {BLOCK_SIZE}, or as many of them as divide the model's attention chunks)",
+    )
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--kv-memory",
+        type=memory_bytes,
+        help="memory for the pool, as 2GiB or as a share of the machine's or the GPU's, 80%% (default: on a CPU half of"
+        " what is available once the model is there, at most what --max-running sequences of its whole context take, or"
+        " 256MiB;"
+        " on a GPU what --gpu-memory-utilization leaves beside model and passes, which is measured)",
+    )
+    memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=UTILIZATION,
+        help="share of a GPU's memory that may be in use once the pool is there (default: %(default)s)",
+    )
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

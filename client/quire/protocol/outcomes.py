@@ -149,16 +149,20 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
     Raises:
         ValueError: the reply does not fit the step.
     """
-    commits = unpack_uint64(step.commits.sequences)
-    if reply.swap_operations and max(reply.swap_operations) >= len(commits):
-        raise ValueError("a swap of a commit that the step does not have")
-    swap_rows = zip(reply.swap_operations, reply.swap_groups, reply.swap_indices, reply.swap_blocks, strict=True)
+    commits = unpack_uint64(step.commits.sequences) if step.HasField("commits") else ()
+    swaps = list[Swap]()
+    if reply.swap_operations:
+        if max(reply.swap_operations) >= len(commits):
+            raise ValueError("a swap of a commit that the step does not have")
+        rows = zip(reply.swap_operations, reply.swap_groups, reply.swap_indices, reply.swap_blocks, strict=True)
+        swaps = [Swap(commits[operation], *rest) for operation, *rest in rows]
+    # What a step does not have must not cost what its columns do: most steps have one phase or two.
     return StepOutcome(
         commits=_results(reply.commit_results, len(commits)),
         frees=_results(reply.free_results, len(step.frees.sequences) // 8),
         forks=_results(reply.fork_results, len(step.forks.parents) // 8),
-        grows=_grows(step, reply, group_count),
-        swaps=[Swap(commits[operation], *rest) for operation, *rest in swap_rows],
+        grows=_grows(step, reply, group_count) if step.HasField("grows") or reply.granted_grows else [],
+        swaps=swaps,
         copies=[Copy(*pair) for pair in zip(reply.copy_sources, reply.copy_destinations, strict=True)],
         free_block_count=reply.free_block_count,
         expired_holds=list(reply.expired_holds),

@@ -38,6 +38,15 @@ class Need(NamedTuple):
     last: int
 
 
+class Prompt(NamedTuple):
+    """A request that waits, by its key: its tokens, its digests, and whether it was preempted before."""
+
+    key: str
+    token_count: int
+    digests: bytes
+    is_return: bool
+
+
 class EmbeddedPool:
     """One pool in this process; the scheduler's thread is its only caller."""
 
@@ -59,7 +68,7 @@ class EmbeddedPool:
         self.on_cleared: Callable[[], None] = lambda: None  # never: all that leaves is told
         self._last_id = 0
 
-    def turn(self, needs: Sequence[Need], *, is_crowded: bool) -> set[int]:
+    def turn(self, needs: Sequence[Need], upcoming: Sequence[Prompt]) -> set[int]:
         """Begins a turn of the scheduler: who wants to know is told what has left the index. Nobody waits."""
         log = self.pool.log
         if self._spec.tells_removed:
@@ -68,11 +77,13 @@ class EmbeddedPool:
         log.discard()
         return set()
 
-    def admit(self, _key: str, token_count: int, digests: bytes, *, is_return: bool) -> tuple[int, Admitted | Waiting]:
+    def admit(self, prompt: Prompt) -> tuple[int, Admitted | Waiting]:
         """Asks for a new sequence that can hold so many tokens. Returns its id, and whether it was let in."""
         sequence_id = self._last_id + 1
         defer = self._spec.block_size
-        grown = self.pool.allocate(sequence_id, token_count, digests, defer_token_count=defer, is_return=is_return)
+        grown = self.pool.allocate(
+            sequence_id, prompt.token_count, prompt.digests, defer_token_count=defer, is_return=prompt.is_return
+        )
         if grown.result is not Result.OK:
             return 0, Waiting(grown.result is Result.PENDING)
         self._last_id = sequence_id
@@ -80,6 +91,10 @@ class EmbeddedPool:
 
     def forget(self, _key: str) -> None:
         """Nothing was asked for: every answer came at once."""
+
+    def drop_upcoming(self) -> bool:
+        """Tells that nothing was let in that nobody has asked for yet."""
+        return False
 
     def grow(self, sequence_id: int, token_count: int) -> Sequence[int] | None:
         """Returns the blocks that a sequence gets to hold so many tokens, or None if there are too few."""

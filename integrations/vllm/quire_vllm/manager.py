@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import Request
 
-from quire_vllm.embedded import Admitted, EmbeddedPool, Need
+from quire_vllm.embedded import Admitted, EmbeddedPool, Need, Prompt
 from quire_vllm.events import CacheEvents
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES: Final = 32
 NULL_BLOCKS: Final = 1  # vLLM's block 0
+PROMPTS_PER_STEP: Final = 32
 
 
 class Held:
@@ -91,10 +92,29 @@ class QuireCacheManager(KVCacheManager):
         for held in running:
             self._commit(held)
         needs = [self._need(held) for held in running] if self.pool.asks_ahead else []
-        waiting = self.pool.turn(needs, is_crowded=bool(self._scheduler.waiting))
+        waiting = self.pool.turn(needs, self._upcoming() if self.pool.asks_ahead else ())
         for held in running if waiting else ():
             if held.sequence_id in waiting:  # vLLM runs it in the next turn, and preempts nobody for it in this one
                 held.request.next_decode_eligible_step = self._scheduler.current_step + 1
+
+    def _upcoming(self) -> list[Prompt]:
+        """Returns the prompts that this turn may let in, so that one step can ask for all of them."""
+        scheduler, prompts = self._scheduler, list[Prompt]()
+        seats = min(scheduler.max_num_running_reqs - len(scheduler.running), PROMPTS_PER_STEP)
+        budget = scheduler.max_num_scheduled_tokens
+        for request in scheduler.waiting:
+            if len(prompts) >= seats or budget <= 0:
+                break
+            if request.request_id not in self._held:
+                prompts.append(self._prompt(request))
+            budget -= request.num_tokens
+        return prompts
+
+    def _prompt(self, request: Request) -> Prompt:
+        digests = self._digests(request, 0, len(request.block_hashes))
+        if not self.prefix_cache_lookup_enabled(request):
+            digests = b""
+        return Prompt(request.request_id, request.num_tokens, digests, request.num_preemptions > 0)
 
     def _need(self, held: Held) -> Need:
         request = held.request
@@ -163,15 +183,10 @@ class QuireCacheManager(KVCacheManager):
             if not held.has_run and held is not asking:
                 self._drop(held)
                 return True
-        return False
+        return self.pool.drop_upcoming()
 
     def _admit(self, request: Request) -> Held | None:
-        digests = self._digests(request, 0, len(request.block_hashes))
-        if not self.prefix_cache_lookup_enabled(request):
-            digests = b""
-        sequence_id, answer = self.pool.admit(
-            request.request_id, request.num_tokens, digests, is_return=request.num_preemptions > 0
-        )
+        sequence_id, answer = self.pool.admit(self._prompt(request))
         if not isinstance(answer, Admitted):
             if answer.is_computed_elsewhere:
                 self._passed_over.add(request.request_id)

@@ -63,6 +63,15 @@ BLOCK_POOL_METHODS: Final = {  # for KV cache events
     "take_events": (),
 }
 FUNCTIONS: Final = {"generate_block_hash_extra_keys", "maybe_convert_block_hash"}  # of v1/core/kv_cache_utils.py
+SCHEDULER_FIELDS: Final = (
+    "block_size",
+    "current_step",
+    "max_num_running_reqs",
+    "max_num_scheduled_tokens",
+    "num_lookahead_tokens",
+    "running",
+    "waiting",
+)
 REQUEST_FIELDS: Final = (
     "block_hashes",
     "max_tokens",
@@ -100,6 +109,8 @@ def check_release() -> None:
     moved += _moved(BlockPool, BLOCK_POOL_METHODS)
     moved += sorted(f"kv_cache_utils.{name}" for name in FUNCTIONS if not hasattr(kv_cache_utils, name))
     given = inspect.getsource(Request.__init__) + inspect.getsource(Request)
+    source = inspect.getsource(Scheduler)
+    moved += [f"Scheduler.{name}" for name in SCHEDULER_FIELDS if f"self.{name}" not in source]
     moved += [f"Request.{name}" for name in REQUEST_FIELDS if name not in given]
     if moved:
         raise UnsupportedError(f"vLLM {release} lacks what quire_vllm needs: {', '.join(moved)}")

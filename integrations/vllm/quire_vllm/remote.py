@@ -25,7 +25,7 @@ from quire.protocol.outcomes import GrowOutcome, Result, StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session.lookahead import AHEAD_TOKENS, Decoding, Increment, needs_of
 
-from quire_vllm.embedded import Admitted, Need, Waiting
+from quire_vllm.embedded import Admitted, Need, Prompt, Waiting
 from quire_vllm.options import Options
 from quire_vllm.pool import PoolShape
 from quire_vllm.releases import UnsupportedError
@@ -109,8 +109,9 @@ class RemotePool:
 
     # -- a turn --------------------------------------------------------------------------------------------------------
 
-    def turn(self, needs: Sequence[Need], *, is_crowded: bool) -> set[int]:
-        """Says and asks what there is to; returns the running sequences that have no room yet, and no answer."""
+    def turn(self, needs: Sequence[Need], upcoming: Sequence[Prompt]) -> set[int]:
+        """Says and asks what there is to, in one step; returns the running sequences that have no room yet, and no
+        answer."""
         self._take()
         decoding, lacking = [], []
         for need in needs:
@@ -120,10 +121,11 @@ class RemotePool:
             if need.token_count > table.room:
                 lacking.append(need)
         if len(self._under_way) < UNANSWERED_MAX:
-            free = 0 if is_crowded else self._free_block_count
+            free = 0 if upcoming else self._free_block_count
+            prompts = [prompt for prompt in upcoming if self._is_to_ask(prompt.key)]
             asks = needs_of(decoding, free, ahead_tokens=AHEAD_TOKENS, increment=self._increment)
-            if asks or self._commits or self._frees:
-                self._submit(asks)
+            if asks or prompts or self._commits or self._frees:
+                self._submit(asks, prompts)
         if lacking:
             self._wait(lambda: not any(self._waits(need) for need in lacking))
         return {need.sequence_id for need in lacking if self._waits(need)}
@@ -132,15 +134,19 @@ class RemotePool:
         table = self._tables[need.sequence_id]
         return table.room < need.token_count <= table.asked
 
-    def admit(self, key: str, token_count: int, digests: bytes, *, is_return: bool) -> tuple[int, Admitted | Waiting]:
-        """Asks for a new sequence, or looks for the answer to what was asked in an earlier turn."""
+    def _is_to_ask(self, key: str) -> bool:
+        """Tells whether a prompt was not asked for yet, and there may be room for it by now."""
+        may_fit = self._enough.get(key, 0) <= self._free_block_count or not self._tables or bool(self._frees)
+        return key not in self._prompts and may_fit
+
+    def admit(self, prompt: Prompt) -> tuple[int, Admitted | Waiting]:
+        """Asks for a new sequence, or looks for the answer to what was asked before, most often by this turn's step."""
+        key = prompt.key
         self._dropped.discard(key)
         if key not in self._prompts:
-            if self._enough.get(key, 0) > self._free_block_count and self._tables and not self._frees:
+            if not self._is_to_ask(key):
                 return 0, Waiting(False)
-            self._last_id += 1
-            self._prompts[key] = None
-            self._submit([], (key, token_count, digests, is_return))
+            self._submit([], [prompt])
         self._wait(lambda: self._prompts[key] is not None)
         grown = self._prompts[key]
         if grown is None:
@@ -152,6 +158,15 @@ class RemotePool:
             return 0, Waiting(grown.result is Result.PENDING)
         self._enough.pop(key, None)
         return grown.sequence_id, Admitted(grown.matched_token_count, self._tables[grown.sequence_id].blocks)
+
+    def drop_upcoming(self) -> bool:
+        """Takes back the blocks of a prompt that was let in before anybody has asked for it, the newest first. Returns
+        whether there was one."""
+        for key, grown in reversed(self._prompts.items()):
+            if grown is not None and grown.result is Result.OK:
+                self.forget(key)
+                return True
+        return False
 
     def forget(self, key: str) -> None:
         """Drops what a request has asked for that was not let in."""
@@ -222,7 +237,7 @@ class RemotePool:
     def _submit(
         self,
         grows: Sequence[tuple[int, int]],
-        prompt: tuple[str, int, bytes, bool] | None = None,
+        upcoming: Sequence[Prompt] = (),
         *,
         drops: bool = False,
     ) -> None:
@@ -237,16 +252,17 @@ class RemotePool:
             step.grow(sequence_id, token_count)
             self._tables[sequence_id].asked = token_count
             self._tables[sequence_id].is_refused = False
-        if prompt is not None:
-            key, token_count, digests, is_return = prompt
-            prompts[self._last_id] = key
+        for prompt in upcoming:
+            self._last_id += 1
+            self._dropped.discard(prompt.key)
+            self._prompts[prompt.key], prompts[self._last_id] = None, prompt.key
             step.allocate(
                 self._last_id,
-                token_count,
-                digests,
+                prompt.token_count,
+                prompt.digests,
                 self._options.namespace,
                 defer_token_count=self._shape.block_size,
-                is_return=is_return,
+                is_return=prompt.is_return,
             )
         self._under_way.append(Sent(self._session.submit(step), prompts, self._on_stored))
         self._commits, self._frees, self._on_stored = {}, [], []

@@ -15,7 +15,7 @@ from quire.types import GroupKind
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-from hybrid_sides import optimum
+from hybrid_sides import ages, optimum
 from hybrid_sides.quire_side import QuireSide
 from hybrid_sides.shapes import Shape, all_shapes
 from hybrid_sides.workloads import DIGEST_TOKENS, QUICK_SCALE, WORKLOADS, Request, Stretch, ask, trace
@@ -110,6 +110,41 @@ def test_a_pool_of_the_working_set_hits_everything() -> None:
         reuses = optimum.find_reuses(requests, shape)
         assert optimum.hit_ratio_max(reuses, reuses.working_set_bytes() + 1) == pytest.approx(reuses.ratio)
         assert optimum.hit_ratio_max(reuses, reuses.working_set_bytes() // 2) < 0.7 * reuses.ratio
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_time_for_which_blocks_are_kept_hits_more_than_the_bound_of_ages(seed: int, shape: str) -> None:
+    print("seed", seed)
+    rng = random.Random(seed)
+    requests = few_requests(rng)
+    prompt_tokens = sum(request.prompt_token_count for request in requests)
+    held = sum(4 * request.computed_token_count + 128 for request in requests) / len(requests)
+    for kept_for in range(len(requests)):
+        last: dict[int, tuple[int, float]] = {}  # block -> when, and what it costs
+        hits, kept = 0, 0.0
+        for now, request in enumerate(requests):
+            path, is_hit = request.prompt.block_ids(), True
+            for block in path:
+                age = now - last[block][0] if block in last else len(requests)
+                is_hit = is_hit and age <= kept_for
+                hits += is_hit * DIGEST_TOKENS
+                kept += min(age, kept_for) * last[block][1] if block in last else 0
+            for block in path:
+                last[block] = now, 64 + 128 / len(path)
+        kept += sum(min(len(requests) - when, kept_for) * cost for when, cost in last.values())
+        room = int(held + kept / len(requests)) + 1
+        bounds = [ages.hit_ratio_max(requests, SHAPES[shape], room, has_classes=classes) for classes in (False, True)]
+        assert hits <= bounds[0] * prompt_tokens + 1e-6
+        assert bounds[0] <= bounds[1] + 1e-9, "who knows more hits no less"
+
+
+def test_a_pool_without_end_hits_whatever_ages_are_known() -> None:
+    requests = list(WORKLOADS["shared"](QUICK_SCALE))
+    for shape in all_shapes().values():
+        reuses = optimum.find_reuses(requests, shape)
+        bound = ages.hit_ratio_max(requests, shape, 1_000 * reuses.working_set_bytes(), has_classes=False)
+        assert bound == pytest.approx(reuses.ratio)
 
 
 def test_blocks_are_equal_up_to_where_texts_part() -> None:

@@ -60,6 +60,17 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
+def attention_chunk_of(folder: Path) -> int:
+    """Returns the tokens of an attention chunk (Llama 4), which whole blocks have to fill; 0 where there are no chunks,
+    or no configuration to say so."""
+    try:
+        config = json.loads((folder / _CONFIG).read_bytes())
+        size = config.get("text_config", config).get("attention_chunk_size")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return 0
+    return size if isinstance(size, int) and size > 0 else 0
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Returns the files that hold the weights, by name.
 

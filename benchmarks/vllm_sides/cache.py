@@ -1,0 +1,117 @@
+"""vLLM's scheduler without a model, on requests of a trace scaled down: how many tokens of prompts each manager hits.
+
+    python benchmarks/vllm_sides/cache.py '{"model": ..., "trace": ..., "requests": 3000, "sizes": [1000], ...}'
+
+prints one line of JSON: for each size and side, tokens asked and hit, and milliseconds a turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1")
+
+from quire_vllm import QuireScheduler
+from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found,unused-ignore]
+from vllm.sampling_params import SamplingParams  # type: ignore[import-not-found,unused-ignore]
+from vllm.utils.hashing import sha256  # type: ignore[import-not-found,unused-ignore]
+from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found,unused-ignore]
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.core.sched.scheduler import Scheduler  # type: ignore[import-not-found,unused-ignore]
+from vllm.v1.kv_cache_interface import (  # type: ignore[import-not-found,unused-ignore]
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput  # type: ignore[import-not-found,unused-ignore]
+from vllm.v1.request import Request  # type: ignore[import-not-found,unused-ignore]
+from vllm.v1.structured_output import StructuredOutputManager  # type: ignore[import-not-found,unused-ignore]
+
+BLOCK = 4  # tokens that stand for the 512 of a block of the trace
+SIDES = {"stock": Scheduler, "embedded": QuireScheduler}
+
+
+def scheduler_of(side: str, job: dict[str, Any], blocks: int) -> Any:
+    """Makes a scheduler of so many blocks."""
+    config = EngineArgs(
+        job["model"],
+        max_model_len=2048,
+        max_num_batched_tokens=4096,
+        max_num_seqs=job["at_once"],
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        async_scheduling=False,
+    ).create_engine_config()
+    config.cache_config.block_size, config.cache_config.num_gpu_blocks = BLOCK, blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=config.model_config.dtype)
+    return SIDES[side](
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+    )
+
+
+def read(job: dict[str, Any]) -> list[tuple[list[int], int]]:
+    """The requests: tokens that are equal where their blocks are, and how many are to follow."""
+    requests = []
+    with open(job["trace"], encoding="utf-8") as lines:
+        for line in lines:
+            told = json.loads(line)
+            tokens = [1 + (each * 7919 + place) % 30_000 for each in told["hash_ids"] for place in range(BLOCK)]
+            requests.append((tokens[: 2048 - 64], max(1, min(32, told["output_length"] * BLOCK // 512))))
+            if len(requests) == job["requests"]:
+                break
+    return requests
+
+
+def run(side: str, job: dict[str, Any], blocks: int, requests: list[tuple[list[int], int]]) -> dict[str, Any]:
+    """All requests in order, so many at once."""
+    scheduler, hasher = scheduler_of(side, job, blocks), get_request_block_hasher(BLOCK, sha256)
+    living: dict[str, Request] = {}
+    asked = hits = turns = 0
+    seconds, number = 0.0, 0
+    while number < len(requests) or living:
+        while number < len(requests) and len(living) < job["at_once"]:
+            tokens, new = requests[number]
+            sampling = SamplingParams(max_tokens=new, ignore_eos=True)
+            sampling.update_from_generation_config({}, 0)
+            living[str(number)] = request = Request(str(number), tokens, sampling, None, block_hasher=hasher)
+            scheduler.add_request(request)
+            asked, number = asked + len(tokens), number + 1
+        began = time.perf_counter()
+        output = scheduler.schedule()
+        hits += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+        names = list(output.num_scheduled_tokens)
+        is_last = {
+            name: request.num_computed_tokens >= request.num_tokens for name, request in living.items() if name in names
+        }
+        sampled = [[number % 1000 + 1] if is_last[name] else [] for name in names]
+        index = {name: place for place, name in enumerate(names)}
+        scheduler.update_from_output(output, ModelRunnerOutput(names, index, sampled))
+        seconds, turns = seconds + time.perf_counter() - began, turns + 1
+        living = {name: request for name, request in living.items() if not request.is_finished()}
+    scheduler.shutdown()
+    return {"asked": asked, "hits": hits, "turn_ms": 1000 * seconds / turns, "turns": turns}
+
+
+def main() -> None:
+    """See the module's docstring."""
+    job = json.loads(sys.argv[1])
+    init_none_hash(sha256)
+    requests = read(job)
+    told = {str(size): {side: run(side, job, size, requests) for side in SIDES} for size in job["sizes"]}
+    print("RESULT " + json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

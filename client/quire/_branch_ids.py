@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, Final
 
@@ -9,19 +10,24 @@ BRANCH_TTL_S: Final = 60.0  # that a branch is held after it was last named, unl
 
 
 class OpenBranches:
-    """Handles of branches with one length of time, looked at but not kept alive."""
+    """Handles of branches with one length of time, looked at but not kept alive. Any thread may call it: who renews
+    them looks at all, while others fork and release."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._handles: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
 
     def add(self, handle: Any) -> None:
         """Takes a handle whose branch is to be renewed."""
-        self._handles[handle.id] = handle
+        with self._lock:
+            self._handles[handle.id] = handle
 
     def discard(self, branch_id: bytes) -> None:
         """Forgets a branch that is released, or unknown to the worker."""
-        self._handles.pop(branch_id, None)
+        with self._lock:
+            self._handles.pop(branch_id, None)
 
     def ids(self) -> list[bytes]:
         """Returns the ids of all branches that are wanted."""
-        return list(self._handles)
+        with self._lock:
+            return list(self._handles)

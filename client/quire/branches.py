@@ -93,6 +93,7 @@ class Branch:
         self,
         params: sampling.SamplingParams | None = None,
         *,
+        priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
@@ -100,8 +101,9 @@ class Branch:
         """Continues the branch, which becomes longer by the tokens returned, and waits for all of them; options as of
         `Client.generate`, but for `n`, `best_of`, `num_beams`, `echo` and `prompt_logprobs`."""
         with self.stream(
-            params, request_id=request_id, timeout_s=timeout_s, interval_s=generating.WHOLE_INTERVAL_S, **options
-        ) as chunks:
+            params, priority=priority, request_id=request_id, timeout_s=timeout_s,
+            interval_s=generating.WHOLE_INTERVAL_S, **options,
+        ) as chunks:  # fmt: skip
             generation = generating.gather(chunks, chunks.request_id)
         self.token_count = generation.usage.prompt_token_count + generation.usage.output_token_count
         return generation
@@ -110,6 +112,7 @@ class Branch:
         self,
         params: sampling.SamplingParams | None = None,
         *,
+        priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         interval_s: float = 0.0,
@@ -117,7 +120,9 @@ class Branch:
     ) -> ChunkStream:
         """Does what `generate` does, but gives each piece as it comes, those of a text `interval_s` apart at least.
         Closed before its end, it leaves the branch as it was."""
-        request = branch_messages.continue_request(self.id, params, options, request_id, interval_s)
+        request = branch_messages.continue_request(
+            self.id, params, options, request_id=request_id, interval_s=interval_s, priority=priority
+        )
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)
@@ -210,6 +215,7 @@ class AsyncBranch:
         self,
         params: sampling.SamplingParams | None = None,
         *,
+        priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
@@ -217,8 +223,9 @@ class AsyncBranch:
         """Continues the branch, which becomes longer by the tokens returned, and waits for all of them; options as of
         `AsyncClient.generate`, but for `n`, `best_of`, `num_beams`, `echo` and `prompt_logprobs`."""
         async with self.stream(
-            params, request_id=request_id, timeout_s=timeout_s, interval_s=generating.WHOLE_INTERVAL_S, **options
-        ) as chunks:
+            params, priority=priority, request_id=request_id, timeout_s=timeout_s,
+            interval_s=generating.WHOLE_INTERVAL_S, **options,
+        ) as chunks:  # fmt: skip
             generation = generating.gather([chunk async for chunk in chunks], chunks.request_id)
         self.token_count = generation.usage.prompt_token_count + generation.usage.output_token_count
         return generation
@@ -227,6 +234,7 @@ class AsyncBranch:
         self,
         params: sampling.SamplingParams | None = None,
         *,
+        priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         interval_s: float = 0.0,
@@ -234,7 +242,9 @@ class AsyncBranch:
     ) -> AsyncChunkStream:
         """Does what `generate` does, but gives each piece as it comes, those of a text `interval_s` apart at least.
         Closed before its end, it leaves the branch as it was."""
-        request = branch_messages.continue_request(self.id, params, options, request_id, interval_s)
+        request = branch_messages.continue_request(
+            self.id, params, options, request_id=request_id, interval_s=interval_s, priority=priority
+        )
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return AsyncChunkStream(self._link, attempts, request.request_id)

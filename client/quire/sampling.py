@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 
@@ -24,16 +24,16 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float
     seed: int | None
     n: int
-    stop_token_ids: Sequence[int]
+    stop_token_ids: Sequence[int] | None
     ignore_eos: bool
     min_p: float
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    allowed_token_ids: Sequence[int]
-    banned_token_ids: Sequence[int]
-    stop: str | Sequence[str]
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    banned_token_ids: Sequence[int] | None
+    stop: str | Sequence[str] | None
     min_tokens: int
     logprobs: int | None
     prompt_logprobs: int | None
@@ -50,12 +50,13 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. The worker checks the ranges.
+    """How the next token is chosen. The worker checks the ranges. Where a field may be None, that is as if it were
+    left out.
 
     Attributes:
         max_tokens: tokens to generate at most, per sample; at least 1.
         temperature: 0 is greedy; otherwise logits are divided by it, up to 100.
-        top_k: only the k likeliest tokens; 0 is all.
+        top_k: only the k likeliest tokens; 0 is all, and so is vLLM's -1.
         top_p: only the likeliest tokens that together reach this probability, in (0, 1].
         seed: of the random choice; with None, each request differs.
         n: samples of this prompt, 1 to 64; they share its blocks.
@@ -67,7 +68,7 @@ class SamplingParams:
         presence_penalty: taken from the logits of tokens in the text so far, -2 to 2.
         frequency_penalty: the same, as often as they are there.
         logit_bias: added to logits, -100 to 100, by token; at most 1,024.
-        allowed_token_ids: the only tokens to choose from; all if there are none.
+        allowed_token_ids: the only tokens to choose from, one at least; None is all.
         banned_token_ids: tokens that are never chosen.
         stop: a text, or up to 16, that ends a sample, and of which nothing is in its text; its tokens are.
         min_tokens: before which nothing ends a sample but `max_tokens`.
@@ -91,16 +92,16 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     n: int = 1
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: Sequence[int] = ()
-    banned_token_ids: Sequence[int] = ()
-    stop: str | Sequence[str] = ()
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    banned_token_ids: Sequence[int] | None = ()
+    stop: str | Sequence[str] | None = ()
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -51,6 +51,34 @@ def test_wrong_types_and_unknown_options_are_type_errors(server: ScriptedServer,
         client.generate(prompt, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 1.5}, {"temperature": "hot"}, {"seed": True}, {"n": [1]}, {"stop": [1]}, {"stop": 5},
+        {"stop_token_ids": "ab"}, {"logit_bias": [(5, 1)]}, {"logit_bias": {"5": 1}}, {"logit_bias": {5: None}},
+        {"allowed_token_ids": 5}, {"banned_token_ids": [1.5]}, {"choice": [1]}, {"regex": 5}, {"grammar": {"a": 1}},
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_named(server: ScriptedServer, options: Any) -> None:
+    with Client(server.address) as client, pytest.raises(TypeError, match=next(iter(options))):
+        client.generate("p", **options)
+    assert not server.attempts
+
+
+def test_what_vllm_has_for_nothing_is_nothing(server: ScriptedServer) -> None:
+    server.answers["Generate"] = two_samples
+    nothing: Any = dict.fromkeys(("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids"))
+    with Client(server.address) as client:
+        client.generate("p", top_k=-1, **nothing)
+        client.generate("p")
+    assert server.requests[0].sampling == server.requests[1].sampling
+
+
+def test_no_token_to_choose_from_is_not_taken_for_all_of_them(server: ScriptedServer) -> None:
+    with Client(server.address) as client, pytest.raises(InvalidArgumentError, match="allowed_token_ids must not be"):
+        client.generate("p", allowed_token_ids=[])
+
+
 def test_every_option_reaches_the_wire(server: ScriptedServer) -> None:
     server.answers["Generate"] = two_samples
     options: Any = {

@@ -231,3 +231,53 @@ async def test_a_repeated_call_is_applied_once(llama: Path) -> None:
         assert await branches.extend(root, prompt(5), "one") == await branches.extend(root, prompt(5), "one") == 25
         assert await branches.fork(root, 2, "two") == await branches.fork(root, 2, "two")
         assert branches.count == 3
+
+
+async def test_usage_counts_blocks_once_whenever_room_ahead_is_given_back(llama: Path) -> None:
+    counts: dict[int, list[list[int]]] = {}
+    async with running(llama) as harness:
+        branches = Branches(harness.engine)
+        for length in (15, 16, 17, 24):
+            for is_settled in (False, True):
+                root = await root_of(branches, prompt(length, seed=length))
+                found = []
+                for stops_at in (7, 8, 7, 7):  # 7 is drawn at once, 8 never
+                    sampling = SamplingParams(12, ignore_eos=True, allowed_token_ids=(7,), stop_token_ids=(stops_at,))
+                    before = -(-(len(root.tokens) - 1) // BLOCK_SIZE)
+                    async with branches.generating(root, sampling, "") as request:
+                        while not request.is_read:
+                            request.is_read = (await request.deliveries.get()).is_last  # type: ignore[union-attr]
+                        if is_settled:
+                            await harness.free_block_count()  # after the step that gives room back
+                        found.append(before + request.usage.granted_block_count)
+                        used = -(-(len(request.samples[0].tokens) - 1) // BLOCK_SIZE)
+                        assert used <= found[-1] <= used + 1, "the last token has its block, too"
+                counts.setdefault(length, []).append(found)
+        await release_all(branches)
+    assert all(each == ways[0] for ways in counts.values() for each in ways), counts
+
+
+async def test_whoever_releases_a_branch_that_another_call_releases_is_content(llama: Path) -> None:
+    async with running(llama) as harness:
+        branches = Branches(harness.engine)
+        root = await root_of(branches, prompt(20, seed=1))
+        other = await root_of(branches, prompt(20, seed=2))
+        text = asyncio.create_task(generate(branches, root, 20, ignore_eos=True))
+        await asyncio.sleep(0)
+        await asyncio.gather(text, *(branches.release([root.id, other.id], EVERYTHING) for _ in range(3)))
+        assert branches.count == 0
+
+
+async def test_a_branch_has_the_priority_and_the_deadline_of_its_call(llama: Path) -> None:
+    async with running(llama) as harness:
+        branches = Branches(harness.engine)
+        root = await root_of(branches, prompt(20, seed=1))
+        sampling = SamplingParams(4)
+        async with branches.generating(root, sampling, "", priority=3, time_left_s=100.0) as request:
+            assert request.priority == 3
+            assert 0 < request.deadline_s - request.arrived_s <= 100
+        with pytest.raises(QuireError) as raised:
+            async with branches.generating(root, sampling, "", time_left_s=-1.0):
+                pass
+        assert raised.value.reason is Reason.DEADLINE
+        assert len(await generate(branches, root, 4, ignore_eos=True)) == 4

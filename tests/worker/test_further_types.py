@@ -158,11 +158,10 @@ def test_of_gemma_3n_the_text_model_is_served_without_the_libraries_of_its_tower
     save_file(named | tower, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
     model, expected = (load_model(tmp_path / name) for name in ("whole", "text"))
     assert model.architecture == "Gemma3nForCausalLM"
-    cache, blocks = KVCache(model.cache_spec, 4 * len(model.cache_spec.groups)), len(model.cache_spec.groups)
-    chunk = Chunk(
-        prompt(40, seed=7), 0, [range(4 * group, 4 * group + 3) for group in range(blocks)], needs_logits=True
-    )
-    batch = build_batch([chunk], groups=model.cache_spec.groups)
+    groups = model.cache_spec.groups
+    cache = KVCache(model.cache_spec, 4 * len(groups))
+    tables = [range(4 * group, 4 * group + 3) for group in range(len(groups))]
+    batch = build_batch([Chunk(prompt(40, seed=7), 0, tables, needs_logits=True)], groups=groups)
     assert torch.equal(model.forward(batch, cache), expected.forward(batch, cache))
 
 

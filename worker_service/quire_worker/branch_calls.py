@@ -25,6 +25,7 @@ from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request
 
 IDS_MAX = 4_096  # of one call
+_DEFAULTS = SamplingParams()
 
 
 class BranchCalls:
@@ -111,15 +112,21 @@ class BranchCalls:
         sampling: SamplingParams,
         request_id: str,
         permissions: Permissions,
+        *,
         matcher: Matcher | None,
+        time_left_s: float | None,
     ) -> AsyncIterator[Request]:
         """Continues a branch, whose request is there to be read inside."""
         require(not message.namespace, "namespace is the branch's own: leave it out")
         require(not message.adapter, "a branch is of the model as it is: leave adapter out")
-        if sampling.sample_count != 1:
-            raise QuireError.of(Reason.BAD_PARAMETER, "n, best_of and num_beams must be 1 on a branch: fork it")
-        if sampling.echo or sampling.prompt_logprobs is not None:
-            raise QuireError.of(Reason.BAD_PARAMETER, "echo and prompt_logprobs are for prompts, not for a branch")
+        for name in ("n", "best_of", "num_beams"):
+            if getattr(sampling, name) > 1:
+                raise QuireError.of(Reason.BAD_PARAMETER, f"{name} must be 1 on a branch: fork it", field=name)
+        for name in ("echo", "prompt_logprobs"):
+            if getattr(sampling, name) is not getattr(_DEFAULTS, name):
+                raise QuireError.of(Reason.BAD_PARAMETER, f"{name} is for prompts, not for a branch", field=name)
         branch = self._branches.find(message.branch_id, permissions)
-        async with self._branches.generating(branch, sampling, request_id, matcher) as request:
+        async with self._branches.generating(
+            branch, sampling, request_id, matcher, priority=message.priority, time_left_s=time_left_s
+        ) as request:
             yield request

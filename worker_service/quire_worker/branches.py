@@ -16,9 +16,7 @@ Tokens of a branch in state 2:
 
 A call has the branch to itself; others wait for it. What a call adds becomes the branch's when it has ended well, and
 one that fails or is cancelled leaves the tokens as they were (`_begin`). Idle branches keep nobody from being computed
-(`scheduling/resting.py`).
-
-All of this is for the event loop of the engine.
+(`scheduling/resting.py`). All of this is for the event loop of the engine.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ FORK_COUNT_MAX = 64
 CANDIDATE_COUNT_MAX = 256
 CANDIDATE_TOKENS_MAX = 65_536  # of all candidates together
 BUSY_RETRY_S = 0.05  # after which a branch is looked at again that is used when its time ends
-
 COMPUTE_ALONE = SamplingParams(max_tokens=1)  # of requests after which no token is drawn
 
 
@@ -179,7 +176,14 @@ class Branches:
 
     @asynccontextmanager
     async def generating(
-        self, branch: Branch, sampling: SamplingParams, request_id: str, matcher: Matcher | None = None
+        self,
+        branch: Branch,
+        sampling: SamplingParams,
+        request_id: str,
+        matcher: Matcher | None = None,
+        *,
+        priority: int = 0,
+        time_left_s: float | None = None,
     ) -> AsyncIterator[Request]:
         """Continues a branch: inside, its request's deliveries are there to be read. The branch keeps the tokens if it
         was read to its end.
@@ -187,9 +191,13 @@ class Branches:
         Raises:
             QuireError: PROMPT_TOO_LONG, there is no room for another token; or as of `Engine.submit`.
         """
+        asked_s = self._clock()
         async with self._using(branch):
             self._check_length(len(branch.tokens))
-            request = self._begin(branch, branch.tokens, sampling, request_id, matcher=matcher)
+            left_s = None if time_left_s is None else time_left_s - (self._clock() - asked_s)
+            request = self._begin(
+                branch, branch.tokens, sampling, request_id, matcher=matcher, priority=priority, time_left_s=left_s
+            )
             sample = request.samples[0]
             try:
                 yield request
@@ -244,8 +252,12 @@ class Branches:
         """Ends branches that the caller may use, each as soon as no call uses it."""
         for branch_id in branch_ids:
             branch = self._branches.get(branch_id)
-            if branch is not None and permissions.may_use(branch.namespace):
-                async with self._using(branch):
+            if branch is None or not permissions.may_use(branch.namespace):
+                continue
+            async with branch.lock:
+                if branch.id in self._branches:  # else another call released it while this one waited
+                    if branch.sample is not None:
+                        await self._engine.settled(branch.sample)
                     self._end(branch)
 
     # -- parts of a call -----------------------------------------------------------------------------------------------
@@ -289,11 +301,15 @@ class Branches:
         *,
         draws: bool = True,
         matcher: Matcher | None = None,
+        priority: int = 0,
+        time_left_s: float | None = None,
     ) -> Request:
         """Opens a request on the branch's own sample, or on a new one where it holds no blocks. If it does not end
         well, the sample leaves, and the branch is dropped."""
         engine = self._engine
-        request = engine.reception.new_request(request_id, list(tokens), sampling, branch.namespace)
+        request = engine.reception.new_request(
+            request_id, list(tokens), sampling, branch.namespace, priority=priority, time_left_s=time_left_s
+        )
         fresh = engine.reception.new_sample(request, 0, tokens, matcher)
         if self._is_held(branch):
             assert branch.sample is not None

@@ -211,7 +211,9 @@ class WorkerService(AdapterCalls):
         sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
         matcher = await self._checks.matcher(sampling)
         if request.WhichOneof("prompt") == "branch_id":
-            branch_call = self._branch_calls.generating(request, sampling, request_id, permissions, matcher)
+            branch_call = self._branch_calls.generating(
+                request, sampling, request_id, permissions, matcher=matcher, time_left_s=time_left_s
+            )
             async with branch_call as running:
                 yield running
             return

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from quire import sampling, types
 from quire._transport.generating import generate_request
 from quire._transport.messages import fill, fill_tokens, operation
+from quire.errors import InvalidArgumentError, Reason
 from quire.v1 import worker_pb2 as pb
+
+TTL_S_MIN, TTL_S_MAX = 0.1, 3600.0  # the worker's bounds, which it checks as well
 
 
 def prefill_request(
@@ -17,11 +20,15 @@ def prefill_request(
 
     Raises:
         TypeError: a value of the wrong type.
-        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry.
+        InvalidArgumentError: BAD_PARAMETER, `ttl_s` is out of range, or a number that the message cannot carry.
     """
-    ttl_ms = max(1, round(ttl_s * 1e3))  # 0 means "unset" on the wire, so that it would not be refused there
     request = operation(pb.PrefillRequest(), request_id)
-    fill(request, request.request_id, namespace=namespace, ttl_ms=ttl_ms)
+    if not isinstance(ttl_s, (int, float)):
+        raise TypeError(f"ttl_s must be a number of seconds, not {ttl_s!r:.80}")
+    if not TTL_S_MIN <= ttl_s <= TTL_S_MAX:
+        text = f"ttl_s must be from {TTL_S_MIN} to {TTL_S_MAX:,.0f}, not {ttl_s}"
+        raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request.request_id, field="ttl_s")
+    fill(request, request.request_id, namespace=namespace, ttl_ms=round(ttl_s * 1e3))
     fill_tokens(request, prompt, "prompt", request.request_id)
     return request
 
@@ -40,7 +47,13 @@ def extend_request(branch_id: bytes, continuation: str | Sequence[int]) -> pb.Ex
 
 
 def score_request(branch_id: bytes, candidates: Iterable[str | Sequence[int]]) -> pb.ScoreBranchRequest:
-    """Asks how likely candidates are."""
+    """Asks how likely candidates are.
+
+    Raises:
+        TypeError: one text instead of several, whose letters would be scored; or a value of the wrong type.
+    """
+    if isinstance(candidates, (str, bytes)):
+        raise TypeError("candidates must be several texts, or lists of token ids, not one text")
     request = operation(pb.ScoreBranchRequest(branch_id=branch_id), None)
     for candidate in candidates:
         fill_tokens(request.candidates.add(), candidate, "candidate", request.request_id)
@@ -51,13 +64,16 @@ def continue_request(
     branch_id: bytes,
     params: sampling.SamplingParams | None,
     options: sampling.SamplingOptions,
+    *,
     request_id: str | None,
     interval_s: float = 0.0,
+    priority: int = 0,
 ) -> pb.GenerateRequest:
     """Makes the message of a branch and how to continue it; raises as `generate_request`."""
     request = generate_request(
-        (), params, options, namespace="", adapter="", request_id=request_id, interval_s=interval_s
-    )
+        (), params, options,
+        namespace="", adapter="", request_id=request_id, priority=priority, interval_s=interval_s,
+    )  # fmt: skip
     request.branch_id = branch_id
     return request
 

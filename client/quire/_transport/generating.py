@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,18 +64,30 @@ def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingP
         if getattr(params, name) == 0:
             raise InvalidArgumentError(f"{name} must be above 0", Reason.BAD_PARAMETER, request_id, field=name)
     numbers = {name: getattr(params, name) for name in _NUMBERS}
+    if params.top_k == -1:  # vLLM's word for all
+        numbers["top_k"] = 0
     fill(message, request_id, **{name: value for name, value in numbers.items() if value is not None})
     for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
-        extend(getattr(message, name), name, getattr(params, name), request_id)
-    extend(message.stop, "stop", [params.stop] if isinstance(params.stop, str) else params.stop, request_id)
-    extend(message.logit_bias_token_ids, "logit_bias", params.logit_bias.keys(), request_id)
-    extend(message.logit_bias, "logit_bias", params.logit_bias.values(), request_id)
+        extend(getattr(message, name), name, _given(getattr(params, name)), request_id)
+    if params.allowed_token_ids is not None and not message.allowed_token_ids:  # on the wire none means all
+        text = "allowed_token_ids must not be empty: leave it out, or None, to allow all"
+        raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id, field="allowed_token_ids")
+    extend(message.stop, "stop", [params.stop] if isinstance(params.stop, str) else _given(params.stop), request_id)
+    biases = {} if params.logit_bias is None else params.logit_bias
+    if not isinstance(biases, Mapping):
+        raise TypeError(f"logit_bias must map token ids to numbers, not be {biases!r:.80}")
+    extend(message.logit_bias_token_ids, "logit_bias", biases.keys(), request_id)
+    extend(message.logit_bias, "logit_bias", biases.values(), request_id)
     _fill_structure(message, params, request_id)
     _fill_beams(message, params, request_id)
 
 
+def _given(values: Iterable[Any] | None) -> Iterable[Any]:
+    return () if values is None else values
+
+
 def _fill_beams(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
-    if params.early_stopping not in _EARLY_STOPPINGS:
+    if not isinstance(params.early_stopping, (bool, str)) or params.early_stopping not in _EARLY_STOPPINGS:
         text = f"early_stopping must be True, False or 'never', not {params.early_stopping!r}"
         raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id, field="early_stopping")
     if params.num_beams != 1:
@@ -96,7 +108,8 @@ def _fill_structure(message: worker_pb.SamplingParams, params: sampling.Sampling
             message.choice.SetInParent()
             extend(message.choice.texts, name, structure, request_id)
         else:
-            text = structure if isinstance(structure, str) else json.dumps(structure)
+            is_text = isinstance(structure, str) or name != "json_schema"
+            text = structure if is_text else json.dumps(structure)
             field: dict[str, Any] = {name: text}
             fill(message, request_id, **field)
 

@@ -330,6 +330,8 @@ def fill(
             setattr(_message, name, value)
         except ValueError as error:  # protobuf's word for a number out of the field's range
             raise InvalidArgumentError(_what_is_wrong(name, error), reason, _error_id, field=name) from None
+        except TypeError as error:
+            raise _wrong_type(name, value, error) from None
     return _message
 
 
@@ -337,6 +339,11 @@ def _what_is_wrong(name: str, error: ValueError) -> str:
     if isinstance(error, UnicodeEncodeError):
         return f"{name} is no text: it has half of a surrogate pair"
     return f"{name}: {error}"
+
+
+def _wrong_type(name: str, value: object, error: TypeError) -> TypeError:
+    """Returns the same with the name of what is wrong: protobuf does not always know it, and callers give a lot."""
+    return TypeError(f"{name} is of the wrong type: {value!r:.80} ({error})")
 
 
 def values_of(message: Message) -> dict[str, Any]:
@@ -352,3 +359,5 @@ def extend(
         field.extend(values)
     except ValueError as error:
         raise InvalidArgumentError(_what_is_wrong(name, error), reason, request_id, field=name) from None
+    except TypeError as error:
+        raise _wrong_type(name, values, error) from None

@@ -68,6 +68,7 @@ def samples(command: Callable[..., None]) -> Callable[..., None]:
 def _params_of(values: dict[str, Any]) -> SamplingParams:
     for name in ("allowed_token_id", "banned_token_id", "stop_token_id"):
         values[f"{name}s"] = tuple(values.pop(name))
+    values["allowed_token_ids"] = values["allowed_token_ids"] or None
     values["logit_bias"] = dict(map(_bias, values["logit_bias"]))
     values["stop"] = tuple(values["stop"])
     values["early_stopping"] = {"false": False, "true": True}.get(values["early_stopping"], "never")

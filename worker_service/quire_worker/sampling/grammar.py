@@ -130,7 +130,12 @@ class Grammars:
         if matcher.is_error():
             what = " ".join(matcher.get_error().split())  # one line of its several
             raise GrammarError(f"{name} cannot be used: {what[:ERROR_CHARACTERS_MAX]}")
-        return Matcher(matcher, self._eos_token_ids)
+        ready = Matcher(matcher, self._eos_token_ids)
+        words = np.empty(word_count(self._vocabulary), dtype=np.int32)
+        ready.fill(words)  # the first mask may take long, and is kept; no pass should wait for it
+        if not words.any():
+            raise GrammarError(f"{name} cannot be used: no text fits it, or it is too complex to tell")
+        return ready
 
     def _tokenizer_of_model(self) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -147,7 +152,7 @@ def _grammar_of(structure: Structure) -> str:
     """Returns a structure in llguidance's words.
 
     Raises:
-        GrammarError: it is no JSON where it has to be.
+        GrammarError: it is no object in JSON where it has to be.
     """
     from llguidance import LLMatcher
 
@@ -156,7 +161,7 @@ def _grammar_of(structure: Structure) -> str:
         try:
             return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
         except ValueError as error:
-            raise GrammarError(f"json_schema is no JSON: {str(error)[:ERROR_CHARACTERS_MAX]}") from None
+            raise GrammarError(f"json_schema cannot be read: {str(error)[:ERROR_CHARACTERS_MAX]}") from None
     if structure.kind is StructureKind.REGEX:
         return LLMatcher.grammar_from_regex(text)
     if structure.kind is StructureKind.GRAMMAR:

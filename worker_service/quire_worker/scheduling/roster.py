@@ -298,7 +298,9 @@ class Roster:
     # -- branches ------------------------------------------------------------------------------------------------------
 
     def wake(self, sample: Sample, request: Request, tokens: list[int], *, draws: bool) -> None:
-        """Makes a resting sample run on, for a request: `tokens` begin with all that it has computed."""
+        """Makes a resting sample run on, for a request: `tokens` begin with all that it has computed. The request pays
+        for room ahead that the one before has not given back, as what it does not use is taken out of its usage."""
+        request.usage.granted_block_count += self.group_count * lookahead.block_count_of(sample, self.block_size)
         self.resting.wake(sample, request, tokens, draws=draws)
         self.shares.charge(request.namespace, prompt_tokens=len(tokens) - sample.computed)
         insort(self.running, sample, key=rank_of)

@@ -264,7 +264,8 @@ class Scheduler:
     def _keep(self, sample: Sample, token_count: int) -> None:
         """The sample has room for so many tokens from now on, and gives back the blocks beyond."""
         end = -(-token_count // self.roster.block_size)
-        sample.request.usage.granted_block_count -= self.roster.group_count * (sample.table_length - end)
+        if not sample.has_ended:  # else they are out of its usage
+            sample.request.usage.granted_block_count -= self.roster.group_count * (sample.table_length - end)
         for table in sample.tables:
             del table[end:]
         sample.granted = token_count

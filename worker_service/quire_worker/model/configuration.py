@@ -64,12 +64,14 @@ def configuration_of(folder: Path) -> Any:
 
 def _unknown_layers(folder: Path) -> str | None:
     """Returns what is to be said of a configuration whose layers are of a kind that the planner does not know."""
-    written = json.loads((folder / "config.json").read_bytes())
     try:
+        written = json.loads((folder / "config.json").read_bytes())
         read_config(written.get("text_config", written))
-    except (ConfigError, AttributeError) as error:
+    except ConfigError as error:
         if "layer_types" in str(error) or "layers_block_type" in str(error):
             return f"model type {written.get('model_type')!r} cannot be served: {error}"
+    except (OSError, ValueError, RecursionError, AttributeError):  # no configuration at all, as is said elsewhere
+        pass
     return None
 
 

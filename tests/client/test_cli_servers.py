@@ -76,7 +76,6 @@ def copy_of_demo(folder: Path, *without: str) -> Path:
     ("without", "said"),
     [
         (["config.json"], "no config.json in {}"),
-        (["tokenizer*"], "no usable tokenizer in {}: there is no tokenizer.json"),
         (
             ["*.safetensors"],
             "neither model.safetensors nor model.safetensors.index.json in {}: only safetensors are read",

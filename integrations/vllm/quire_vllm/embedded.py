@@ -92,6 +92,10 @@ class EmbeddedPool:
     def forget(self, _key: str) -> None:
         """Nothing was asked for: every answer came at once."""
 
+    def is_short(self, _sequence_id: int, _token_count: int, _last: int) -> bool:
+        """Tells that nobody has to ask ahead."""
+        return False
+
     def drop_upcoming(self) -> bool:
         """Tells that nothing was let in that nobody has asked for yet."""
         return False

@@ -42,20 +42,25 @@ class Held:
         token_count: tokens that it may hold; whole blocks, once it runs.
         committed_block_count: blocks that are published.
         has_run: the scheduler has let it run.
+        last: tokens that it can ever get.
     """
 
     __slots__ = (
         "block_ids",
         "committed_block_count",
         "has_run",
+        "last",
         "matched_token_count",
         "request",
         "sequence_id",
         "token_count",
     )
 
-    def __init__(self, request: Request, sequence_id: int, matched_token_count: int, block_ids: list[int]) -> None:
+    def __init__(
+        self, request: Request, sequence_id: int, matched_token_count: int, block_ids: list[int], token_count_max: int
+    ) -> None:
         self.request = request
+        self.last = min(token_count_max, request.num_prompt_tokens + request.max_tokens)
         self.sequence_id = sequence_id
         self.matched_token_count = matched_token_count
         self.block_ids = block_ids
@@ -91,7 +96,7 @@ class QuireCacheManager(KVCacheManager):
         running = [held for held in self._held.values() if held.has_run]
         for held in running:
             self._commit(held)
-        needs = [self._need(held) for held in running] if self.pool.asks_ahead else []
+        needs = self._needs(running) if self.pool.asks_ahead else ()
         waiting = self.pool.turn(needs, self._upcoming() if self.pool.asks_ahead else ())
         for held in running if waiting else ():
             if held.sequence_id in waiting:  # vLLM runs it in the next turn, and preempts nobody for it in this one
@@ -116,11 +121,17 @@ class QuireCacheManager(KVCacheManager):
             digests = b""
         return Prompt(request.request_id, request.num_tokens, digests, request.num_preemptions > 0)
 
-    def _need(self, held: Held) -> Need:
-        request = held.request
-        ahead = request.num_output_placeholders + self._scheduler.num_lookahead_tokens
-        last = min(self.max_model_len, request.num_prompt_tokens + request.max_tokens)
-        return Need(held.sequence_id, min(request.num_tokens_with_spec + ahead, self.max_model_len), last)
+    def _needs(self, running: Sequence[Held]) -> Sequence[Need]:
+        """Returns what running requests are to hold next; nothing while all have room ahead, which is most turns."""
+        lookahead, most, counts, is_short = self._scheduler.num_lookahead_tokens, self.max_model_len, [], False
+        for held in running:
+            request = held.request
+            count = min(request.num_tokens_with_spec + request.num_output_placeholders + lookahead, most)
+            counts.append(count)
+            is_short = is_short or self.pool.is_short(held.sequence_id, count, held.last)
+        if not is_short:
+            return ()
+        return [Need(held.sequence_id, count, held.last) for held, count in zip(running, counts, strict=True)]
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         """Lets the request's whole prompt in; the count of hit tokens is all that the scheduler needs of the answer."""
@@ -191,7 +202,7 @@ class QuireCacheManager(KVCacheManager):
             if answer.is_computed_elsewhere:
                 self._passed_over.add(request.request_id)
             return None
-        held = Held(request, sequence_id, answer.matched_token_count, list(answer.table))
+        held = Held(request, sequence_id, answer.matched_token_count, list(answer.table), self.max_model_len)
         held.committed_block_count = answer.matched_token_count // self._block_size
         if self._events is not None:
             self._events.hit(request, held.committed_block_count)

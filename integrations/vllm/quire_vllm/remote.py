@@ -130,6 +130,11 @@ class RemotePool:
             self._wait(lambda: not any(self._waits(need) for need in lacking))
         return {need.sequence_id for need in lacking if self._waits(need)}
 
+    def is_short(self, sequence_id: int, token_count: int, last: int) -> bool:
+        """Tells whether a sequence that is to hold so many tokens next has less room ahead than it is to have."""
+        table = self._tables[sequence_id]
+        return max(table.room, table.asked) < min(token_count + AHEAD_TOKENS, last) or table.room < token_count
+
     def _waits(self, need: Need) -> bool:
         table = self._tables[need.sequence_id]
         return table.room < need.token_count <= table.asked

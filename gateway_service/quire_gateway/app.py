@@ -128,7 +128,7 @@ def _of_validation(found: Sequence[Any]) -> ApiError:
 
 def _is_of_a_union(part: object) -> bool:
     """Tells whether a place names an alternative of a type, which no caller has written."""
-    return isinstance(part, str) and ("[" in part or part in ("str", "int", "StreamOptions"))
+    return isinstance(part, str) and ("[" in part or part in ("str", "int", "bool", "StreamOptions"))
 
 
 def _failed(error: ApiError) -> Response:

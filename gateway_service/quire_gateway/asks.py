@@ -166,6 +166,9 @@ def _ask(
             raise unsupported(name)
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs", "prompt_logprobs is not for streams: it needs stream=false")
+    best_of = getattr(body, "best_of", None)
+    if best_of is not None and best_of < (body.n or 1):
+        raise invalid("best_of", f"best_of must be at least n, {body.n}, not {best_of}")
     options: dict[str, Any] = {"temperature": 1.0}  # OpenAI's default
     for name, neutral in _SAME_NAME.items():
         _put(options, name, name, getattr(body, name, None), neutral)

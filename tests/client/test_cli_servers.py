@@ -76,7 +76,11 @@ def copy_of_demo(folder: Path, *without: str) -> Path:
     ("without", "said"),
     [
         (["config.json"], "no config.json in {}"),
-        (["tokenizer*"], "no usable tokenizer in {}: there is no tokenizer.json"),
+        (
+            ["tokenizer.json"],
+            "no usable tokenizer in {}: tokenizer_config.json is there, and no tokenizer.json; get it, too, or take the"
+            " other one away, and prompts are token ids",
+        ),
         (
             ["*.safetensors"],
             "neither model.safetensors nor model.safetensors.index.json in {}: only safetensors are read",

@@ -242,6 +242,8 @@ def test_logprobs_of_a_chat_have_bytes_that_make_characters_of_several_tokens(
         ),
         ({"use_beam_search": True, "n": 3, "stop": "a"}, 400, "stop", None),
         ({"length_penalty": 2}, 400, "length_penalty", None),
+        ({"n": 2, "best_of": 1}, 400, "best_of", None),
+        ({"num_beams": 2, "early_stopping": "soon"}, 400, "early_stopping", None),
         ({"temperature": "hot"}, 400, "temperature", None),
         ({"suffix": "x"}, 400, "suffix", "unsupported_parameter"),
         ({"colour": "red"}, 400, "colour", "unknown_parameter"),

@@ -18,6 +18,7 @@ _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tokenizer_config.json"),
 )
+_VOCABULARIES = (*_TOKENIZERS[:-1], "*.model", "*.tiktoken", "tekken.json")  # what a tokenizer's settings are for
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
 
@@ -52,6 +53,11 @@ def check_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder / _CONFIG} is no JSON: {error}") from None
     if not is_object:
         raise CheckpointError(f"{folder / _CONFIG} is no JSON object")
+    if has_tokenizer(folder) and not any(any(folder.glob(name)) for name in _VOCABULARIES):
+        raise CheckpointError(
+            f"no usable tokenizer in {folder}: {_TOKENIZERS[-1]} is there, and no {_TOKENIZERS[0]}; get it, too, or"
+            " take the other one away, and prompts are token ids"
+        )
     weight_files(folder)
 
 

@@ -335,7 +335,7 @@ async def test_a_stream_and_a_unary_session_give_equal_results(allocator: Alloca
     assert await state(allocator, "stream") == await state(allocator, "unary")
 
 
-@pytest.mark.skipif(IS_COMPILED, reason="limits are compiled in")
+@pytest.mark.skipif(IS_COMPILED, reason="constants of extension modules cannot be replaced")
 @pytest.mark.parametrize(("limit", "told"), [("REMOVED_TOLD_MAX", 2), ("REMOVED_SCOPES_MAX", 2)])
 async def test_what_left_the_index_is_told_up_to_a_limit(
     limit: str, told: int, monkeypatch: pytest.MonkeyPatch

@@ -48,9 +48,9 @@ def test_handles_may_come_and_go_while_others_are_renewed() -> None:
             self.id = number.to_bytes(4, "big")
 
     wanted, ended, interval = OpenBranches(), threading.Event(), sys.getswitchinterval()
+    held = list[Handle]()
 
     def fork() -> None:
-        held = []
         for number in range(20_000):
             held.append(Handle(number))
             wanted.add(held[-1])
@@ -65,3 +65,6 @@ def test_handles_may_come_and_go_while_others_are_renewed() -> None:
         thread.join()
     finally:
         sys.setswitchinterval(interval)
+    assert wanted.ids() == [handle.id for handle in held]
+    held.clear()
+    assert not wanted.ids()

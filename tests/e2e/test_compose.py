@@ -31,6 +31,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LASTING_SERVICES = ("allocator", "worker", "gateway", "prometheus", "grafana")
+PROFILED_SERVICES = ("vllm",)
 # What Grafana puts in: everything for the variables that choose, four scrapes for the shortest range.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
 CREDENTIALS = ("/run/quire/token", "/run/quire/tls/server.pem")
@@ -152,7 +153,7 @@ def free_ports(names: tuple[str, ...]) -> dict[str, int]:
 def deployment() -> Iterator[Deployment]:
     if not docker_compose_answers():
         pytest.skip("no Docker engine with Compose v2 answers here")
-    ports = free_ports(LASTING_SERVICES)
+    ports = free_ports(LASTING_SERVICES + PROFILED_SERVICES)
     environment = {f"QUIRE_{name.upper()}_PORT": str(port) for name, port in ports.items()}
     environment["COMPOSE_PROJECT_NAME"] = f"quire-test-{uuid.uuid4().hex[:8]}"
     deployment = Deployment({**os.environ, **environment}, ports)
@@ -160,7 +161,7 @@ def deployment() -> Iterator[Deployment]:
         deployment.up()
         yield deployment
     finally:
-        deployment.compose("down", "--volumes", "--timeout", "20")
+        deployment.compose("--profile", "*", "down", "--volumes", "--timeout", "20")
     assert deployment.remains() == []
 
 
@@ -365,3 +366,21 @@ def test_a_stopped_service_leaves_cleanly_and_comes_back(deployment: Deployment,
     deployment.up()
     eventually(lambda: is_connected(deployment), "the worker has a session")
     assert len(generate(deployment, "The for statement")) > 20
+
+
+def test_an_engine_of_vllm_has_its_blocks_from_the_same_allocator(deployment: Deployment) -> None:
+    deployment.compose("--profile", "vllm", "up", "--detach", "--build", "--wait", "vllm", timeout_s=1500)
+    prompt = list(range(1, 81))
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{deployment.ports['vllm']}/v1", api_key="none") as ai:
+        first, again = (
+            ai.completions.create(model="demo", prompt=prompt, temperature=0, max_tokens=8) for _ in range(2)
+        )
+    assert first.usage is not None
+    assert again.usage is not None
+    assert again.choices[0].text == first.choices[0].text
+    hits = [usage.prompt_tokens_details for usage in (first.usage, again.usage)]
+    assert [each and each.cached_tokens for each in hits] == [0, 64], "two blocks of 32 tokens"
+    eventually(lambda: deployment.query('quire_allocator_blocks{pool="vllm",state="cached"}') == 2, "it is scraped")
+    forgotten = deployment.execute("allocator", "quire", "drop-cache", "vllm")
+    assert forgotten.startswith("2 blocks forgotten")
+    deployment.compose("--profile", "vllm", "rm", "--stop", "--force", "vllm")

@@ -18,15 +18,15 @@ from quire.errors import UsageError
 from quire_worker.drafting import drafting_of, load_draft_model
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import PagedModel
+from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.options import parse_arguments
 from quire_worker.scheduling.drafts import Proposals
 from quire_worker.server import load
 
 from tests.worker.branch_scene import mix_calls
 from tests.worker.engine_harness import Harness, Output, paged_model, prompt, reference_text, running
+from tests.worker.speculation_scene import check_same, texts_of
 from tests.worker.state_models import write_with_states
-from tests.worker.test_speculation import texts_of
 from tests.worker.tiny_models import write_tiny, write_tiny_llama, write_tiny_qwen3
 
 
@@ -63,12 +63,7 @@ async def test_texts_are_the_same_with_drafts_and_without(
         assert numbers.drafted_token_count > 0
         assert numbers.accepted_token_count > 0 or not drafts_itself
         assert await harness.free_block_count() == options["blocks"]
-    for without, with_drafts in zip(plain, drafted, strict=True):
-        assert with_drafts.tokens == without.tokens
-        assert with_drafts.texts == without.texts
-        assert with_drafts.reasons == without.reasons
-        for ours, theirs in zip(with_drafts.logprobs, without.logprobs, strict=True):
-            assert [each.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-4)
+    check_same(drafted, plain)
 
 
 def accepted_share(harness: Harness) -> float:
@@ -180,6 +175,27 @@ def test_a_worker_takes_the_pages_of_its_draft_model_from_the_pool(llama: Path, 
     assert pair.cache.block_count == pair.drafter.cache.block_count == (1 << 20) // sum(block_bytes)
 
 
+def draft_for(draft: Path, model: Path, block_size: int = 16) -> PagedModel | None:
+    """The draft model as the worker loads it for a model that it has loaded with blocks of that size."""
+    arguments = ["--model", str(model), "--draft-model", str(draft), "--speculative-tokens", "4"]
+    target = paged_model(model) if block_size == 16 else load_model(model, block_size=block_size)
+    return load_draft_model(parse_arguments(arguments), target, "cpu")
+
+
+def test_the_draft_models_blocks_are_those_of_the_served_model(llama: Path) -> None:
+    draft = draft_for(llama, llama, block_size=8)
+    assert draft is not None
+    assert draft.cache_spec.block_size == 8
+
+
+def test_checkpoints_without_a_tokenizer_are_compared_by_the_number_of_tokens(llama: Path, tmp_path: Path) -> None:
+    bare = write_tiny_llama(tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    assert draft_for(bare, llama) is not None
+    assert draft_for(llama, bare) is not None
+
+
 def with_other_tokens(folder: Path) -> Path:
     """Changes two tokens of a folder's tokenizer."""
     file = folder / "tokenizer.json"
@@ -194,17 +210,13 @@ def with_other_tokens(folder: Path) -> Path:
 def test_a_model_that_cannot_draft_is_refused_and_says_why(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def draft_for(draft: Path, model: Path = llama) -> PagedModel | None:
-        arguments = ["--model", str(model), "--draft-model", str(draft), "--speculative-tokens", "4"]
-        return load_draft_model(parse_arguments(arguments), paged_model(model), "cpu")
-
-    assert draft_for(llama) is not None
+    assert draft_for(llama, llama) is not None
     with pytest.raises(UnsupportedModelError, match="has layers of full_attention, sliding_window"):
-        draft_for(write_tiny("gemma3", tmp_path / "gemma3"))
+        draft_for(write_tiny("gemma3", tmp_path / "gemma3"), llama)
     with pytest.raises(UsageError, match="has a vocabulary of "):
-        draft_for(Path("models/demo"))
+        draft_for(Path("models/demo"), llama)
     with pytest.raises(UsageError, match=r"the tokenizer of .*other has other tokens"):
-        draft_for(with_other_tokens(write_tiny_llama(tmp_path / "other")))
+        draft_for(with_other_tokens(write_tiny_llama(tmp_path / "other")), llama)
     with pytest.raises(UsageError, match="recurrent states cannot step back"):
         draft_for(llama, write_with_states("Lfm2", tmp_path / "states"))
     for more in ([], ["--speculative-tokens", "2", "--tensor-parallel", "2"]):

@@ -19,7 +19,8 @@ from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.options import parse_arguments
 from quire_worker.scheduling.drafts import PromptLookup, Seen
 
-from tests.worker.engine_harness import Harness, Output, paged_model, prompt, reference_text, running
+from tests.worker.engine_harness import paged_model, prompt, reference_text, running
+from tests.worker.speculation_scene import check_same, texts_of
 from tests.worker.state_models import write_with_states
 from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
@@ -27,16 +28,6 @@ DEMO = Path("models/demo")
 SENTENCE = "The for statement is used to iterate over the"
 ANOTHER = "The while statement is used for repeated execution."
 LOOKUP = PromptLookup(token_count=5, ngram_min=2, ngram_max=4)
-# What a token depends on in every way: tokens before it, random numbers, the number of tokens.
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.4, "seed": 3},
-    {"temperature": 0.3, "seed": 4, "repetition_penalty": 1.05, "frequency_penalty": 0.1, "min_p": 0.02},
-    {"temperature": 0.5, "seed": 5, "n": 3, "top_p": 0.9},
-    {"logprobs": 2, "logit_bias": {7: 0.5}},
-    {"n": 2, "best_of": 3, "temperature": 0.4, "seed": 6},
-    {"prompt_logprobs": 1, "min_tokens": 3},
-]
 
 
 @pytest.fixture(scope="module")
@@ -73,23 +64,6 @@ def test_a_draft_is_what_followed_the_longest_ngram_where_it_was_first(seed: int
     assert refused_count > 5 or ngram_min <= 2
 
 
-def repetitive(dice: random.Random) -> list[int]:
-    """A prompt that repeats itself, as code and tables do."""
-    piece = prompt(dice.randrange(3, 12), seed=dice.randrange(1000))
-    return (piece * 8)[: dice.randrange(20, 60)]
-
-
-async def texts_of(harness: Harness, *, max_tokens: int = 40) -> list[Output]:
-    dice = random.Random(1)
-    prompts = [repetitive(dice) for _ in OPTIONS]
-    return await asyncio.gather(
-        *(
-            harness.generate(tokens, max_tokens=max_tokens, ignore_eos=index % 2 == 0, **options)
-            for index, (tokens, options) in enumerate(zip(prompts, OPTIONS, strict=True))
-        )
-    )
-
-
 @pytest.mark.parametrize(
     ("blocks", "batch_tokens", "ahead_tokens"), [(512, 64, 64), (512, 13, 0), (20, 64, 64)], ids=str
 )
@@ -105,12 +79,7 @@ async def test_texts_are_the_same_with_drafts_and_without(
         numbers = harness.engine.telemetry
         assert 0 < numbers.accepted_token_count < numbers.drafted_token_count
         assert await harness.free_block_count() == blocks
-    for without, with_drafts in zip(plain, drafted, strict=True):
-        assert with_drafts.tokens == without.tokens
-        assert with_drafts.texts == without.texts
-        assert with_drafts.reasons == without.reasons
-        for ours, theirs in zip(with_drafts.logprobs, without.logprobs, strict=True):
-            assert [each.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-4)
+    check_same(drafted, plain)
 
 
 async def test_greedy_text_is_that_of_transformers_in_fewer_passes() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import structlog
 from quire.errors import UsageError
 from quire.types import GroupKind, GroupSpec
 
-from quire_worker.model.checkpoint import UnsupportedModelError
+from quire_worker.model.checkpoint import UnsupportedModelError, has_tokenizer
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.scheduling.drafts import Drafting, PromptLookup, Proposals
@@ -50,7 +51,8 @@ def load_draft_model(options: argparse.Namespace, target: PagedModel, device: st
     if target.rank_count > 1:
         raise UsageError("--draft-model: a model that several ranks compute has none")
     drafting_of(options, target.cache_spec.groups)
-    model = load_model(options.draft_model, block_size=options.block_size, dtype=options.dtype, device=device)
+    block_size = target.cache_spec.block_size
+    model = load_model(options.draft_model, block_size=block_size, dtype=options.dtype, device=device)
     _check(options, model, target)
     log.info(
         "draft model loaded",
@@ -62,6 +64,8 @@ def load_draft_model(options: argparse.Namespace, target: PagedModel, device: st
 
 
 def _check(options: argparse.Namespace, model: PagedModel, target: PagedModel) -> None:
+    """Refuses a model of other tokens, as far as both come with a tokenizer to tell, or of layers that share no tables
+    with the served one's."""
     if model.vocab_size != target.vocab_size:
         raise UsageError(
             f"--draft-model: {options.draft_model} has a vocabulary of {model.vocab_size} tokens, and the served model"
@@ -74,7 +78,12 @@ def _check(options: argparse.Namespace, model: PagedModel, target: PagedModel) -
             f"--draft-model: {options.draft_model} has layers of {kinds}; a draft model has full attention alone, in"
             " pages of one shape"
         )
-    if groups[0].block_size != options.block_size:
-        raise UnsupportedModelError(f"--draft-model: blocks of {groups[0].block_size} tokens, not {options.block_size}")
-    if Tokenizer(options.draft_model).vocabulary() != Tokenizer(options.model).vocabulary():
+    if groups[0].block_size != target.cache_spec.block_size:
+        wanted = target.cache_spec.block_size
+        raise UnsupportedModelError(f"--draft-model: blocks of {groups[0].block_size} tokens, not {wanted}")
+    both = options.draft_model, options.model
+    if not all(has_tokenizer(Path(folder)) for folder in both):
+        return
+    drafted, served = (Tokenizer(folder).vocabulary() for folder in both)
+    if drafted != served:
         raise UsageError(f"--draft-model: the tokenizer of {options.draft_model} has other tokens than the served one")

@@ -109,9 +109,8 @@ class Blocks:
 
     def __init__(self, block_count: int, policy: str = "", first_id: int = 0) -> None:
         self.block_count = block_count
-        self._stack = array(
-            "I", range(first_id, first_id + block_count)
-        )  # empty blocks from `_top` on; the lowest id is granted first
+        # Empty blocks from `_top` on; the lowest id is granted first.
+        self._stack = array("I", range(first_id, first_id + block_count))
         self._top = 0
         self.cached_count = 0
         self.evicted_count = self.dropped_count = 0

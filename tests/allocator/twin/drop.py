@@ -17,12 +17,7 @@ def drop(pool: TwinPool, namespace: str | None = None, digests: Sequence[bytes] 
     meant = [slot for slot in pool.cached(namespace) if not digests or _is_behind(pool, slot, digests, kept)]
     for slot in sorted(meant, key=lambda slot: -slot.key[2] if slot.key else 0):
         if slot.key is not None:  # else it went with another one
-            path = slot.key[3]
-            pool._used(slot)
-            pool.published.remove(slot)
-            slot.key = None
-            pool.empty += slot.blocks[::-1]
-            pool.slot_left(slot, path)
+            pool._drop(slot)
     if leaving is not None:
         leaving.clear()
         pool.leaving = leaving

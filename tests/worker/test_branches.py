@@ -160,6 +160,8 @@ async def test_branches_outlive_an_allocator_that_comes_back_empty(llama: Path) 
         root = await root_of(branches, tokens)
         (child,) = await branches.fork(root, 1, "fork")
         await harness.allocator.stop()
+        while harness.engine.session.connected:  # until the loss is seen: a call before that may meet the old stream
+            await asyncio.sleep(0)
         await harness.allocator.start()
         while not harness.engine.session.connected:
             await asyncio.sleep(0)

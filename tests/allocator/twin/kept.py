@@ -18,13 +18,24 @@ def exchange(table: list[Slot | None], index: int, other: Slot) -> None:
     own.blocks, other.blocks = other.blocks, own.blocks
 
 
+def release_kept(pool: TwinPool, slots: list[Slot]) -> list[Slot]:
+    """Lets go of slots with twins that are in no table any more, in this order; returns all others, and the twins."""
+    for slot in slots:
+        if slot.twin is not None:
+            pool._released(slot)
+    return [slot.twin or slot for slot in slots]
+
+
 def take_over(pool: TwinPool) -> bool:
-    """Where blocks are short, twins that nobody else holds give theirs up; tells whether there were any."""
+    """Where blocks are short, twins that nobody else holds give theirs up; tells whether there were any. Of one table
+    those from the last one on, up to one that somebody else holds."""
     found = False
     for sequence in pool.sequences.values():
         for table in sequence.tables:
             for index, own in reversed(list(enumerate(table))):
-                if own is not None and own.twin is not None and pool.holders(own.twin) == 1:
+                if own is not None and own.twin is not None:
+                    if pool.holders(own.twin) > 1:
+                        break
                     exchange(table, index, own.twin)
                     pool._released(own)
                     pool.taken_over += 1

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from tests.allocator.twin.answers import Committed, Grown, refused
 from tests.allocator.twin.checkpoints import TwinCheckpoints
 from tests.allocator.twin.drop import drop
-from tests.allocator.twin.kept import exchange, take_over
+from tests.allocator.twin.kept import exchange, release_kept, take_over
+from tests.allocator.twin.kinds import Kind
 from tests.allocator.twin.state import Slot, TwinSequence
 
 
@@ -191,13 +192,17 @@ class TwinPool(TwinCheckpoints):
             return "NOT_FOUND"
         self.turn_ended(sequence)
         for number, table in enumerate(sequence.tables):
-            while table:
-                last = table.pop()
-                if last is not None:
-                    self._released(last)
-                    if last.twin is not None:
-                        self._released(last.twin)
-                    self._left(sequence, last)
+            kind, first = self.kinds[number], len(table)
+            while first and self._is_of_the_tail(kind, table[first - 1], first - 1, sequence.committed):
+                first -= 1
+            slots = [slot for slot in reversed(table) if slot is not None]
+            tail_count = len(table) - first
+            table.clear()
+            for slot in slots[:tail_count]:
+                self._released(slot)
+            for slot in release_kept(self, slots[tail_count:]):
+                self._released(slot)
+                self._left(sequence, slot)
             self.forget(sequence, number)
         del self.sequences[sequence_id]
         self._enforce_quota(sequence.namespace)
@@ -211,6 +216,12 @@ class TwinPool(TwinCheckpoints):
         return ended
 
     # -- parts of operations -------------------------------------------------------------------------------------------
+
+    def _is_of_the_tail(self, kind: Kind, slot: Slot | None, position: int, committed: int) -> bool:
+        """Whether a slot at the end of a table is still to be written, or can never be published."""
+        if kind.keeps_prefixes:
+            return slot is not None and slot.key is None and slot.twin is None
+        return kind.is_windowed and (position + 1) * kind.block_size > committed
 
     def _admit(
         self,
@@ -385,11 +396,13 @@ class TwinPool(TwinCheckpoints):
         """Gives back what no token from the committed ones on reads, deepest first."""
         for number, (kind, table) in enumerate(zip(self.kinds, sequence.tables, strict=True)):
             falling = [p for p, slot in enumerate(table) if slot and kind.has_fallen_out(p, sequence.committed)]
-            self.remember(sequence, number, [slot for slot in (table[p] for p in falling) if slot is not None])
-            for position in reversed(falling):
-                slot, table[position] = table[position], None
-                if slot is not None:
-                    self._released(slot)
+            slots = [slot for slot in (table[p] for p in falling) if slot is not None]
+            for position in falling:
+                table[position] = None
+            slots = release_kept(self, slots[::-1])
+            self.remember(sequence, number, slots[::-1])
+            for slot in slots:
+                self._released(slot)
         for number in range(len(self.kinds)):
             self._trim(sequence, number)
 

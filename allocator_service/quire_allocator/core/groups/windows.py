@@ -6,6 +6,8 @@ Who owns which part of a sequence's table, in positions:
     [first, tail)      `units`: published and shareable; the last one may be half-filled, and shared with forks
     [tail, end)        `tail`: granted, this sequence's alone to write
 
+In an append-only pool some published positions stand in the table with blocks of the sequence's own (`kept.py`).
+
 Of what fell out, the sequence remembers what a boundary at its last edge would need, or have aside (`retention.py`).
 
 A commit may publish far more than the window holds. Of that it makes units only where a boundary needs one or something
@@ -23,12 +25,13 @@ from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Blocks, Scoped
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.fallen import FallenManager, Path, WindowScope
+from quire_allocator.core.groups.kept import KeptBlocks
 from quire_allocator.core.groups.stretches import Stretch, filled
-from quire_allocator.core.groups.units import Unit, UnitHit, UnitScope
+from quire_allocator.core.groups.units import Unit, UnitHit, UnitKey, UnitScope
 from quire_allocator.core.groups.window_rules import WINDOW_RULES, WindowRule
 from quire_allocator.core.groups.window_search import WindowHit, WindowSearch
 from quire_allocator.core.sequence import Part
-from quire_allocator.core.spec import DIGEST_BYTES, NO_BLOCKS, NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.spec import DIGEST_BYTES, NEVER, NO_BLOCKS, NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
 
 
 class WindowPart(Part):
@@ -41,9 +44,10 @@ class WindowPart(Part):
         falling: what a commit lets fall out, rising; only until it is settled.
         needed, aside: units that fell out, which a boundary at the last edge before the committed tokens would need,
             and which it would have aside.
+        kept: blocks of its own that stand in its table in the place of published ones; None while there were none.
     """
 
-    __slots__ = ("aside", "boundaries", "falling", "first", "needed", "scope", "tail", "units")
+    __slots__ = ("aside", "boundaries", "falling", "first", "kept", "needed", "scope", "tail", "units")
 
     def __init__(self, scope: WindowScope, first: int, units: list[Unit], boundaries: tuple[int, ...]) -> None:
         self.scope = scope
@@ -54,6 +58,7 @@ class WindowPart(Part):
         self.falling: list[Scoped] = []
         self.needed: list[Unit] = []
         self.aside: list[Unit] = []
+        self.kept: KeptBlocks | None = None
 
 
 class WindowManager(FallenManager[WindowPart]):
@@ -65,6 +70,7 @@ class WindowManager(FallenManager[WindowPart]):
         super().__init__(spec, groups, pool, blocks, log)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
         self._stride = spec.block_size // pool.block_size
+        self._append_only = pool.append_only
         self.edge_tokens = pool.edge_tokens
         # Every so many positions no token needs an earlier one; 0 where there is always one that does.
         reset = self._rule.reset_token_count()
@@ -172,7 +178,7 @@ class WindowManager(FallenManager[WindowPart]):
                     unit = Unit(scope, blocks[taken : taken + width])
                     taken += width
                 key = (position, path.at(position)) if position < named else None
-                published = unit if key is None else self._publish(scope, unit, key, swaps, position)
+                published = unit if key is None else self._publish_own(part, unit, key, swaps)
                 if published is not unit:
                     self._tell(scope, path, new, position)
                     new = position + 1
@@ -199,10 +205,57 @@ class WindowManager(FallenManager[WindowPart]):
         else:
             unit = Unit(scope, blocks[:width])
             del blocks[:width]
-        published = self._publish(scope, unit, (position, digest), swaps, position)
+        published = self._publish_own(part, unit, (position, digest), swaps)
         units.append(published)
         if published is unit:
             self._log.stored(scope, b"", digest, position)
+
+    def _publish_own(self, part: WindowPart, unit: Unit, key: UnitKey, swaps: list[Swap]) -> Unit:
+        """Gives a private unit its key. Returns the unit to use from now on: another one where the key was published
+        before. In an append-only pool that one gets the blocks if nobody holds it, or they are kept beside it."""
+        other = part.scope.index.get(key) if self._append_only else None
+        if other is None:
+            return self._publish(part.scope, unit, key, swaps, key[0])
+        own, position = unit.blocks, key[0]
+        if other.live:
+            swaps.extend(Swap(group, position, block) for group, block in zip(self.groups, other.blocks))
+            part.kept = part.kept or KeptBlocks()
+            part.kept.add(position, own, self.width)
+            self._hold(other)
+        else:
+            self._hold(other)
+            self._give_back(part, other.blocks)
+            other.blocks = own
+        return other
+
+    def take_over(self, part: WindowPart) -> int | None:
+        """Looks at positions from the last kept one on, up to one that another sequence holds, too."""
+        if part.kept is None:
+            return None
+        width, first = self.width, NEVER
+        for position, own in reversed(list(part.kept)):
+            alone = 0
+            for unit in reversed(part.units[position - part.first : position - part.first + len(own) // width]):
+                if unit.live > 1:
+                    break
+                alone += 1
+            if alone:
+                first = position + len(own) // width - alone
+            if alone < len(own) // width:
+                break
+        taken = part.kept.take_from(first, width)
+        for position, own in taken:
+            returned = NO_BLOCKS[:]
+            for start in range(0, len(own), width):
+                unit = part.units[position - part.first + start // width]
+                returned.extend(unit.blocks)
+                unit.blocks = own[start : start + width]
+            self._give_back(part, returned)
+        return first if taken else None
+
+    def _give_back(self, part: WindowPart, blocks: array[int]) -> None:
+        part.scope.held -= len(blocks)
+        self._blocks.give_back(blocks)
 
     def _idle_spans(self, part: WindowPart, path: Path, new: range, committed: int, until: int) -> list[range]:
         """Returns what of the `new` positions no boundary needs that the commit reaches, and is not published yet."""
@@ -237,6 +290,9 @@ class WindowManager(FallenManager[WindowPart]):
         """Gives back what fell out, the deepest block first, for short prefixes serve most prompts."""
         gone = self._rule.first_needed(committed) // self.block_size - part.first
         falling = part.falling
+        if part.kept is not None:
+            for own in part.kept.take_before(part.first + max(gone, 0), self.width):
+                self._give_back(part, own)
         if gone == 1 and not falling and part.units and self._remember_next(part, committed):
             unit = part.units.pop(0)
             part.first += 1
@@ -286,6 +342,9 @@ class WindowManager(FallenManager[WindowPart]):
         if part.tail:
             part.scope.held -= len(part.tail)
             self._blocks.give_back(part.tail)
+        if part.kept is not None:
+            for own in part.kept.take_all():
+                self._give_back(part, own)
         self._let_fall(part.scope, part.units)
         for unit in part.aside:
             unit.aside_count -= 1
@@ -374,13 +433,19 @@ class WindowManager(FallenManager[WindowPart]):
                 states.mark(stretch.blocks, 0, published=True)
         for part in parts:
             states.mark(part.tail, 1, published=False)
+            for _, own in part.kept or ():
+                states.mark(own, 1, published=False)
 
     def tables(self, part: WindowPart) -> list[array[int]]:
         nulls, width = array("I", [NULL_BLOCK]) * part.first, self.width
-        return [
+        tables = [
             nulls + array("I", [unit.blocks[column] for unit in part.units]) + part.tail[column::width]
             for column in range(width)
         ]
+        for position, own in part.kept or ():
+            for column, table in enumerate(tables):
+                table[position : position + len(own) // width] = own[column::width]
+        return tables
 
     def added(self, part: WindowPart, blocks: array[int]) -> list[array[int]]:
         return [blocks[column :: self.width] for column in range(self.width)]

@@ -25,10 +25,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from quire_allocator.core.spec import NULL_BLOCK
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import Request
-
-from quire_allocator.core.spec import NULL_BLOCK
 
 from quire_vllm.embedded import Admitted, EmbeddedPool, Need, Prompt
 from quire_vllm.events import CacheEvents
@@ -198,7 +197,7 @@ class QuireCacheManager(KVCacheManager):
         if blocks is None:
             return None
         for table, added, is_zeroed in zip(held.block_ids, blocks, self._zeroed, strict=False):
-            table += added
+            table.extend(added)
             self._new_block_ids += added if is_zeroed else ()
         held.token_count = until
         return blocks

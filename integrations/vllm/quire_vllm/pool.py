@@ -69,8 +69,8 @@ def pool_shape(vllm_config: Any, kv_cache_config: Any, *, first_block: int) -> P
 
 
 def group_shape(spec: Any, smallest: int) -> GroupShape:
-    """Returns what Quire is told of one of vLLM's specifications, of which `KINDS` has the name. The block of a state is
-    as large as the longest request, which need not be a multiple of the smallest block."""
+    """Returns what Quire is told of one of vLLM's specifications, which `KINDS` names. The block of a state is as large
+    as the longest request, which need not be a multiple of the smallest block."""
     name = type(spec).__name__
     kind, window = KINDS[name]
     size = spec.block_size

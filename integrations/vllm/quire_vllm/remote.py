@@ -325,7 +325,7 @@ class RemotePool:
     def _take_room(self, table: Table, grown: GrowOutcome) -> None:
         if grown.result is Result.OK:
             for new, added in zip(table.new, grown.blocks, strict=False):
-                new += added
+                new.extend(added)
             table.room = max(table.room, grown.token_count)
             table.asked = max(table.asked, table.room)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.allocator.twin.kinds import Kind
 from tests.allocator.twin.state import Slot
 
 if TYPE_CHECKING:
@@ -16,6 +17,31 @@ def exchange(table: list[Slot | None], index: int, other: Slot) -> None:
     assert own is not None
     table[index], own.twin = other, None
     own.blocks, other.blocks = other.blocks, own.blocks
+
+
+def keep_or_exchange(pool: TwinPool, table: list[Slot | None], index: int, other: Slot) -> bool:
+    """What is published already is held beside a slot, or gets its blocks if nobody holds it; tells whether it was."""
+    own = table[index]
+    assert own is not None
+    if not pool.is_held(other):
+        exchange(table, index, other)
+        return False
+    own.twin = other
+    return True
+
+
+def count_tail(kind: Kind, slots: list[Slot], length: int, committed: int) -> int:
+    """Counts the slots at the end of a table (the last one first) that are still to be written, or never published."""
+    count = 0
+    for position, slot in zip(reversed(range(length)), slots, strict=False):
+        if kind.keeps_prefixes:
+            is_of_the_tail = slot.key is None and slot.twin is None
+        else:
+            is_of_the_tail = kind.is_windowed and (position + 1) * kind.block_size > committed
+        if not is_of_the_tail:
+            break
+        count += 1
+    return count
 
 
 def release_kept(pool: TwinPool, slots: list[Slot]) -> list[Slot]:

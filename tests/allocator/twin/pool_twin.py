@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from tests.allocator.twin.answers import Committed, Grown, refused
 from tests.allocator.twin.checkpoints import TwinCheckpoints
 from tests.allocator.twin.drop import drop
-from tests.allocator.twin.kept import exchange, release_kept, take_over
-from tests.allocator.twin.kinds import Kind
+from tests.allocator.twin.kept import count_tail, keep_or_exchange, release_kept, take_over
 from tests.allocator.twin.state import Slot, TwinSequence
 
 
@@ -192,11 +191,8 @@ class TwinPool(TwinCheckpoints):
             return "NOT_FOUND"
         self.turn_ended(sequence)
         for number, table in enumerate(sequence.tables):
-            kind, first = self.kinds[number], len(table)
-            while first and self._is_of_the_tail(kind, table[first - 1], first - 1, sequence.committed):
-                first -= 1
             slots = [slot for slot in reversed(table) if slot is not None]
-            tail_count = len(table) - first
+            tail_count = count_tail(self.kinds[number], slots, len(table), sequence.committed)
             table.clear()
             for slot in slots[:tail_count]:
                 self._released(slot)
@@ -216,12 +212,6 @@ class TwinPool(TwinCheckpoints):
         return ended
 
     # -- parts of operations -------------------------------------------------------------------------------------------
-
-    def _is_of_the_tail(self, kind: Kind, slot: Slot | None, position: int, committed: int) -> bool:
-        """Whether a slot at the end of a table is still to be written, or can never be published."""
-        if kind.keeps_prefixes:
-            return slot is not None and slot.key is None and slot.twin is None
-        return kind.is_windowed and (position + 1) * kind.block_size > committed
 
     def _admit(
         self,
@@ -363,11 +353,8 @@ class TwinPool(TwinCheckpoints):
             if kind.name == "state":
                 sequence.checkpoints.append(own)
         elif self.append_only:
-            if self.is_held(other):
-                own.twin = other
+            if keep_or_exchange(self, table, index, other):
                 swaps += [(group, index, block) for group, block in zip(kind.groups, other.blocks, strict=True)]
-            else:
-                exchange(table, index, other)
         else:
             self._used(other)
             table[index] = other

@@ -8,8 +8,8 @@ by a block that another sequence holds, the sequence therefore
     2. takes over: once nobody else holds the twin and somebody needs its block, the own block is published in its place
     3. frees     both
 
-Where nobody holds the published block, the own one takes its place at once, and there are never two. In a windowed group
-both fall out of the window together.
+Where nobody holds the published block, the own one takes its place at once, and there are never two. In a windowed
+group both fall out of the window together.
 """
 
 from __future__ import annotations

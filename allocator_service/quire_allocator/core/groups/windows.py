@@ -24,44 +24,16 @@ from typing import cast
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Blocks, Scoped
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.fallen import FallenManager, Path, WindowScope
-from quire_allocator.core.groups.kept import KeptBlocks
+from quire_allocator.core.groups.fallen import Path, WindowScope
 from quire_allocator.core.groups.stretches import Stretch, filled
-from quire_allocator.core.groups.units import Unit, UnitHit, UnitKey, UnitScope
+from quire_allocator.core.groups.units import Unit, UnitHit, UnitScope
+from quire_allocator.core.groups.window_parts import PublishingManager, WindowPart
 from quire_allocator.core.groups.window_rules import WINDOW_RULES, WindowRule
 from quire_allocator.core.groups.window_search import WindowHit, WindowSearch
-from quire_allocator.core.sequence import Part
-from quire_allocator.core.spec import DIGEST_BYTES, NEVER, NO_BLOCKS, NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.spec import DIGEST_BYTES, NO_BLOCKS, NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
 
 
-class WindowPart(Part):
-    """What one sequence has here.
-
-    Attributes:
-        units: those in its table, from position `first` on.
-        tail: blocks behind them, `width` for each position.
-        boundaries: token counts at which a later prompt may part from it; rising.
-        falling: what a commit lets fall out, rising; only until it is settled.
-        needed, aside: units that fell out, which a boundary at the last edge before the committed tokens would need,
-            and which it would have aside.
-        kept: blocks of its own that stand in its table in the place of published ones; None while there were none.
-    """
-
-    __slots__ = ("aside", "boundaries", "falling", "first", "kept", "needed", "scope", "tail", "units")
-
-    def __init__(self, scope: WindowScope, first: int, units: list[Unit], boundaries: tuple[int, ...]) -> None:
-        self.scope = scope
-        self.first = first
-        self.units = units
-        self.tail = NO_BLOCKS  # which nobody adds to
-        self.boundaries = boundaries
-        self.falling: list[Scoped] = []
-        self.needed: list[Unit] = []
-        self.aside: list[Unit] = []
-        self.kept: KeptBlocks | None = None
-
-
-class WindowManager(FallenManager[WindowPart]):
+class WindowManager(PublishingManager):
     """All groups of one window. `Manager` says what its methods promise."""
 
     settles = True
@@ -70,7 +42,6 @@ class WindowManager(FallenManager[WindowPart]):
         super().__init__(spec, groups, pool, blocks, log)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
         self._stride = spec.block_size // pool.block_size
-        self._append_only = pool.append_only
         self.edge_tokens = pool.edge_tokens
         # Every so many positions no token needs an earlier one; 0 where there is always one that does.
         reset = self._rule.reset_token_count()
@@ -209,53 +180,6 @@ class WindowManager(FallenManager[WindowPart]):
         units.append(published)
         if published is unit:
             self._log.stored(scope, b"", digest, position)
-
-    def _publish_own(self, part: WindowPart, unit: Unit, key: UnitKey, swaps: list[Swap]) -> Unit:
-        """Gives a private unit its key. Returns the unit to use from now on: another one where the key was published
-        before. In an append-only pool that one gets the blocks if nobody holds it, or they are kept beside it."""
-        other = part.scope.index.get(key) if self._append_only else None
-        if other is None:
-            return self._publish(part.scope, unit, key, swaps, key[0])
-        own, position = unit.blocks, key[0]
-        if other.live:
-            swaps.extend(Swap(group, position, block) for group, block in zip(self.groups, other.blocks))
-            part.kept = part.kept or KeptBlocks()
-            part.kept.add(position, own, self.width)
-            self._hold(other)
-        else:
-            self._hold(other)
-            self._give_back(part, other.blocks)
-            other.blocks = own
-        return other
-
-    def take_over(self, part: WindowPart) -> int | None:
-        """Looks at positions from the last kept one on, up to one that another sequence holds, too."""
-        if part.kept is None:
-            return None
-        width, first = self.width, NEVER
-        for position, own in reversed(list(part.kept)):
-            alone = 0
-            for unit in reversed(part.units[position - part.first : position - part.first + len(own) // width]):
-                if unit.live > 1:
-                    break
-                alone += 1
-            if alone:
-                first = position + len(own) // width - alone
-            if alone < len(own) // width:
-                break
-        taken = part.kept.take_from(first, width)
-        for position, own in taken:
-            returned = NO_BLOCKS[:]
-            for start in range(0, len(own), width):
-                unit = part.units[position - part.first + start // width]
-                returned.extend(unit.blocks)
-                unit.blocks = own[start : start + width]
-            self._give_back(part, returned)
-        return first if taken else None
-
-    def _give_back(self, part: WindowPart, blocks: array[int]) -> None:
-        part.scope.held -= len(blocks)
-        self._blocks.give_back(blocks)
 
     def _idle_spans(self, part: WindowPart, path: Path, new: range, committed: int, until: int) -> list[range]:
         """Returns what of the `new` positions no boundary needs that the commit reaches, and is not published yet."""

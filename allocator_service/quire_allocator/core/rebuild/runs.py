@@ -7,7 +7,7 @@ where the order of release jumps, so that blocks leave the cache one by one as t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire_allocator.core.blocks import Namespace, Scoped
@@ -101,7 +101,7 @@ class RunBuilder:
         self._use.claim(owned)
         kept, kept_count = None, 0
         if sequence.kept:
-            kept = claim_kept(manager, self._use, sequence, range(published), length)
+            kept = claim_kept(manager.groups, self._use, sequence, range(published), length)
             kept_count = sum([len(own) for _, own in kept])
         return Place(scope, end, published, tail, borrowed, shares, len(owned) + kept_count, kept)
 
@@ -173,10 +173,10 @@ class RunBuilder:
 
 
 def claim_kept(
-    manager: AnyManager, use: BlockUse, sequence: ReportedSequence, published: range, length: int
+    groups: Sequence[int], use: BlockUse, sequence: ReportedSequence, published: range, length: int
 ) -> KeptBlocks:
     """Claims what a sequence keeps in the place of published blocks at some positions, and returns it."""
-    tables, kept = [sequence.kept[group] for group in manager.groups], KeptBlocks()
+    tables, kept = [sequence.kept[group] for group in groups], KeptBlocks()
     if any(len(table) != length for table in tables):
         refuse(f"sequence {sequence.sequence_id} has other tables of what it keeps than of what it holds")
     for position, own in enumerate(zip(*tables)):

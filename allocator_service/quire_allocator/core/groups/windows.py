@@ -357,11 +357,12 @@ class WindowManager(FallenManager[WindowPart]):
         if edge != committed and position >= self._rule.first_needed(edge) // size:
             return False
         unit.aside_count += 1
-        aside.append(unit)
-        if len(aside) > 1:
-            before = aside.pop(0)
-            before.aside_count -= 1
-            self.revalue(before)
+        if not aside:
+            aside.append(unit)
+            return True
+        before, aside[0] = aside[0], unit
+        before.aside_count -= 1
+        self.revalue(before)
         return True
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:

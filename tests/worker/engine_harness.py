@@ -168,6 +168,18 @@ class Harness:
             if delivery.is_last:
                 return output
 
+    async def replace_allocator(self) -> None:
+        """Puts an empty one in the allocator's place and returns once the engine has a session with it.
+
+        Texts go on meanwhile. That a session is up says nothing by itself: the loss of the old stream may not be seen yet.
+        """
+        changes: list[bool] = []
+        self.engine.session.on_change = changes.append
+        await self.allocator.stop()
+        await self.allocator.start()
+        while changes[-1:] != [True]:
+            await asyncio.sleep(0)
+
     async def free_block_count(self) -> int:
         """As the allocator sees it once everything asked for so far has been applied."""
         while self.engine.scheduler.roster.has_work or self.engine.in_turn:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -202,6 +203,7 @@ async def running(
     stream_interval_s: float = STREAM_INTERVAL_S,
     permissions: Permissions = EVERYTHING,
     model: PagedModel | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> AsyncIterator[Harness]:
     """Allocator, session and engine for the length of a test; the model is the folder's unless one is given."""
     torch.set_num_threads(1)
@@ -238,6 +240,7 @@ async def running(
             waiting_max=waiting_max,
             stream_interval_s=stream_interval_s,
             drafter=drafter,
+            clock=clock,
         )
         task = asyncio.create_task(engine.run())
         try:

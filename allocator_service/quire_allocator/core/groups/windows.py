@@ -199,9 +199,8 @@ class WindowManager(FallenManager[WindowPart]):
         else:
             unit = Unit(scope, blocks[:width])
             del blocks[:width]
-        published = self._publish(scope, unit, (position, digest), swaps, position)
-        units.append(published)
-        if published is unit:
+        units.append(self._publish(scope, unit, (position, digest), swaps, position))
+        if units[-1] is unit:
             self._log.stored(scope, b"", digest, position)
 
     def _idle_spans(self, part: WindowPart, path: Path, new: range, committed: int, until: int) -> list[range]:
@@ -357,12 +356,12 @@ class WindowManager(FallenManager[WindowPart]):
         if edge != committed and position >= self._rule.first_needed(edge) // size:
             return False
         unit.aside_count += 1
-        if not aside:
+        if aside:
+            before, aside[0] = aside[0], unit
+            before.aside_count -= 1
+            self.revalue(before)
+        else:
             aside.append(unit)
-            return True
-        before, aside[0] = aside[0], unit
-        before.aside_count -= 1
-        self.revalue(before)
         return True
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -168,6 +169,18 @@ class Harness:
             if delivery.is_last:
                 return output
 
+    async def replace_allocator(self) -> None:
+        """Puts an empty one in the allocator's place and returns once the engine has a session with it.
+
+        Texts go on meanwhile. That a session is up says nothing by itself: the loss of the old stream may not be seen yet.
+        """
+        changes: list[bool] = []
+        self.engine.session.on_change = changes.append
+        await self.allocator.stop()
+        await self.allocator.start()
+        while changes[-1:] != [True]:
+            await asyncio.sleep(0)
+
     async def free_block_count(self) -> int:
         """As the allocator sees it once everything asked for so far has been applied."""
         while self.engine.scheduler.roster.has_work or self.engine.in_turn:
@@ -190,6 +203,7 @@ async def running(
     stream_interval_s: float = STREAM_INTERVAL_S,
     permissions: Permissions = EVERYTHING,
     model: PagedModel | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> AsyncIterator[Harness]:
     """Allocator, session and engine for the length of a test; the model is the folder's unless one is given."""
     torch.set_num_threads(1)
@@ -226,6 +240,7 @@ async def running(
             waiting_max=waiting_max,
             stream_interval_s=stream_interval_s,
             drafter=drafter,
+            clock=clock,
         )
         task = asyncio.create_task(engine.run())
         try:

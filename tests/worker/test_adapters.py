@@ -156,8 +156,7 @@ async def test_adapters_survive_that_the_allocator_is_replaced_by_an_empty_one(l
         collected = asyncio.gather(*(harness.collect(request) for request in requests))
         while requests[0].usage.output_token_count < 10:
             await asyncio.sleep(0)
-        await harness.allocator.stop()
-        await harness.allocator.start()
+        await harness.replace_allocator()
         outputs = await collected
         again = await harness.generate(asked[0][1], adapter="a", max_tokens=4)
     assert_texts(llama, asked, outputs, 60)

@@ -158,8 +158,7 @@ async def test_beams_outlive_the_allocator(folder: Path) -> None:
         task = asyncio.create_task(harness.collect(request))
         while request.usage.output_token_count < 40:
             await asyncio.sleep(0)
-        await harness.allocator.stop()
-        await harness.allocator.start()
+        await harness.replace_allocator()
         output = await task
         assert await harness.free_block_count() == 512
     assert_is_that_of_transformers(folder, tokens, rule, output)

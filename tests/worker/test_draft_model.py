@@ -156,8 +156,7 @@ async def test_drafts_outlive_the_allocator(llama: Path) -> None:
         task = asyncio.create_task(harness.collect(request))
         while request.usage.output_token_count < 20:
             await asyncio.sleep(0)
-        await harness.allocator.stop()
-        await harness.allocator.start()
+        await harness.replace_allocator()
         output: Output = await task
         assert accepted_share(harness) == 1.0
     expected = reference_text(llama, tuple(prompt(30)), 150)

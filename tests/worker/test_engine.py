@@ -126,8 +126,7 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(f
         task = asyncio.create_task(harness.collect(request))
         while request.usage.output_token_count < 10:
             await asyncio.sleep(0)
-        await harness.allocator.stop()
-        await harness.allocator.start()
+        await harness.replace_allocator()
         output = await task
         assert await harness.free_block_count() == 512
     assert output.request.usage.granted_block_count == -(-149 // BLOCK_SIZE)  # nothing was computed again

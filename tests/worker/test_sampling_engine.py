@@ -93,8 +93,7 @@ async def test_counts_and_random_numbers_outlive_the_allocator(folder: Path) -> 
         task = asyncio.create_task(harness.collect(request))
         while request.usage.output_token_count < 10:
             await asyncio.sleep(0)
-        await harness.allocator.stop()
-        await harness.allocator.start()
+        await harness.replace_allocator()
         assert (await task).tokens == undisturbed.tokens
 
 

@@ -149,8 +149,7 @@ async def test_drafts_outlive_the_allocator(folder: Path) -> None:
         task = asyncio.create_task(harness.collect(request))
         while request.usage.output_token_count < 20:
             await asyncio.sleep(0)
-        await harness.allocator.stop()
-        await harness.allocator.start()
+        await harness.replace_allocator()
         assert (await task).tokens == plain.tokens
         assert await harness.free_block_count() == 512
 

@@ -96,8 +96,7 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(
         task = asyncio.create_task(harness.collect(request))
         while request.usage.output_token_count < 10:
             await asyncio.sleep(0)
-        await harness.allocator.stop()
-        await harness.allocator.start()
+        await harness.replace_allocator()
         output = await task
         again = await harness.generate(tokens, max_tokens=60, ignore_eos=True)  # from what was reported
         assert await harness.free_block_count() == blocks

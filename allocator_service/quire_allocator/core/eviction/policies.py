@@ -40,7 +40,7 @@ class LeastRecentlyUsed(EvictionPolicy):
         self._time += 1
         entry.released = self._time
 
-    def put_aside(self, entry: Entry) -> None:
+    def put_aside(self, entry: Entry, block_count: int) -> None:
         self.released(entry)
 
     def ranked(self, entry: Entry) -> None:
@@ -199,10 +199,10 @@ class ReuseValue(EvictionPolicy):
             self._model.start(_LEFT_FAMILY, _LEFT, left)
         self._model.start(family, kind, count)
 
-    def put_aside(self, entry: Entry) -> None:
+    def put_aside(self, entry: Entry, block_count: int) -> None:
         if entry.worth == LED and not entry.hits:  # what is kept passes time, as it takes room
-            self._time += entry.block_count
-            self._led_time += entry.block_count
+            self._time += block_count
+            self._led_time += block_count
         entry.released = self._time
         entry.kind = None
 

@@ -128,8 +128,8 @@ class EvictionPolicy(ABC):
         """Nobody holds `entry` any more; notes the moment in `released`. Descendants come before ancestors."""
 
     @abstractmethod
-    def put_aside(self, entry: Entry) -> None:
-        """Does the same of what is not KEPT: stamps it, and learns nothing of it."""
+    def put_aside(self, entry: Entry, block_count: int) -> None:
+        """Does the same of what is not KEPT and has so many blocks: stamps it, and learns nothing of it."""
 
     @abstractmethod
     def ranked(self, entry: Entry) -> None:

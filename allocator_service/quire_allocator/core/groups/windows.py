@@ -176,9 +176,11 @@ class WindowManager(PublishingManager):
         else:
             unit = Unit(scope, blocks[:width])
             del blocks[:width]
-        published = self._publish_own(part, unit, (position, digest), swaps)
-        units.append(published)
-        if published is unit:
+        if self._append_only:
+            units.append(self._publish_own(part, unit, (position, digest), swaps))
+        else:
+            units.append(self._publish(scope, unit, (position, digest), swaps, position))
+        if units[-1] is unit:
             self._log.stored(scope, b"", digest, position)
 
     def _idle_spans(self, part: WindowPart, path: Path, new: range, committed: int, until: int) -> list[range]:
@@ -340,11 +342,12 @@ class WindowManager(PublishingManager):
         if edge != committed and position >= self._rule.first_needed(edge) // size:
             return False
         unit.aside_count += 1
-        aside.append(unit)
-        if len(aside) > 1:
-            before = aside.pop(0)
+        if aside:
+            before, aside[0] = aside[0], unit
             before.aside_count -= 1
             self.revalue(before)
+        else:
+            aside.append(unit)
         return True
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:

@@ -100,6 +100,12 @@ class EmbeddedPool:
         count = max(prompt.chunk_token_count, grown.matched_token_count)
         return sequence_id, Admitted(grown.matched_token_count, count, grown.blocks)
 
+    def has_room_for(self, token_counts: Sequence[int]) -> bool:
+        """Tells whether new sequences of so many tokens would all fit if they shared nothing."""
+        sizes = [group.block_size for group in self._spec.groups]
+        needed = sum([-(-count // size) for count in token_counts for size in sizes])
+        return needed <= self.pool.blocks.free_count
+
     def forget(self, _key: str) -> None:
         """Nothing was asked for: every answer came at once."""
 

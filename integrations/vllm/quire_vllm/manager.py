@@ -95,7 +95,9 @@ class QuireCacheManager(KVCacheManager):
             self._events = CacheEvents(self.block_pool, pool.shape)
             self.pool.on_removed = self._events.removed
             self.pool.on_cleared = self._events.cleared
-        self._passed_over: set[str] = set()  # requests whose prefix another one computes in this turn
+        # Requests that wait a turn because another one computes their prefix, and their tokens; and who would take the
+        # room of those meanwhile, with none.
+        self._passed_over: dict[str, int] = {}
         self._zeroed = [manager.records_new_block_ids for manager in self.coordinator.single_type_managers]
         self._new_block_ids: list[int] = []  # of those groups, since vLLM has asked
 
@@ -149,9 +151,18 @@ class QuireCacheManager(KVCacheManager):
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         """Lets the request's whole prompt in; the count of hit tokens is all that the scheduler needs of the answer."""
         held = self._held.get(request.request_id)
-        if held is None:
+        if held is None and self._would_take_room(request):
+            self._passed_over[request.request_id] = 0
+        elif held is None:
             held = self._admit(request)
         return self.empty_kv_cache_blocks, held.matched_token_count if held is not None else 0, 0
+
+    def _would_take_room(self, request: Request) -> bool:
+        """Tells whether a request would overtake one that is passed over, and there is no room for both: vLLM's manager
+        lets them in by their order. An allocator elsewhere is asked for all prompts of a turn at once."""
+        if not self._passed_over or self.pool.asks_ahead:
+            return False
+        return not self.pool.has_room_for([request.num_tokens, *self._passed_over.values()])
 
     def is_passed_over(self, request: Request) -> bool:
         """Tells whether a request is better asked again in the next turn than computed now."""
@@ -215,7 +226,7 @@ class QuireCacheManager(KVCacheManager):
         sequence_id, answer = self.pool.admit(self._prompt(request))
         if not isinstance(answer, Admitted):
             if answer.is_computed_elsewhere:
-                self._passed_over.add(request.request_id)
+                self._passed_over[request.request_id] = request.num_tokens
             return None
         tables = [[0 if block == NULL_BLOCK else block for block in table] for table in answer.tables]
         for table, group, is_zeroed in zip(tables, self.pool.shape.groups, self._zeroed, strict=True):

@@ -166,6 +166,10 @@ class RemotePool:
         table = self._tables[grown.sequence_id]
         return grown.sequence_id, Admitted(grown.matched_token_count, table.room, table.blocks)
 
+    def has_room_for(self, token_counts: Sequence[int]) -> bool:
+        """Tells whether new sequences of so many tokens would all fit, as of the last answer."""
+        return self._increment.blocks(sum(token_counts)) <= self._free_block_count
+
     def drop_upcoming(self) -> bool:
         """Takes back the blocks of a prompt that was let in before anybody has asked for it, the newest first. Returns
         whether there was one."""

@@ -46,14 +46,14 @@ class Held:
     Attributes:
         block_ids: its table in each group.
         token_count: tokens that it may hold; whole blocks, once it runs.
-        committed_block_count: blocks that are published.
+        committed_token_count: computed tokens that the pool was told of, with all blocks that they fill.
         has_run: the scheduler has let it run.
         last: tokens that it can ever get.
     """
 
     __slots__ = (
         "block_ids",
-        "committed_block_count",
+        "committed_token_count",
         "has_run",
         "last",
         "matched_token_count",
@@ -71,7 +71,7 @@ class Held:
         self.matched_token_count = admitted.matched_token_count
         self.block_ids = block_ids
         self.token_count = admitted.token_count
-        self.committed_block_count = 0
+        self.committed_token_count = admitted.matched_token_count
         self.has_run = False
 
 
@@ -88,7 +88,8 @@ class QuireCacheManager(KVCacheManager):
         self._edge_tokens = pool.shape.edge_tokens
         self._digest_tokens = pool.shape.digest_tokens
         # Without a prefix cache vLLM makes no hashes, and only what is committed falls out of windows.
-        self._makes_digests_up = not self.enable_caching and any(group.window for group in pool.shape.groups)
+        self._windows = [group for group in pool.shape.groups if group.window]
+        self._makes_digests_up = not self.enable_caching and bool(self._windows)
         self._held: dict[str, Held] = {}
         self._events: CacheEvents | None = None
         if self.block_pool.enable_kv_cache_events:
@@ -232,7 +233,6 @@ class QuireCacheManager(KVCacheManager):
         for table, group, is_zeroed in zip(tables, self.pool.shape.groups, self._zeroed, strict=True):
             self._new_block_ids += table[answer.matched_token_count // group.block_size :] if is_zeroed else ()
         held = Held(request, sequence_id, answer, tables, self.max_model_len)
-        held.committed_block_count = answer.matched_token_count // self._digest_tokens
         if self._events is not None:
             self._events.hit(request, answer.matched_token_count)
         self._held[request.request_id] = held
@@ -241,19 +241,27 @@ class QuireCacheManager(KVCacheManager):
     # -- what was computed ---------------------------------------------------------------------------------------------
 
     def _commit(self, held: Held) -> None:
-        """Publishes full blocks whose passes are over; tokens that may still be rejected are not counted by vLLM."""
-        request = held.request
+        """Publishes full blocks whose passes are over; tokens that may still be rejected are not counted by vLLM. Where
+        a block falls out of a window, what is computed is said although no block became full."""
+        request, size, before = held.request, self._digest_tokens, held.committed_token_count
         computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-        count = computed // self._digest_tokens
+        first, end = before // size, computed // size
         if not self._makes_digests_up:
-            count = min(count, len(request.block_hashes))
-        if count > held.committed_block_count:
-            digests = self._digests(request, held.committed_block_count, count)
-            on_stored = None
-            if self._events is not None:
-                on_stored = partial(self._events.stored, request, held.committed_block_count, count)
-            self.pool.commit(held.sequence_id, count * self._digest_tokens, digests, on_stored)
-            held.committed_block_count = count
+            end = min(end, len(request.block_hashes))
+        token_count = end * size
+        if self._windows and computed < token_count + size and self._falls_out(before, computed):
+            token_count = computed
+        if token_count <= before:
+            return
+        on_stored = None
+        if self._events is not None and end > first:
+            on_stored = partial(self._events.stored, request, first, end)
+        self.pool.commit(held.sequence_id, token_count, self._digests(request, first, end), on_stored)
+        held.committed_token_count = token_count
+
+    def _falls_out(self, before: int, token_count: int) -> bool:
+        """Tells whether some window lets a block go that it had after the tokens before."""
+        return any(window.first_block(before) < window.first_block(token_count) for window in self._windows)
 
     def _digests(self, request: Request, first: int, end: int) -> bytes:
         """Returns vLLM's hashes of blocks as digests: those of 16 bytes are filled up with zeros."""

@@ -21,6 +21,12 @@ class GroupShape(NamedTuple):
     block_size: int
     window: int
 
+    def first_block(self, token_count: int) -> int:
+        """Returns the first block of a windowed group that the token after so many others reads."""
+        if self.kind == "chunked_local":
+            return token_count // self.window * self.window // self.block_size
+        return max(0, token_count - self.window + 1) // self.block_size
+
 
 class PoolShape(NamedTuple):
     """What both sides say of a pool; fields as in `quire.PoolSpec`.

@@ -1,4 +1,4 @@
-"""What requests and engines may ask for besides: speculation by prompt lookup, LoRA adapters, beside vLLM's own manager.
+"""What else engines and requests may ask for, beside vLLM's own manager: prompt lookup, LoRA adapters.
 
 Run by `make test-vllm`.
 """

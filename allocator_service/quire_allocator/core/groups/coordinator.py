@@ -40,7 +40,7 @@ class Coordinator:
         self.in_place = any(manager.in_place for manager in self.managers)
         self._settling = [(number, manager) for number, manager in enumerate(self.managers) if manager.settles]
         self.settles = bool(self._settling)
-        assert not (spec.append_only and self.settles), "append-only pools have groups of full attention alone"
+        assert not (spec.append_only and self.in_place), "append-only pools keep no states: those are copied"
         self._full_count = len(self.managers) - len(self._settling)  # those of full attention, which come first
         self.history = PromptHistory() if not self._full_count else None
         self._edge_tokens = spec.edge_tokens

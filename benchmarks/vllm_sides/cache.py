@@ -2,7 +2,7 @@
 
     python benchmarks/vllm_sides/cache.py '{"model": ..., "trace": ..., "requests": 3000, "sizes": [1000], ...}'
 
-prints one line of JSON: for each size and side, tokens asked and hit.
+prints one line of JSON: for the layers of each model, each size and side, tokens asked and hit.
 """
 
 from __future__ import annotations
@@ -24,16 +24,28 @@ from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found,unuse
 )
 from vllm.v1.core.sched.scheduler import Scheduler  # type: ignore[import-not-found,unused-ignore]
 from vllm.v1.kv_cache_interface import (  # type: ignore[import-not-found,unused-ignore]
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput  # type: ignore[import-not-found,unused-ignore]
 from vllm.v1.request import Request  # type: ignore[import-not-found,unused-ignore]
 from vllm.v1.structured_output import StructuredOutputManager  # type: ignore[import-not-found,unused-ignore]
 
 BLOCK = 4  # tokens that stand for the 512 of a block of the trace
+WINDOW = 32  # tokens, which stand for 4,096
 SIDES = {"stock": Scheduler, "embedded": QuireScheduler}
+
+
+def groups_of(layers: str, dtype: Any) -> list[Any]:
+    """The groups of a model: full attention, alone or with two groups of windows or of chunks."""
+    common = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": dtype}
+    full, windows = FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=WINDOW)
+    chunks = ChunkedLocalAttentionSpec(**common, attention_chunk_size=WINDOW)
+    specs = {"full": [full], "windows": [full, windows, windows], "chunks": [full, chunks, chunks]}[layers]
+    return [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]
 
 
 def scheduler_of(side: str, job: dict[str, Any], blocks: int) -> Any:
@@ -48,12 +60,10 @@ def scheduler_of(side: str, job: dict[str, Any], blocks: int) -> Any:
         async_scheduling=False,
     ).create_engine_config()
     config.cache_config.block_size, config.cache_config.num_gpu_blocks = BLOCK, blocks
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=config.model_config.dtype)
+    groups = groups_of(job["layers"], config.model_config.dtype)
     return SIDES[side](
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(
-            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-        ),
+        kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK,
         hash_block_size=BLOCK,
@@ -105,7 +115,13 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     init_none_hash(sha256)
     requests = read(job)
-    told = {str(size): {side: run(side, job, size, requests) for side in SIDES} for size in job["sizes"]}
+    told = {
+        layers: {
+            str(size): {side: run(side, {**job, "layers": layers}, size, requests) for side in SIDES}
+            for size in job["sizes"]
+        }
+        for layers in job["layers"]
+    }
     print("RESULT " + json.dumps(told), flush=True)
 
 

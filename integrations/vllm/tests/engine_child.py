@@ -96,7 +96,8 @@ class Events:
     """A mirror of the index, as somebody has it who hears vLLM's KV cache events."""
 
     def __init__(self) -> None:
-        self.index: dict[str, int] = {}  # of each hash the tokens of its block
+        self.index: dict[str, int] = {}  # of each hash in each group the tokens of its block
+        self.kinds: dict[int, str] = {}  # of each group
         self.stored_count = self.removed_count = self.cleared_count = self.unknown_parent_count = 0
 
     def take(self, events: list[Any]) -> list[Any]:
@@ -105,17 +106,19 @@ class Events:
             kind = type(event).__name__
             if kind == "BlockStored":
                 self.stored_count += 1
-                parent = event.parent_block_hash
-                self.unknown_parent_count += parent is not None and named(parent) not in self.index
-                assert len(event.token_ids) == event.block_size * len(event.block_hashes)
-                assert event.kv_cache_spec_kind == "full_attention", event
+                parent, group = event.parent_block_hash, event.group_idx
+                self.unknown_parent_count += parent is not None and named(parent, group) not in self.index
+                self.kinds[group] = event.kv_cache_spec_kind
+                is_whole = len(event.token_ids) == event.block_size * len(event.block_hashes)
+                assert is_whole or "full" not in event.kv_cache_spec_kind, "vLLM's windows leave hashes out alone"
                 for number, block_hash in enumerate(event.block_hashes):
                     first = number * event.block_size
-                    self.index[named(block_hash)] = hash(tuple(event.token_ids[first : first + event.block_size]))
+                    tokens = tuple(event.token_ids[first : first + event.block_size])
+                    self.index[named(block_hash, group)] = hash(tokens)
             elif kind == "BlockRemoved":
                 self.removed_count += 1
                 for block_hash in event.block_hashes:
-                    self.index.pop(named(block_hash), None)
+                    self.index.pop(named(block_hash, event.group_idx), None)
             else:
                 self.cleared_count += 1
                 self.index.clear()
@@ -128,12 +131,13 @@ class Events:
             "stored": self.stored_count,
             "removed": self.removed_count,
             "unknown_parents": self.unknown_parent_count,
+            "kinds": self.kinds,
         }
 
 
-def named(block_hash: Any) -> str:
-    """Returns a hash as text."""
-    return block_hash.hex() if isinstance(block_hash, bytes) else str(block_hash)
+def named(block_hash: Any, group: int) -> str:
+    """Returns a hash of a group as text."""
+    return f"{group} {block_hash.hex() if isinstance(block_hash, bytes) else block_hash}"
 
 
 def follow_events(manager: Any) -> Events:
@@ -148,9 +152,11 @@ def index_of(pool: Any) -> list[str]:
     found = []
     for manager in pool.managers:
         for space in pool.blocks.namespaces.values():
-            for stretch in manager.walk(space.scopes[0]):
+            scope = space.scopes[pool.managers.index(manager)]
+            for stretch in manager.walk(scope):
                 digests = [stretch.digests[at : at + 32] for at in range(0, len(stretch.digests), 32)]
-                found += [named(maybe_convert_block_hash(digest)) for digest in digests]
+                told = map(maybe_convert_block_hash, digests)
+                found += [named(digest, group) for digest in told for group in manager.groups]
     return sorted(found)
 
 

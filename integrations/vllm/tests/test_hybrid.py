@@ -61,6 +61,22 @@ def test_windows_of_their_own_write_what_vllm_writes_and_hit_no_less(models: dic
     assert ours[0]["hits"][1] > 0
 
 
+def test_events_tell_of_each_group_what_can_be_hit_in_it(models: dict[str, str]) -> None:
+    scene = {"model": models["gemma3"], "new_tokens": 24, "passes": [SHARED, SHARED], "events": True, "again": True}
+    jobs = [{**scene, "scheduler": scheduler, "blocks": 320} for scheduler in (None, OURS)]
+    jobs.append({**scene, "scheduler": OURS, "blocks": 85, "passes": [SHARED, APART]})
+    stock, ours, few = run_engines(jobs, PYTHONHASHSEED="0")
+    assert ours["texts"] == stock["texts"]
+    assert ours["events"]["kinds"] == stock["events"]["kinds"]
+    assert len(set(ours["events"]["kinds"].values())) == 2
+    assert ours["events"]["told"] == ours["events"]["index"]
+    assert set(ours["events"]["told"]) >= set(stock["events"]["told"]), "what vLLM can hit can be hit"
+    assert few["events"]["told"] == few["events"]["index"]
+    assert few["events"]["removed"] > 0
+    assert ours["is_cleared"]
+    assert stock["hits_again"] <= ours["hits_again"] < ours["hits"][-1], "what was cached before is not hit"
+
+
 @pytest.mark.parametrize("name", ["gemma3", "mistral", *RECURRENT])
 def test_without_a_prefix_cache_windows_move_on_and_states_stay(models: dict[str, str], name: str) -> None:
     jobs = [{**job(name, models, scheduler, "few blocks"), "options": NO_CACHE} for scheduler in (None, OURS)]

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import structlog
@@ -32,6 +33,7 @@ from quire_worker.cache import KVCache
 from quire_worker.door import Door
 from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
+from quire_worker.execution.model_thread import ModelThread
 from quire_worker.execution.parts import Computed
 from quire_worker.execution.run import Shortcut
 from quire_worker.execution.runner import Runner
@@ -102,7 +104,7 @@ class Engine:
         self.adapters = Adapters(model)
         self._clock = clock
         self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
-        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._thread = ModelThread(thread)
         self.wake = asyncio.Event()  # set by whoever changes the roster
         self._open: set[Request] = set()
         self._changed = asyncio.Event()  # a request was ended
@@ -158,6 +160,8 @@ class Engine:
         self._end_failed(computed)
         self.scheduler.advance(computed.work)
         self._intake.take(computed)
+        if self._outbox.deliver_first():
+            await asyncio.sleep(0)  # to those who wait for it, before the pass after the next one is laid out
         self._door.observe(computed)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
@@ -243,7 +247,7 @@ class Engine:
 
     def close(self) -> None:
         """Waits for the model's thread; `run` has ended before."""
-        self._thread.shutdown()
+        self._thread.close()
 
     # -- parts of a turn -----------------------------------------------------------------------------------------------
 
@@ -283,8 +287,7 @@ class Engine:
 
     def _submit(self, batch: Batch) -> None:
         prepared = self._runner.prepare(batch, is_behind=bool(self._passes))
-        loop = asyncio.get_running_loop()
-        self._passes.append(Pass(batch.work, loop.run_in_executor(self._thread, self._runner.compute, prepared)))
+        self._passes.append(Pass(batch.work, self._thread.submit(partial(self._runner.compute, prepared))))
 
     async def _plan(self) -> tuple[Plan, StepOutcome] | None:
         """Returns what to run, and the allocator's answer if it had to be asked; None if everything has to start again.

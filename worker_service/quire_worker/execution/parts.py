@@ -136,10 +136,16 @@ class Computed(NamedTuple):
     swap_s: float = 0.0
     proposals: Mapping[Sample, Proposal] = MappingProxyType({})
 
+    @property
+    def has_first_tokens(self) -> bool:
+        """Tells whether somebody waits for the first token of an answer."""
+        return any(token.draw.sample.request.first_token_s is None for token in self.tokens)
+
 
 def tables_of(sample: Sample) -> list[array[int]]:
     """Returns a sample's tables as they are now, of each group; those of states have one entry, the running block."""
-    return [*(table[:] for table in sample.tables), *(array("I", [block]) for block in sample.states)]
+    tables = [table[:] for table in sample.tables]
+    return [*tables, *(array("I", [block]) for block in sample.states)] if sample.states else tables
 
 
 class Prepared(NamedTuple):
@@ -149,7 +155,7 @@ class Prepared(NamedTuple):
         restores: pages to be copied from host memory.
         parts: of the forward pass. A token that the batch before samples is 0 as yet.
         awaiting: those whose one token it is.
-        places: where these tokens belong in the flat batch, int64.
+        places: where these tokens belong in the flat batch.
         layout: on the host, of all parts; None if making it failed: it is made again, in halves if it must be.
         is_behind: it was planned while the batch before was under way.
     """
@@ -159,7 +165,7 @@ class Prepared(NamedTuple):
     restores: list[Restore]
     parts: list[Part]
     awaiting: list[Part]
-    places: torch.Tensor
+    places: list[int]
     layout: ForwardBatch | None
     is_behind: bool
 

@@ -103,8 +103,8 @@ class Run:
             if self.is_unharmed(part.sample):
                 part.tokens[0] = before.tokens[part.sample]
         if prepared.layout is not None and prepared.awaiting:
-            tokens = torch.tensor([part.tokens[0] for part in prepared.awaiting])
-            prepared.layout.input_ids[0, prepared.places] = tokens
+            ids = prepared.layout.input_ids.numpy()[0]
+            ids[prepared.places] = [part.tokens[0] for part in prepared.awaiting]
 
     def move(self, moves: Sequence[Copy | SwapOut], restores: Sequence[Restore]) -> None:
         """Copies pages and swaps them out, in order; then swaps in."""
@@ -136,6 +136,8 @@ class Run:
 
     def drop_holders_of_lost_blocks(self, parts: Iterable[Part]) -> None:
         """Who would read or write a block that was not copied fails."""
+        if not self.lost_blocks:
+            return
         for part in parts:
             for block in self.lost_blocks.keys() & part.sample.held_blocks():
                 self._fail([part.sample], self.lost_blocks[block])

@@ -124,10 +124,7 @@ async def rounds(stack: Stack, workload: Workload, repeat: int) -> tuple[list[Ro
             asked = workload.draw(number, vocabulary)
             before = stack.cpu_s()
             await asyncio.gather(
-                *(
-                    client.generate(each["prompt"], max_tokens=each["output_tokens"], ignore_eos=True)
-                    for each in asked
-                )
+                *(client.generate(each["prompt"], max_tokens=each["output_tokens"], ignore_eos=True) for each in asked)
             )
             after, noted = stack.cpu_s(), stack.turns()
             if number >= 0:

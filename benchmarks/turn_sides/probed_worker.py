@@ -30,11 +30,11 @@ def probe() -> None:
         NOTED[-1]["forward_s"] = (begin_s, time.perf_counter())
         return logits
 
-    def timed_compute(self: Runner, prepared: Any) -> Any:
+    def timed_compute(self: Runner, prepared: Any, *rest: Any) -> Any:
         begin_s = time.perf_counter()
         lengths = [len(part.tokens) for part in prepared.parts]
         NOTED.append({"begin_s": begin_s, "lengths": lengths, "is_behind": prepared.is_behind})
-        computed = compute(self, prepared)
+        computed = compute(self, prepared, *rest)
         NOTED[-1]["end_s"] = time.perf_counter()
         return computed
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from quire_worker.cache import KVCache
@@ -157,6 +158,7 @@ class Prepared(NamedTuple):
         awaiting: those whose one token it is.
         places: where these tokens belong in the flat batch.
         layout: on the host, of all parts; None if making it failed: it is made again, in halves if it must be.
+        ids: the layout's `input_ids`, the same memory, which the model's thread writes without a call into torch.
         is_behind: it was planned while the batch before was under way.
     """
 
@@ -167,6 +169,7 @@ class Prepared(NamedTuple):
     awaiting: list[Part]
     places: list[int]
     layout: ForwardBatch | None
+    ids: np.ndarray | None
     is_behind: bool
 
 

@@ -81,16 +81,17 @@ class Runner:
             layout = self._layouts.of(parts)
         except Exception:  # who is to blame is found where the batch is computed
             layout = None
-        return Prepared(batch, batch.draws(), restores, parts, awaiting, places, layout, is_behind)
+        ids = None if layout is None else layout.input_ids.numpy()[0]
+        return Prepared(batch, batch.draws(), restores, parts, awaiting, places, layout, ids, is_behind)
 
-    def compute(self, prepared: Prepared) -> Computed:
-        """Runs a batch. Blocks; for the model's thread.
+    def compute(self, prepared: Prepared, before_kernels: Callable[[], None] | None = None) -> Computed:
+        """Runs a batch. Blocks; for the model's thread. `before_kernels` is that of `PagedModel.forward`.
 
         Raises:
             DeviceLostError: nothing can be computed any more.
         """
         started = self._clock()
-        run = Run(self._model, self._cache, self._shortcut, self._host_pages)
+        run = Run(self._model, self._cache, self._shortcut, self._host_pages, before_kernels)
         if prepared.is_behind:
             run.follow(self._before, prepared)
         run.move(prepared.batch.moves, prepared.restores)

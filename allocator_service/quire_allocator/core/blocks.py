@@ -188,7 +188,7 @@ class Blocks:
         if entry.worth == KEPT:
             self.policy.released(entry)
         else:
-            self.policy.put_aside(entry)
+            self.policy.put_aside(entry, count)
         if is_candidate:
             self.push(entry)
 

@@ -299,9 +299,8 @@ class Pool:
             sequence.announcement, token_count // self.digest_tokens
         ):
             sequence.announcement = None
-        ends = sequence.ends
-        if ends and ends[-1] > committed and self.coordinator.retention is not None:
-            self.coordinator.retention.reached(sequence, committed)
+        if sequence.is_before_end and self.coordinator.retention is not None:
+            sequence.is_before_end = self.coordinator.retention.reached(sequence, committed)
         self.coordinator.settle(sequence)
         if self.coordinator.settles:
             self.admission.enforce_cache_quota(sequence.namespace)

@@ -30,6 +30,7 @@ class SequenceState:
             prompt that leaves a token to compute, the junction, and ends of turns that the owner named.
         ends: its boundaries and, where a pool has learned that prompts part early, steps before the last of them: all
             token counts at which hits are to end; rising.
+        is_before_end: one of its ends may be behind what is committed: false once none is, since commits ask for it.
         last_boundary: the deepest boundary of its prefix that was made or hit; it may have ended since.
         parts: what it has in each manager.
     """
@@ -40,6 +41,7 @@ class SequenceState:
         "chunk_token_count",
         "committed_token_count",
         "ends",
+        "is_before_end",
         "is_hold",
         "is_named",
         "last_boundary",
@@ -66,6 +68,7 @@ class SequenceState:
         self.priority = priority
         self.boundaries: tuple[int, ...] = ()
         self.ends: tuple[int, ...] = ()
+        self.is_before_end = True
         self.last_boundary: Boundary | None = None
         self.announcement: Announcement | None = None
         self.is_hold = False

@@ -121,15 +121,20 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def split(self, upper: Entry, lower: Entry) -> bool:
-        """An entry was cut in two; `upper` has copied the history. Returns whether `lower` has another place now."""
+        """An entry was cut in two where a prompt takes another way; `upper` has copied the history. Returns whether
+        `lower` has another place now."""
+
+    @abstractmethod
+    def cut(self, upper: Entry, lower: Entry) -> None:
+        """The same where the prompt goes on along `lower` as well, and takes `upper` first."""
 
     @abstractmethod
     def released(self, entry: Entry) -> None:
         """Nobody holds `entry` any more; notes the moment in `released`. Descendants come before ancestors."""
 
     @abstractmethod
-    def put_aside(self, entry: Entry) -> None:
-        """Does the same of what is not KEPT: stamps it, and learns nothing of it."""
+    def put_aside(self, entry: Entry, block_count: int) -> None:
+        """Does the same of what is not KEPT and has so many blocks: stamps it, and learns nothing of it."""
 
     @abstractmethod
     def ranked(self, entry: Entry) -> None:

@@ -50,7 +50,8 @@ from quire_allocator.core.groups.partings import STEP_COUNT, Partings, behind_hi
 from quire_allocator.core.groups.runs import Run, RunHit, RunScope
 from quire_allocator.core.groups.states import StateManager, StatePart
 from quire_allocator.core.groups.units import AnyUnitManager, Unit
-from quire_allocator.core.groups.windows import WindowManager, WindowPart
+from quire_allocator.core.groups.window_parts import WindowPart
+from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 
@@ -106,13 +107,15 @@ class Retention(Keeper):
 
     # -- when boundaries are made --------------------------------------------------------------------------------------
 
-    def reached(self, sequence: SequenceState, before: int) -> None:
-        """A sequence has committed more than the `before` tokens that it had; nothing has fallen out yet."""
+    def reached(self, sequence: SequenceState, before: int) -> bool:
+        """A sequence has committed more than the `before` tokens that it had; nothing has fallen out yet. Returns whether
+        ends are left that it has not reached."""
         ends = sequence.ends
         for token_count in ends[bisect_right(ends, before) :]:
             if token_count > sequence.committed_token_count:
-                break
+                return True
             self.make(sequence, token_count)
+        return False
 
     def ended(self, sequence: SequenceState) -> None:
         """A turn has ended with what a sequence has committed."""

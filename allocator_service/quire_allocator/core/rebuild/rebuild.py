@@ -195,7 +195,7 @@ def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
         if entry.worth == KEPT:
             pool.blocks.policy.released(entry)
         else:
-            pool.blocks.policy.put_aside(entry)
+            pool.blocks.policy.put_aside(entry, entry.block_count)
         if entry.worth == SPARE and isinstance(entry, Unit):
             entry.scope.spare += entry.block_count
         if not children:

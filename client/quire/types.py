@@ -185,8 +185,8 @@ class PoolSpec:
         eviction_policy: which cached blocks leave first, by name; empty for the default.
         retention: which windows and states stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
         chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 where nobody says.
-        append_only: tables change at their end alone: a commit swaps nothing, and a sequence keeps its own blocks. All
-            groups are of full attention.
+        append_only: tables change at their end alone: a commit swaps nothing, and a sequence keeps its own blocks. No
+            group is of states. What fell out of a window is given back; an engine may leave those entries as they are.
         first_block_id: the lowest block id, for engines that keep lower ones to themselves; at most 65,536.
         tells_removed: the outcome of each step says which digests left the index.
     """

@@ -38,14 +38,16 @@ GROUPS: dict[str, list[pb.GroupSpec]] = {
 }
 
 
-APPEND_ONLY = "append-only"  # a pool of these groups whose tables change at their end alone
-APPEND_ONLY_GROUPS = [group(FULL), group(FULL, 8), group(FULL)]
+APPEND_ONLY: dict[str, list[pb.GroupSpec]] = {  # pools whose tables change at their end alone
+    "append-only": [group(FULL), group(FULL, 8), group(FULL)],
+    "append-only windows": [group(FULL), group(SLIDING, window=6), group(SLIDING, window=6), group(CHUNKED, window=8)],
+}
 
 
 def pool_spec(kinds: str, block_count: int, policy: str = "lru", **fields: object) -> pb.PoolSpec:
     """A pool of these groups."""
-    groups = APPEND_ONLY_GROUPS if kinds == APPEND_ONLY else GROUPS[kinds]
-    fields["append_only"] = kinds == APPEND_ONLY
+    fields["append_only"] = kinds in APPEND_ONLY
+    groups = {**GROUPS, **APPEND_ONLY}[kinds]
     return pb.PoolSpec(block_count=block_count, groups=groups, eviction_policy=policy, **fields)  # type: ignore[arg-type]
 
 

@@ -22,7 +22,6 @@ one that fails or is cancelled leaves the tokens as they were (`_begin`). Idle b
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -33,6 +32,7 @@ from typing import NamedTuple
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
 
+from quire_worker.alarm import Alarm
 from quire_worker.engine import Engine
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
@@ -91,8 +91,7 @@ class Branches:
         self._count_max = count_max
         self._clock = clock
         self._branches: dict[bytes, Branch] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = math.inf  # when it comes
+        self._alarm = Alarm(self._sweep, clock)
 
     @property
     def count(self) -> int:
@@ -365,7 +364,7 @@ class Branches:
         now_s = self._clock()
         branch = Branch(secrets.token_bytes(16), tokens, namespace, ttl_s, now_s + ttl_s)
         self._branches[branch.id] = branch
-        self._arm(branch.expires_s)
+        self._alarm.set(branch.expires_s)
         return branch
 
     def _renew(self, branch: Branch) -> None:
@@ -377,18 +376,8 @@ class Branches:
             self._engine.scheduler.roster.drop(branch.sample)
             self._engine.wake.set()
 
-    def _arm(self, due_s: float) -> None:
-        """Lets `_sweep` come at this time, unless it comes before."""
-        loop = asyncio.get_running_loop()
-        when_s = loop.time() + max(0.0, due_s - self._clock())
-        if when_s < self._timer_s:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer, self._timer_s = loop.call_at(when_s, self._sweep), when_s
-
     def _sweep(self) -> None:
         """Ends the branches whose time has come, and comes again for the next one."""
-        self._timer, self._timer_s = None, math.inf
         now_s = self._clock()
         for branch in [each for each in self._branches.values() if each.expires_s <= now_s]:
             is_used = branch.lock.locked() or (branch.sample is not None and branch.sample.fork_of is not None)
@@ -397,4 +386,4 @@ class Branches:
             else:
                 self._end(branch)
         if self._branches:
-            self._arm(min(branch.expires_s for branch in self._branches.values()))
+            self._alarm.set(min(branch.expires_s for branch in self._branches.values()))

@@ -90,7 +90,7 @@ class PoolSpec:
         chunk_token_count_max: the largest chunk of a prompt that the owner computes in one pass; 0 where it does not
             say.
         append_only: tables change at their end alone, for engines that cannot replace an entry: a sequence keeps its
-            own block where a commit finds the digest published already. All groups are of full attention.
+            own block where a commit finds the digest published already. No group keeps states.
         first_block_id: the lowest block id; the others follow.
         tells_removed: the answer to each step says which digests left the index.
     """

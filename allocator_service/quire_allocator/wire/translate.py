@@ -131,8 +131,8 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         "LAYOUT",
     )
     require(
-        not spec.append_only or all(group.kind is GroupKind.FULL_ATTENTION for group in groups),
-        "all groups of an append-only pool are of full attention",
+        not spec.append_only or all(group.kind is not GroupKind.STATE for group in groups),
+        "no group of an append-only pool keeps states",
         "LAYOUT",
     )
     return PoolSpec(

@@ -248,9 +248,11 @@ class Ledger:
         if begin == end:
             return
         nulls = array("I", [NULL_BLOCK]) * (end - begin)
-        fallen = [sequence.tables[group][begin:end] for group in alike]
+        fallen = [sequence.path(group)[begin:end] for group in alike]
         for group in alike:
             sequence.tables[group][begin:end] = nulls
+        if sequence.twins:
+            sequence.twins = {at: twin for at, twin in sequence.twins.items() if at[0] not in alike or at[1] >= end}
         self._release(fallen, end)
 
     def _apply_takeovers(self, takeovers: Sequence[Takeover]) -> None:

@@ -335,8 +335,8 @@ class PoolSpec(_message.Message):
     """
     append_only: _builtins.bool
     """Tables change at their end alone, for engines that cannot replace an entry: a sequence keeps its own block where a
-    commit finds the digest published already, and a fork whose parent ends inside a block is UNCOMMITTED. All groups
-    are of full attention; LAYOUT otherwise.
+    commit finds the digest published already, and a fork whose parent ends inside a block is UNCOMMITTED. Blocks that
+    fall out of a window are given back all the same. No group is of states; LAYOUT otherwise.
     """
     first_block_id: _builtins.int
     """Id of the first block, for engines that keep lower ones to themselves, such as a page 0 for padding: ids are

@@ -17,10 +17,11 @@ from quire_vllm.pool import PoolShape
 
 
 class Admitted(NamedTuple):
-    """A new sequence: how many leading tokens it shares, and its whole table."""
+    """A new sequence: how many leading tokens it shares, for how many it has blocks, and its table in each group."""
 
     matched_token_count: int
-    table: Sequence[int]
+    token_count: int
+    tables: Sequence[Sequence[int]]
 
 
 class Waiting(NamedTuple):
@@ -39,9 +40,11 @@ class Need(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A request that waits, by its key: its tokens, its digests, and whether it was preempted before."""
+    """A request that waits, by its key: the tokens of its first chunk and of all, its digests, and whether it was
+    preempted before."""
 
     key: str
+    chunk_token_count: int
     token_count: int
     digests: bytes
     is_return: bool
@@ -53,18 +56,20 @@ class EmbeddedPool:
     asks_ahead = False  # an answer takes microseconds
 
     def __init__(self, shape: PoolShape) -> None:
+        self.shape = shape
         self._spec = spec = PoolSpec(
             shape.block_count,
-            (GroupSpec(GroupKind.FULL_ATTENTION, shape.block_size),),
+            tuple(GroupSpec(GroupKind(kind), size, window) for kind, size, window in shape.groups),
             shape.cache_layout,
             shape.model_fingerprint,
             shape.watermark_block_count,
+            chunk_token_count_max=shape.chunk_token_count,
             append_only=True,
             first_block_id=shape.first_block_id,
             tells_removed=shape.tells_removed,
         )
         self.pool = Pool(spec)
-        self.on_removed: Callable[[bytes], None] = lambda _digests: None
+        self.on_removed: Callable[[Sequence[int], bytes], None] = lambda _groups, _digests: None
         self.on_cleared: Callable[[], None] = lambda: None  # never: all that leaves is told
         self._last_id = 0
 
@@ -72,22 +77,34 @@ class EmbeddedPool:
         """Begins a turn of the scheduler: who wants to know is told what has left the index. Nobody waits."""
         log = self.pool.log
         if self._spec.tells_removed:
-            for digests in log.removed_in(log.step, self._spec.block_count * 2, self._spec.block_count)[0].values():
-                self.on_removed(bytes(digests))
+            most = self._spec.block_count
+            for scope, digests in log.removed_in(log.step, most * 2, most)[0].items():
+                self.on_removed(scope.manager.groups, bytes(digests))
         log.discard()
         return set()
 
     def admit(self, prompt: Prompt) -> tuple[int, Admitted | Waiting]:
         """Asks for a new sequence that can hold so many tokens. Returns its id, and whether it was let in."""
         sequence_id = self._last_id + 1
-        defer = self._spec.block_size
         grown = self.pool.allocate(
-            sequence_id, prompt.token_count, prompt.digests, defer_token_count=defer, is_return=prompt.is_return
+            sequence_id,
+            prompt.chunk_token_count,
+            prompt.digests,
+            prompt_token_count=prompt.token_count,
+            defer_token_count=self._spec.block_size,
+            is_return=prompt.is_return,
         )
         if grown.result is not Result.OK:
             return 0, Waiting(grown.result is Result.PENDING)
         self._last_id = sequence_id
-        return sequence_id, Admitted(grown.matched_token_count, grown.blocks[0])
+        count = max(prompt.chunk_token_count, grown.matched_token_count)
+        return sequence_id, Admitted(grown.matched_token_count, count, grown.blocks)
+
+    def has_room_for(self, token_counts: Sequence[int]) -> bool:
+        """Tells whether new sequences of so many tokens would all fit if they shared nothing."""
+        sizes = [group.block_size for group in self._spec.groups]
+        needed = sum([-(-count // size) for count in token_counts for size in sizes])
+        return needed <= self.pool.blocks.free_count
 
     def forget(self, _key: str) -> None:
         """Nothing was asked for: every answer came at once."""
@@ -100,12 +117,11 @@ class EmbeddedPool:
         """Tells that nothing was let in that nobody has asked for yet."""
         return False
 
-    def grow(self, sequence_id: int, token_count: int) -> Sequence[int] | None:
-        """Returns the blocks that a sequence gets to hold so many tokens, or None if there are too few."""
+    def grow(self, sequence_id: int, token_count: int) -> Sequence[Sequence[int]] | None:
+        """Returns the blocks of each group that a sequence gets to hold so many tokens, or None if there are too
+        few."""
         grown = self.pool.grow(sequence_id, token_count)
-        if grown.result is not Result.OK:
-            return None
-        return grown.blocks[0] if grown.blocks else ()
+        return grown.blocks if grown.result is Result.OK else None
 
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes, on_stored: Callable[[], None] | None = None

@@ -6,13 +6,15 @@ can be hit, and no second time while it can: vLLM's manager tells of each copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.request import Request
 
-GROUP: Final = 0
+from quire_vllm.pool import PoolShape
+
 DIGEST_BYTES: Final = 32
 
 
@@ -21,49 +23,63 @@ class CacheEvents:
 
     Args:
         block_pool: vLLM's own, which has the queue.
-        block_size: tokens of a block.
+        shape: of the pool; a block is told of once for each of its groups, as vLLM's manager does.
     """
 
-    def __init__(self, block_pool: Any, block_size: int) -> None:
+    def __init__(self, block_pool: Any, shape: PoolShape) -> None:
         self._pool = block_pool
-        self._block_size = block_size
-        self._told: dict[bytes, Any] = {}  # by digest, vLLM's hash
+        self._digest_tokens = shape.digest_tokens
+        self._sizes = [group.block_size for group in shape.groups]
+        self._told: list[dict[bytes, Any]] = [{} for _ in self._sizes]  # of each group, by digest, vLLM's hash
 
     def stored(self, request: Request, first: int, end: int) -> None:
-        """Tells of the blocks [first, end) of a request, as far as nobody was told."""
-        hashes = request.block_hashes
+        """Tells of what the digests [first, end) of a request have filled, as far as nobody was told."""
+        for group, size in enumerate(self._sizes):
+            stride = size // self._digest_tokens
+            self._stored(request, group, first // stride, end // stride)
+
+    def _stored(self, request: Request, group: int, first: int, end: int) -> None:
+        hashes, told = self._hashes(request, group), self._told[group]
         while first < end:
             stop = first
-            while stop < end and _digest(hashes[stop]) not in self._told:
-                self._told[_digest(hashes[stop])] = hashes[stop]
+            while stop < end and _digest(hashes[stop]) not in told:
+                told[_digest(hashes[stop])] = hashes[stop]
                 stop += 1
             if stop > first:
-                self._tell(request, first, stop)
+                self._tell(request, group, first, stop)
             first = stop + 1
 
-    def hit(self, request: Request, block_count: int) -> None:
+    def hit(self, request: Request, token_count: int) -> None:
         """Tells of the blocks that a request hit, where it wants all of its blocks to be told."""
-        if block_count and getattr(request, "kv_cache_report_mode", "incremental") == "full":
-            self._pool.emit_cached_block_events(request, block_count, self._block_size, GROUP)
+        if token_count and getattr(request, "kv_cache_report_mode", "incremental") == "full":
+            for group, size in enumerate(self._sizes):
+                self._pool.emit_cached_block_events(request, token_count // size, size, group)
 
-    def removed(self, digests: bytes) -> None:
-        """Tells that blocks cannot be hit any more."""
-        for start in range(0, len(digests), DIGEST_BYTES):
-            told = self._told.pop(digests[start : start + DIGEST_BYTES], None)
-            if told is not None:
-                self._pool.kv_event_queue.append(
-                    BlockRemoved(
-                        block_hashes=[maybe_convert_block_hash(told)], medium=self._pool.medium, group_idx=GROUP
+    def removed(self, groups: Sequence[int], digests: bytes) -> None:
+        """Tells that blocks of some groups cannot be hit any more."""
+        for group in groups:
+            for start in range(0, len(digests), DIGEST_BYTES):
+                told = self._told[group].pop(digests[start : start + DIGEST_BYTES], None)
+                if told is not None:
+                    self._pool.kv_event_queue.append(
+                        BlockRemoved(
+                            block_hashes=[maybe_convert_block_hash(told)], medium=self._pool.medium, group_idx=group
+                        )
                     )
-                )
 
     def cleared(self) -> None:
         """Tells that nothing can be hit any more, or that it is not known what."""
-        self._told.clear()
+        for told in self._told:
+            told.clear()
         self._pool.kv_event_queue.append(AllBlocksCleared())
 
-    def _tell(self, request: Request, first: int, end: int) -> None:
-        size, hashes, place, extra_keys = self._block_size, request.block_hashes, 0, []
+    def _hashes(self, request: Request, group: int) -> Any:
+        """Returns of each block the hash of the last part of it that has one."""
+        stride = self._sizes[group] // self._digest_tokens
+        return request.block_hashes if stride == 1 else request.block_hashes[stride - 1 :: stride]
+
+    def _tell(self, request: Request, group: int, first: int, end: int) -> None:
+        size, hashes, place, extra_keys = self._sizes[group], self._hashes(request, group), 0, []
         for number in range(end):
             keys, place = generate_block_hash_extra_keys(request, number * size, (number + 1) * size, place)
             if number >= first:
@@ -76,7 +92,7 @@ class CacheEvents:
                 start_token_idx=first * size,
                 end_token_idx=end * size,
                 block_size=size,
-                kv_cache_group_id=GROUP,
+                kv_cache_group_id=group,
                 extra_keys_list=extra_keys,
             )
         )

@@ -11,15 +11,21 @@ Lifecycle of a request here:
 A block is published when the pass that wrote it is over (vLLM's own manager does it when the pass is scheduled). Tables
 are append-only: vLLM's model runners add blocks to a running request's table and cannot replace any.
 
-vLLM pads with block 0 and never grants it, so the pool has one block fewer, and its ids begin at 1.
+vLLM pads with block 0 and never grants it, so the pool has one block fewer, and its ids begin at 1. What falls out of a
+window is released when the pass that has moved past it is published. The runner's table keeps the old entry, which
+nothing reads any more; a table that is handed over whole has block 0 there.
+
+Where there are windows, a prompt gets blocks for its first chunk, and the rest as its window moves on.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from quire_allocator.core.spec import NULL_BLOCK
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import Request
 
@@ -38,16 +44,16 @@ class Held:
     """What one request has.
 
     Attributes:
-        block_ids: its table.
+        block_ids: its table in each group.
         token_count: tokens that it may hold; whole blocks, once it runs.
-        committed_block_count: blocks that are published.
+        committed_token_count: computed tokens that the pool was told of, with all blocks that they fill.
         has_run: the scheduler has let it run.
         last: tokens that it can ever get.
     """
 
     __slots__ = (
         "block_ids",
-        "committed_block_count",
+        "committed_token_count",
         "has_run",
         "last",
         "matched_token_count",
@@ -57,15 +63,15 @@ class Held:
     )
 
     def __init__(
-        self, request: Request, sequence_id: int, matched_token_count: int, block_ids: list[int], token_count_max: int
+        self, request: Request, sequence_id: int, admitted: Admitted, block_ids: list[list[int]], token_count_max: int
     ) -> None:
         self.request = request
         self.last = min(token_count_max, request.num_prompt_tokens + request.max_tokens)
         self.sequence_id = sequence_id
-        self.matched_token_count = matched_token_count
+        self.matched_token_count = admitted.matched_token_count
         self.block_ids = block_ids
-        self.token_count = request.num_tokens
-        self.committed_block_count = 0
+        self.token_count = admitted.token_count
+        self.committed_token_count = admitted.matched_token_count
         self.has_run = False
 
 
@@ -79,14 +85,22 @@ class QuireCacheManager(KVCacheManager):
         super().__init__(**options)
         self.pool = pool
         self._scheduler = scheduler
-        self._block_size = scheduler.block_size
+        self._edge_tokens = pool.shape.edge_tokens
+        self._digest_tokens = pool.shape.digest_tokens
+        # Without a prefix cache vLLM makes no hashes, and only what is committed falls out of windows.
+        self._windows = [group for group in pool.shape.groups if group.window]
+        self._makes_digests_up = not self.enable_caching and bool(self._windows)
         self._held: dict[str, Held] = {}
         self._events: CacheEvents | None = None
         if self.block_pool.enable_kv_cache_events:
-            self._events = CacheEvents(self.block_pool, self._block_size)
+            self._events = CacheEvents(self.block_pool, pool.shape)
             self.pool.on_removed = self._events.removed
             self.pool.on_cleared = self._events.cleared
-        self._passed_over: set[str] = set()  # requests whose prefix another one computes in this turn
+        # Requests that wait a turn because another one computes their prefix, and their tokens; and who would take the
+        # room of those meanwhile, with none.
+        self._passed_over: dict[str, int] = {}
+        self._zeroed = [manager.records_new_block_ids for manager in self.coordinator.single_type_managers]
+        self._new_block_ids: list[int] = []  # of those groups, since vLLM has asked
 
     # -- a turn --------------------------------------------------------------------------------------------------------
 
@@ -119,7 +133,9 @@ class QuireCacheManager(KVCacheManager):
         digests = self._digests(request, 0, len(request.block_hashes))
         if not self.prefix_cache_lookup_enabled(request):
             digests = b""
-        return Prompt(request.request_id, request.num_tokens, digests, request.num_preemptions > 0)
+        count = request.num_tokens
+        chunk = min(count, self._scheduler.max_num_scheduled_tokens) if self.pool.shape.chunk_token_count else count
+        return Prompt(request.request_id, chunk, count, digests, request.num_preemptions > 0)
 
     def _needs(self, running: Sequence[Held]) -> Sequence[Need]:
         """Returns what running requests are to hold next; nothing while all have room ahead, which is most turns."""
@@ -136,9 +152,18 @@ class QuireCacheManager(KVCacheManager):
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         """Lets the request's whole prompt in; the count of hit tokens is all that the scheduler needs of the answer."""
         held = self._held.get(request.request_id)
-        if held is None:
+        if held is None and self._would_take_room(request):
+            self._passed_over[request.request_id] = 0
+        elif held is None:
             held = self._admit(request)
         return self.empty_kv_cache_blocks, held.matched_token_count if held is not None else 0, 0
+
+    def _would_take_room(self, request: Request) -> bool:
+        """Tells whether a request would overtake one that is passed over, and there is no room for both: vLLM's manager
+        lets them in by their order. An allocator elsewhere is asked for all prompts of a turn at once."""
+        if not self._passed_over or self.pool.asks_ahead:
+            return False
+        return not self.pool.has_room_for([request.num_tokens, *self._passed_over.values()])
 
     def is_passed_over(self, request: Request) -> bool:
         """Tells whether a request is better asked again in the next turn than computed now."""
@@ -172,20 +197,22 @@ class QuireCacheManager(KVCacheManager):
         held.has_run = True
         return self._as_blocks(added)
 
-    def _make_room(self, held: Held, until: int) -> Sequence[int] | None:
-        """Returns the blocks added so that a request can hold so many tokens; None if there are too few."""
+    def _make_room(self, held: Held, until: int) -> Sequence[Sequence[int]] | None:
+        """Returns the blocks added to each table so that a request can hold so many tokens; None if there are too
+        few."""
         if until <= held.token_count:
             return ()
-        until = -(-until // self._block_size) * self._block_size
+        until = -(-until // self._digest_tokens) * self._digest_tokens
         blocks = self.pool.grow(held.sequence_id, until)
         while blocks is None and self._drop_newest_unrun(held):
             blocks = self.pool.grow(held.sequence_id, until)
         if blocks is None:
             return None
-        added = list(blocks)
-        held.block_ids += added
+        for table, added, is_zeroed in zip(held.block_ids, blocks, self._zeroed, strict=False):
+            table.extend(added)
+            self._new_block_ids += added if is_zeroed else ()
         held.token_count = until
-        return added
+        return blocks
 
     def _drop_newest_unrun(self, asking: Held) -> bool:
         """Takes back the blocks of the newest request that was let in and has not run: vLLM would not have given it any
@@ -200,32 +227,47 @@ class QuireCacheManager(KVCacheManager):
         sequence_id, answer = self.pool.admit(self._prompt(request))
         if not isinstance(answer, Admitted):
             if answer.is_computed_elsewhere:
-                self._passed_over.add(request.request_id)
+                self._passed_over[request.request_id] = request.num_tokens
             return None
-        held = Held(request, sequence_id, answer.matched_token_count, list(answer.table), self.max_model_len)
-        held.committed_block_count = answer.matched_token_count // self._block_size
+        tables = [[0 if block == NULL_BLOCK else block for block in table] for table in answer.tables]
+        for table, group, is_zeroed in zip(tables, self.pool.shape.groups, self._zeroed, strict=True):
+            self._new_block_ids += table[answer.matched_token_count // group.block_size :] if is_zeroed else ()
+        held = Held(request, sequence_id, answer, tables, self.max_model_len)
         if self._events is not None:
-            self._events.hit(request, held.committed_block_count)
+            self._events.hit(request, answer.matched_token_count)
         self._held[request.request_id] = held
         return held
 
     # -- what was computed ---------------------------------------------------------------------------------------------
 
     def _commit(self, held: Held) -> None:
-        """Publishes full blocks whose passes are over; tokens that may still be rejected are not counted by vLLM."""
-        request = held.request
+        """Publishes full blocks whose passes are over; tokens that may still be rejected are not counted by vLLM. Where
+        a block falls out of a window, what is computed is said although no block became full."""
+        request, size, before = held.request, self._digest_tokens, held.committed_token_count
         computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-        count = min(computed // self._block_size, len(request.block_hashes))
-        if count > held.committed_block_count:
-            digests = self._digests(request, held.committed_block_count, count)
-            on_stored = None
-            if self._events is not None:
-                on_stored = partial(self._events.stored, request, held.committed_block_count, count)
-            self.pool.commit(held.sequence_id, count * self._block_size, digests, on_stored)
-            held.committed_block_count = count
+        first, end = before // size, computed // size
+        if not self._makes_digests_up:
+            end = min(end, len(request.block_hashes))
+        token_count = end * size
+        if self._windows and computed < token_count + size and self._falls_out(before, computed):
+            token_count = computed
+        if token_count <= before:
+            return
+        on_stored = None
+        if self._events is not None and end > first:
+            on_stored = partial(self._events.stored, request, first, end)
+        self.pool.commit(held.sequence_id, token_count, self._digests(request, first, end), on_stored)
+        held.committed_token_count = token_count
+
+    def _falls_out(self, before: int, token_count: int) -> bool:
+        """Tells whether some window lets a block go that it had after the tokens before."""
+        return any(window.first_block(before) < window.first_block(token_count) for window in self._windows)
 
     def _digests(self, request: Request, first: int, end: int) -> bytes:
         """Returns vLLM's hashes of blocks as digests: those of 16 bytes are filled up with zeros."""
+        if self._makes_digests_up:
+            names = [f"{request.request_id} {number}".encode() for number in range(first, end)]
+            return b"".join([hashlib.sha256(name).digest() for name in names])
         hashes = request.block_hashes[first:end]
         if hashes and len(hashes[0]) != DIGEST_BYTES:
             hashes = [digest.ljust(DIGEST_BYTES, b"\0") for digest in hashes]
@@ -278,16 +320,17 @@ class QuireCacheManager(KVCacheManager):
         """Counts the tokens of a request that later ones can hit, once its pass is over."""
         if not self.enable_caching or request.request_id not in self._held:
             return 0
-        return min(request.num_computed_tokens, request.num_tokens) // self._block_size * self._block_size
+        return min(request.num_computed_tokens, request.num_tokens) // self._edge_tokens * self._edge_tokens
 
-    def _as_blocks(self, block_ids: Sequence[int]) -> KVCacheBlocks:
-        if not block_ids:
+    def _as_blocks(self, block_ids: Sequence[Sequence[int]]) -> KVCacheBlocks:
+        if not any(block_ids):
             return self.empty_kv_cache_blocks
         known = self.block_pool.blocks
-        return KVCacheBlocks(([known[block] for block in block_ids],))
+        return KVCacheBlocks(tuple([known[block] for block in table] for table in block_ids))
 
     # -- what needs vLLM's own blocks ----------------------------------------------------------------------------------
 
     def take_new_block_ids(self) -> list[int]:
-        """Returns none: no full-attention block has to be zeroed."""
-        return []
+        """Returns the new blocks of groups whose blocks have to be zeroed, which those beside states have."""
+        taken, self._new_block_ids = self._new_block_ids, []
+        return taken

@@ -3,29 +3,70 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple
+import math
+from typing import Any, Final, NamedTuple
+
+KINDS: Final = {  # of vLLM's specifications the kind of Quire's groups, and the attribute that is its window
+    "FullAttentionSpec": ("full_attention", ""),
+    "SlidingWindowSpec": ("sliding_window", "sliding_window"),
+    "ChunkedLocalAttentionSpec": ("chunked_local", "attention_chunk_size"),
+    "MambaSpec": ("full_attention", ""),  # without a prefix cache: one block, for as long as a request lives
+}
+
+
+class GroupShape(NamedTuple):
+    """One KV cache group: the value of its `GroupKind`, and its tokens per block and per window."""
+
+    kind: str
+    block_size: int
+    window: int
+
+    def first_block(self, token_count: int) -> int:
+        """Returns the first block of a windowed group that the token after so many others reads."""
+        if self.kind == "chunked_local":
+            return token_count // self.window * self.window // self.block_size
+        return max(0, token_count - self.window + 1) // self.block_size
 
 
 class PoolShape(NamedTuple):
-    """What both sides say of a pool of one group of full attention; fields as in `quire.PoolSpec`."""
+    """What both sides say of a pool; fields as in `quire.PoolSpec`.
+
+    `chunk_token_count` is the largest part of a prompt that a turn computes, where blocks fall out of windows
+    meanwhile; 0 where there are no windows, and prompts get their blocks at once.
+    """
 
     block_count: int
-    block_size: int
+    groups: tuple[GroupShape, ...]
+    chunk_token_count: int
     cache_layout: str
     model_fingerprint: bytes
     watermark_block_count: int
     first_block_id: int
     tells_removed: bool
 
+    @property
+    def edge_tokens(self) -> int:
+        """Returns after how many tokens blocks of all groups end."""
+        return math.lcm(*[group.block_size for group in self.groups])
+
+    @property
+    def digest_tokens(self) -> int:
+        """Returns how many tokens one digest covers."""
+        return min(group.block_size for group in self.groups)
+
 
 def pool_shape(vllm_config: Any, kv_cache_config: Any, *, first_block: int) -> PoolShape:
     """Returns the pool that an engine's KV cache is, without the blocks below `first_block`."""
-    (group,) = kv_cache_config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    smallest = min(spec.block_size for spec in specs)
+    groups = tuple(group_shape(spec, smallest) for spec in specs)
     events = vllm_config.kv_events_config
+    has_windows = any(group.window for group in groups)
     return PoolShape(
         kv_cache_config.num_blocks - first_block,
-        group.kv_cache_spec.block_size,
-        layout(group.kv_cache_spec),
+        groups,
+        vllm_config.max_in_flight_tokens if has_windows else 0,
+        " + ".join(map(layout, specs)),
         fingerprint(vllm_config.model_config),
         int(vllm_config.scheduler_config.watermark * kv_cache_config.num_blocks),
         first_block,
@@ -33,8 +74,22 @@ def pool_shape(vllm_config: Any, kv_cache_config: Any, *, first_block: int) -> P
     )
 
 
+def group_shape(spec: Any, smallest: int) -> GroupShape:
+    """Returns what Quire is told of one of vLLM's specifications, which `KINDS` names. The block of a state is as large
+    as the longest request, which need not be a multiple of the smallest block."""
+    name = type(spec).__name__
+    kind, window = KINDS[name]
+    size = spec.block_size
+    if name == "MambaSpec":
+        size = -(-size // smallest) * smallest
+    return GroupShape(kind, size, getattr(spec, window) if window else 0)
+
+
 def layout(spec: Any) -> str:
     """Names what a page consists of: pages of one layout can be read by each other's engines."""
+    if type(spec).__name__ == "MambaSpec":
+        dtypes = ",".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
+        return f"vllm {spec.mamba_type} {dtypes} {spec.shapes} {spec.page_size_bytes}"
     dtype = str(spec.dtype).removeprefix("torch.")
     return f"vllm {dtype} {spec.num_kv_heads}x{spec.head_size} {spec.page_size_bytes}"
 

@@ -39,14 +39,14 @@ class PoolLostError(RuntimeError):
 
 
 class Table:
-    """What one sequence has: its blocks, how many of them vLLM knows, and how many tokens it may hold or has asked
-    for."""
+    """What one sequence has: its blocks in each group, those that vLLM does not know yet, and how many tokens it may
+    hold or has asked for."""
 
-    __slots__ = ("asked", "blocks", "is_refused", "room", "told")
+    __slots__ = ("asked", "blocks", "is_refused", "new", "room")
 
-    def __init__(self, blocks: list[int], room: int) -> None:
+    def __init__(self, blocks: Sequence[Sequence[int]], room: int) -> None:
         self.blocks = blocks
-        self.told = len(blocks)
+        self.new = [list[int]() for _ in blocks]
         self.room = self.asked = room
         self.is_refused = False
 
@@ -66,21 +66,22 @@ class RemotePool:
     asks_ahead = True
 
     def __init__(self, shape: PoolShape, options: Options) -> None:
-        self._shape = shape
+        self.shape = shape
         self._options = options
-        self._increment = Increment.of(shape.block_size)
+        self._increment = Increment.of(*[group.block_size for group in shape.groups])
         self._client = AllocatorClient(options.allocator)
         self._spec = PoolSpec(
             shape.block_count,
-            (GroupSpec(GroupKind.FULL_ATTENTION, shape.block_size),),
+            tuple(GroupSpec(GroupKind[kind.upper()], size, window) for kind, size, window in shape.groups),
             shape.cache_layout,
             shape.model_fingerprint,
             shape.watermark_block_count,
+            chunk_token_count_max=shape.chunk_token_count,
             append_only=True,
             first_block_id=shape.first_block_id,
             tells_removed=shape.tells_removed,
         )
-        self.on_removed: Callable[[bytes], None] = lambda _digests: None
+        self.on_removed: Callable[[Sequence[int], bytes], None] = lambda _groups, _digests: None
         self.on_cleared: Callable[[], None] = lambda: None
         self._last_id = 0
         self._begin()
@@ -105,7 +106,7 @@ class RemotePool:
         self._on_stored: list[Callable[[], None]] = []
         self._under_way: deque[Sent] = deque()
         self._is_silent = False
-        self._free_block_count = self._shape.block_count
+        self._free_block_count = self.shape.block_count
 
     # -- a turn --------------------------------------------------------------------------------------------------------
 
@@ -162,7 +163,12 @@ class RemotePool:
                 self._enough[key] = self._free_block_count + grown.shortfall
             return 0, Waiting(grown.result is Result.PENDING)
         self._enough.pop(key, None)
-        return grown.sequence_id, Admitted(grown.matched_token_count, self._tables[grown.sequence_id].blocks)
+        table = self._tables[grown.sequence_id]
+        return grown.sequence_id, Admitted(grown.matched_token_count, table.room, table.blocks)
+
+    def has_room_for(self, token_counts: Sequence[int]) -> bool:
+        """Tells whether new sequences of so many tokens would all fit, as of the last answer."""
+        return self._increment.blocks(sum(token_counts)) <= self._free_block_count
 
     def drop_upcoming(self) -> bool:
         """Takes back the blocks of a prompt that was let in before anybody has asked for it, the newest first. Returns
@@ -185,9 +191,9 @@ class RemotePool:
             if grown.result is Result.OK:
                 self.free(grown.sequence_id)
 
-    def grow(self, sequence_id: int, token_count: int) -> Sequence[int] | None:
-        """Returns the blocks that vLLM has not been told of, with which a sequence can hold so many tokens; None if
-        there are too few, or there is no answer in time."""
+    def grow(self, sequence_id: int, token_count: int) -> Sequence[Sequence[int]] | None:
+        """Returns the blocks of each group that vLLM has not been told of, with which a sequence can hold so many
+        tokens; None if there are too few, or there is no answer in time."""
         table = self._tables[sequence_id]
         if table.room < token_count:
             if table.is_refused and not self._frees:
@@ -197,8 +203,8 @@ class RemotePool:
             self._wait(lambda: table.room >= token_count or table.asked < token_count)
             if table.room < token_count:
                 return None
-        told, table.told = table.told, len(table.blocks)
-        return table.blocks[told:]
+        new, table.new = table.new, [list[int]() for _ in table.new]
+        return new
 
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes, on_stored: Callable[[], None] | None = None
@@ -230,7 +236,7 @@ class RemotePool:
         """Returns the share of blocks in tables, room ahead included, as of the last answer."""
         if not self._tables:
             return 0.0
-        return 1.0 - self._free_block_count / self._shape.block_count
+        return 1.0 - self._free_block_count / self.shape.block_count
 
     def close(self) -> None:
         """Gives the pool back; where no allocator answers, its lease ends by itself."""
@@ -263,10 +269,11 @@ class RemotePool:
             self._prompts[prompt.key], prompts[self._last_id] = None, prompt.key
             step.allocate(
                 self._last_id,
-                prompt.token_count,
+                prompt.chunk_token_count,
                 prompt.digests,
                 self._options.namespace,
-                defer_token_count=self._shape.block_size,
+                prompt_token_count=prompt.token_count,
+                defer_token_count=self.shape.digest_tokens,
                 is_return=prompt.is_return,
             )
         self._under_way.append(Sent(self._session.submit(step), prompts, self._on_stored))
@@ -301,7 +308,7 @@ class RemotePool:
             if outcome.is_removed_cut:
                 self.on_cleared()
             for left in outcome.removed:
-                self.on_removed(left.digests)
+                self.on_removed(left.groups, left.digests)
             for grown in outcome.grows:
                 if grown.sequence_id in sent.prompts:
                     self._take_prompt(sent.prompts[grown.sequence_id], grown)
@@ -310,7 +317,7 @@ class RemotePool:
 
     def _take_prompt(self, key: str, grown: GrowOutcome) -> None:
         if grown.result is Result.OK:
-            self._tables[grown.sequence_id] = Table(list(grown.blocks[0]), grown.token_count)
+            self._tables[grown.sequence_id] = Table(grown.blocks, grown.token_count)
         if key in self._dropped:
             self._dropped.discard(key)
             del self._prompts[key]
@@ -321,7 +328,8 @@ class RemotePool:
 
     def _take_room(self, table: Table, grown: GrowOutcome) -> None:
         if grown.result is Result.OK:
-            table.blocks += grown.blocks[0] if grown.blocks else ()
+            for new, added in zip(table.new, grown.blocks, strict=False):
+                new.extend(added)
             table.room = max(table.room, grown.token_count)
             table.asked = max(table.asked, table.room)
         else:

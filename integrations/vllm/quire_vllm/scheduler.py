@@ -24,12 +24,7 @@ class _OnQuire(Scheduler):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         check_release()
         super().__init__(*arguments, **options)
-        check_engine(
-            self.vllm_config,
-            self.kv_cache_config,
-            block_size=self.block_size,
-            hash_block_size=self.hash_block_size,
-        )
+        check_engine(self.vllm_config, self.kv_cache_config, hash_block_size=self.hash_block_size)
         chosen = options_of(self.vllm_config)
         shape = pool_shape(self.vllm_config, self.kv_cache_config, first_block=NULL_BLOCKS)
         self.kv_cache_manager = QuireCacheManager(

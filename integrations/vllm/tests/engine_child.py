@@ -2,7 +2,8 @@
 
     python engine_child.py '{"model": "models/demo", "scheduler": null, "blocks": 64, "passes": [[[1, 2, 3]]], ...}'
 
-`scheduler` is a class for `--scheduler-cls`, or null for vLLM's own. Each pass is a list of prompts, as token ids.
+`scheduler` is a class for `--scheduler-cls`, or null for vLLM's own. Each pass is a list of prompts, as token ids;
+`adapters` has for each pass the folder of a LoRA adapter, or null.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 
@@ -53,9 +55,14 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     told_events = follow_events(scheduler.kv_cache_manager) if job.get("events") else None
     sampling = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)
     told: dict[str, Any] = {"scheduler": type(scheduler).__name__, "texts": [], "hits": [], "preemptions": []}
-    for prompts in job["passes"]:
+    for prompts, adapter in zip(job["passes"], adapters_of(job), strict=True):
         before = len(preemptions)
-        answers = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        answers = engine.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            sampling,
+            use_tqdm=False,
+            lora_request=adapter,
+        )
         told["texts"].append([list(answer.outputs[0].token_ids) for answer in answers])
         told["hits"].append(sum(answer.num_cached_tokens or 0 for answer in answers))
         told["preemptions"].append(len(preemptions) - before)
@@ -68,6 +75,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             manager.pool.check_invariants()
     told["usage"] = manager.usage
     told["cached_tokens"] = prefix_metrics(engine)
+    told["drafts"] = metrics(engine, "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
     if told_events is not None:
         told_events.take(manager.take_events())
         told["events"] = told_events.summary()
@@ -146,9 +154,20 @@ def index_of(pool: Any) -> list[str]:
     return sorted(found)
 
 
+def adapters_of(job: dict[str, Any]) -> list[LoRARequest | None]:
+    """Returns the adapter of each pass."""
+    folders = job.get("adapters") or [None] * len(job["passes"])
+    ids = {folder: number + 1 for number, folder in enumerate(dict.fromkeys(folders))}
+    return [LoRARequest(folder, ids[folder], folder) if folder else None for folder in folders]
+
+
 def prefix_metrics(engine: Any) -> dict[str, float]:
     """Returns vLLM's own counters of queried and hit tokens."""
-    names = ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits")
+    return metrics(engine, "vllm:prefix_cache_queries", "vllm:prefix_cache_hits")
+
+
+def metrics(engine: Any, *names: str) -> dict[str, float]:
+    """Returns counters of vLLM's own."""
     return {metric.name: metric.value for metric in engine.get_metrics() if metric.name in names}
 
 

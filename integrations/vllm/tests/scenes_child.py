@@ -1,10 +1,9 @@
 """Scenes on vLLM's scheduler alone, without a model, with either manager; it runs in vLLM's environment.
 
-    python scenes_child.py null                          # vLLM's own scheduler
-    python scenes_child.py quire_vllm.QuireScheduler
+    python scenes_child.py MODEL null 1000                          # vLLM's own scheduler
+    python scenes_child.py MODEL quire_vllm.QuireScheduler 1000
 
-prints one line of JSON: of each scene what it saw. In the place of a model stands a memory of pages: each turn writes
-its tokens where the block tables say, and everything before them is read back first, as attention would.
+prints one line of JSON: of each scene what it saw (`stage.py`), and of so many requests at random.
 """
 
 from __future__ import annotations
@@ -13,166 +12,17 @@ import json
 import os
 import random
 import sys
-import time
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from vllm.engine.arg_utils import EngineArgs
+from more_scenes import CHUNKS, MORE_SCENES, WINDOWS
+from stage import Cast, Stage, text
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
-
-BLOCK = 4
-
-
-class Cast(NamedTuple):
-    """Who plays: a class of schedulers, and the folder of a model whose configuration it reads."""
-
-    scheduler: Any
-    model: str
-
-
-class Stage:
-    """A scheduler of few blocks, its requests, and the pages that they write.
-
-    Attributes:
-        turns: of each turn, the tokens scheduled by request and who was preempted.
-        hits: of each request, the prompt's tokens that were cached when it ran first.
-    """
-
-    def __init__(self, cast: Cast, blocks: int, *, budget: int = 512, seqs: int = 16, policy: str = "fcfs") -> None:
-        config = EngineArgs(
-            cast.model,
-            max_model_len=256,
-            max_num_batched_tokens=max(budget, 256),
-            max_num_seqs=seqs,
-            skip_tokenizer_init=True,
-            scheduling_policy=policy,
-            enforce_eager=True,
-            async_scheduling=False,
-        ).create_engine_config()
-        config.scheduler_config.max_num_batched_tokens = budget
-        config.scheduler_config.max_num_scheduled_tokens = budget
-        config.cache_config.block_size = BLOCK
-        config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=config.model_config.dtype)
-        pages = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)])
-        self.scheduler = cast.scheduler(
-            vllm_config=config,
-            kv_cache_config=pages,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-            log_stats=True,
-        )
-        self.turns: list[Any] = []
-        self.hits: dict[str, int] = {}
-        self.requests: dict[str, Request] = {}
-        self._tables: dict[str, list[int]] = {}
-        self._slots: dict[tuple[int, int], tuple[int, ...]] = {}  # of each slot all tokens up to it
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-
-    def add(self, name: str, tokens: list[int], new: int = 4, **options: Any) -> Request:
-        """A request for so many new tokens."""
-        sampling = SamplingParams(max_tokens=new, ignore_eos=True, prompt_logprobs=options.pop("prompt_logprobs", None))
-        sampling.update_from_generation_config({}, 0)
-        request = Request(name, list(tokens), sampling, None, block_hasher=self._hasher, **options)
-        self.requests[name] = request
-        self.scheduler.add_request(request)
-        return request
-
-    def turn(self) -> bool:
-        """Schedules, computes and takes in one pass; returns whether anything was scheduled."""
-        output = self.scheduler.schedule()
-        preempted = sorted(output.preempted_req_ids or ())
-        for new in output.scheduled_new_reqs:
-            (self._tables[new.req_id],) = map(list, new.block_ids)
-            self.hits.setdefault(new.req_id, new.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if name in cached.resumed_req_ids:
-                (self._tables[name],) = map(list, blocks)
-            elif blocks is not None:
-                self._tables[name] += blocks[0]
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        sampled = [self._compute(name, computed[name], count) for name, count in output.num_scheduled_tokens.items()]
-        self.turns.append([sorted(output.num_scheduled_tokens.items()), preempted])
-        names = list(output.num_scheduled_tokens)
-        index = {name: number for number, name in enumerate(names)}
-        self.scheduler.update_from_output(output, ModelRunnerOutput(names, index, sampled))
-        return bool(names)
-
-    def _compute(self, name: str, before: int, count: int) -> list[int]:
-        """Reads what is there, writes what is new; returns the next token where the pass ends with the last one."""
-        tokens, table = tuple(self.requests[name].all_token_ids), self._tables[name]
-        request = self.requests[name]
-        salt = request.cache_salt, request.lora_request and request.lora_request.lora_name
-        for position in range(before):
-            seen = self._slots.get((table[position // BLOCK], position % BLOCK))
-            assert seen == (hash((salt, tokens[: position + 1])),), f"{name} reads another token at {position}"
-        for position in range(before, before + count):
-            slot = table[position // BLOCK], position % BLOCK
-            assert slot[0] > 0, "block 0 is vLLM's"
-            self._slots[slot] = (hash((salt, tokens[: position + 1])),)
-        return [hash(tokens) % 1000 + 1] if before + count >= len(tokens) else []
-
-    def run(self, seconds_max: float = 60.0) -> None:
-        """Goes on until nobody is left; where nothing can be scheduled, it pauses as vLLM's engine does."""
-        deadline = time.monotonic() + seconds_max
-        while self.scheduler.has_unfinished_requests():
-            assert time.monotonic() < deadline, "requests are left that never end"
-            if not self.turn():
-                time.sleep(0.001)
-
-    def abort(self, *names: str) -> None:
-        """The callers are gone."""
-        self.scheduler.finish_requests(list(names), RequestStatus.FINISHED_ABORTED)
-
-    def told(self) -> dict[str, Any]:
-        """What can be compared; nobody holds anything."""
-        self.run()
-        return {
-            "turns": self.turns,
-            "hits": self.hits,
-            "lengths": {name: request.num_output_tokens for name, request in self.requests.items()},
-            "usage": self.scheduler.kv_cache_manager.usage,
-            "held": held_at_allocator(),
-        }
-
-    def close(self) -> None:
-        """Gives the blocks back."""
-        self.scheduler.shutdown()
-
-
-def text(seed: int, length: int) -> list[int]:
-    """Tokens that follow from the seed; a longer text begins like a shorter one."""
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(length)]
-
-
-def held_at_allocator() -> int:
-    """Returns how many blocks an allocator still counts as held, although there are no more turns."""
-    if not os.environ.get("QUIRE_VLLM_ALLOCATOR"):
-        return 0
-    from quire import AllocatorClient
-
-    deadline = time.monotonic() + 5
-    with AllocatorClient(os.environ["QUIRE_VLLM_ALLOCATOR"]) as client:
-        while True:
-            held = sum(pool.held_block_count for pool in client.list_pools())
-            if not held or time.monotonic() > deadline:
-                return held
-            time.sleep(0.005)
-
 
 # -- scenes ------------------------------------------------------------------------------------------------------------
 
@@ -307,12 +157,22 @@ SCENES: dict[Any, dict[str, Any]] = {
     of_one_prompt_the_end_leaves_the_cache_first: {"blocks": 18},
     a_cache_is_reset_only_while_nobody_runs: {"blocks": 64},
     running_requests_can_be_preempted_for_a_reset: {"blocks": 64},
+    **MORE_SCENES,
 }
 
 
-def random_requests(cast: Cast, seed: int, count: int) -> dict[str, Any]:
+RANDOM: dict[str, dict[str, Any]] = {
+    "40 blocks": {"blocks": 40, "share": 1.0},
+    "80 blocks": {"blocks": 80, "share": 0.3},
+    "200 blocks": {"blocks": 200, "share": 0.3},
+    "windows": {"blocks": 110, "share": 0.3, "groups": WINDOWS},
+    "chunks": {"blocks": 80, "share": 0.3, "groups": CHUNKS},
+}
+
+
+def random_requests(cast: Cast, seed: int, count: int, **options: Any) -> dict[str, Any]:
     """Requests at random, of which one in five is aborted at some time; chats, so that many begin alike."""
-    rng, stage = random.Random(seed), Stage(cast, 40, budget=64, seqs=12)
+    rng, stage = random.Random(seed), Stage(cast, **options, budget=64, seqs=12)
     chats = [text(number, 24) for number in range(12)]
     aborted: set[str] = set()
     for number in range(count):
@@ -354,7 +214,9 @@ def main() -> None:
         scene(stage)
         told[scene.__name__] = stage.told()
         stage.close()
-    told["random"] = random_requests(cast, 7, int(count))
+    for name, options in RANDOM.items():
+        share = options.pop("share")
+        told[f"random: {name}"] = random_requests(cast, 7, int(int(count) * share), **options)
     print("RESULT " + json.dumps(told), flush=True)
 
 

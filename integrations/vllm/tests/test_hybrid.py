@@ -1,72 +1,110 @@
-"""Models of several groups: windows run as one group of full attention, by vLLM's own option; else they are refused.
+"""Models of several groups on Quire's blocks beside vLLM's own hybrid manager: windows, chunks, recurrent states.
 
-Run by `make test-vllm`. The model is a small Gemma 3 of random weights.
+Run by `make test-vllm`. The models (`hybrid_models.py`) are small and of random weights; windows have two blocks.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
-import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+from integrations.vllm.tests.hybrid_models import RECURRENT, WINDOWED, save
 from integrations.vllm.tests.peers import PYTHON, WHY_NOT, prompts, result_of, run_engines, start_engine
+from integrations.vllm.tests.test_remote import wait_for_sequences
+from tests.client.servers import allocator_process
 
 pytestmark = [
     pytest.mark.peer,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(500),
     pytest.mark.skipif(not PYTHON.exists(), reason=WHY_NOT),
 ]
 
-OURS = "quire_vllm.QuireScheduler"
-ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}
+OURS: Final = "quire_vllm.QuireScheduler"
+ASYNC: Final = "quire_vllm.QuireAsyncScheduler"
+SHARED, APART = prompts(6, 160, common=96), prompts(10, 200, seed=3)
+SCENES: Final[dict[str, dict[str, Any]]] = {
+    "plenty": {"passes": [SHARED, SHARED, APART, APART]},
+    "few blocks": {"passes": [SHARED, APART, SHARED]},
+    "prompts in chunks": {"passes": [APART, APART], "batch_tokens_max": 96},
+}
+FEW: Final = {"gemma3": 62, "llama4": 62, "mistral": 20}  # blocks, for four groups, and for windows alone; else 40
+NO_CACHE: Final = {"enable_prefix_caching": False}
 
 
 @pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three layers of four read 64 tokens back."""
-    folder: Path = tmp_path_factory.mktemp("gemma")
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=2048,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        sliding_window=64,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
-        query_pre_attn_scalar=32,
-        initializer_range=0.3,
-    )
-    Gemma3ForCausalLM(config).eval().save_pretrained(folder)
-    return str(folder)
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder: Path = tmp_path_factory.mktemp("models")
+    return {name: save(name, folder) for name in (*WINDOWED, *RECURRENT)}
 
 
-def test_windows_run_as_full_attention_and_write_what_vllm_writes(windowed: str) -> None:
-    shared = prompts(6, 160, common=96)
-    scene: dict[str, Any] = {"model": windowed, "blocks": 256, "new_tokens": 24, "passes": [shared, shared]}
-    hybrid, stock, ours = run_engines(
-        [
-            {**scene, "scheduler": None},
-            {**scene, "scheduler": None, "options": ONE_GROUP},
-            {**scene, "scheduler": OURS, "options": ONE_GROUP},
-        ]
-    )
-    assert len({tuple(text) for text in hybrid["texts"][0]}) == 6, "texts that are all alike would compare nothing"
-    assert ours["texts"] == stock["texts"] == hybrid["texts"]
+def job(name: str, models: dict[str, str], scheduler: str | None, scene: str) -> dict[str, Any]:
+    common = {"model": models[name], "scheduler": scheduler, "is_async": scheduler == ASYNC, "tokens_max": 320}
+    blocks = FEW.get(name, 40) if scene == "few blocks" else 320
+    return {**common, "blocks": blocks, "new_tokens": 72, **SCENES[scene]}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_of_their_own_write_what_vllm_writes_and_hit_no_less(models: dict[str, str], name: str) -> None:
+    jobs = [job(name, models, scheduler, scene) for scheduler in (None, OURS) for scene in SCENES]
+    *told, later = run_engines([*jobs, job(name, models, ASYNC, "few blocks")])
+    stock, ours = told[: len(SCENES)], told[len(SCENES) :]
+    assert len({tuple(text) for text in stock[0]["texts"][0]}) == len(SHARED), "texts all alike would compare nothing"
+    assert sum(stock[1]["preemptions"]) > 0 or name == "mistral", "windows alone hardly ever run out of blocks"
+    for own, theirs in zip((*ours, later), (*stock, stock[1]), strict=True):
+        assert own["texts"] == theirs["texts"]
+        assert own["usage"] == 0.0
+        assert own["is_reset"]
+    for own, theirs in zip(ours, stock, strict=True):
+        assert all(hits >= of_vllm for hits, of_vllm in zip(own["hits"], theirs["hits"], strict=True))
+    assert ours[0]["hits"][1] > 0
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral", *RECURRENT])
+def test_without_a_prefix_cache_windows_move_on_and_states_stay(models: dict[str, str], name: str) -> None:
+    jobs = [{**job(name, models, scheduler, "few blocks"), "options": NO_CACHE} for scheduler in (None, OURS)]
+    stock, ours = run_engines(jobs)
+    assert len({tuple(text) for text in stock["texts"][0]}) == len(SHARED)
+    assert ours["texts"] == stock["texts"]
+    assert ours["hits"] == [0] * 3
+    assert ours["usage"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+def test_an_allocator_that_is_killed_changes_no_text_of_windows(
+    models: dict[str, str], tmp_path: Path, name: str
+) -> None:
+    scene = {"model": models[name], "blocks": 512, "new_tokens": 220, "passes": [prompts(8, 96), prompts(8, 96)]}
+    (stock,) = run_engines([{**scene, "scheduler": None}])
+    with allocator_process(tmp_path, "--check-invariants") as allocator:
+        engine = start_engine({**scene, "scheduler": OURS}, QUIRE_VLLM_ALLOCATOR=allocator.address)
+        try:
+            wait_for_sequences(allocator.address, engine)
+            allocator.process.kill()
+            allocator.process.wait()
+            (tmp_path / "next").mkdir()
+            with allocator_process(tmp_path / "next", "--check-invariants", "--listen", allocator.address):
+                told = result_of(engine)
+        finally:
+            engine.kill()
+    assert told["texts"] == stock["texts"]
+    assert all(hits >= theirs for hits, theirs in zip(told["hits"], stock["hits"], strict=True))
+    assert told["usage"] == 0.0
+
+
+def test_windows_run_as_full_attention_by_vllms_option(models: dict[str, str]) -> None:
+    options = {"disable_hybrid_kv_cache_manager": True}
+    scene = {"model": models["gemma3"], "blocks": 256, "new_tokens": 24, "passes": [SHARED, SHARED], "options": options}
+    stock, ours = run_engines([{**scene, "scheduler": None}, {**scene, "scheduler": OURS}])
+    assert ours["texts"] == stock["texts"]
     assert ours["hits"] == stock["hits"]
-    assert ours["hits"][1] > 0
 
 
-def test_windows_of_their_own_are_refused_by_name_with_the_way_out(windowed: str) -> None:
-    engine = start_engine({"model": windowed, "blocks": 256, "new_tokens": 2, "passes": [], "scheduler": OURS})
+def test_a_prefix_cache_of_states_is_refused_by_name_with_the_way_out(models: dict[str, str]) -> None:
+    engine = start_engine(
+        {"model": models["granite4"], "blocks": 256, "new_tokens": 2, "passes": [], "scheduler": OURS}
+    )
     with pytest.raises(AssertionError) as caught:
         result_of(engine)
-    assert "does not support KV cache groups of SlidingWindowSpec; run with --disable-hybrid-kv-cache" in str(
-        caught.value
-    )
+    assert "does not support a prefix cache of recurrent states (--no-enable-prefix-caching)" in str(caught.value)

@@ -79,10 +79,10 @@ def _what_is_left_behind_still_waits(original: Any, self: Any, entry: Any, *, re
         original(self, entry, returned=True)
 
 
-@plant(Entry, "copy_history", ERRORS)
-def _the_upper_part_counts_as_whole(original: Any, self: Any, other: Any) -> None:
-    original(self, other)
-    self.is_whole = True
+@plant(ReuseValue, "cut", ERRORS)
+def _the_upper_part_counts_as_whole(original: Any, self: Any, upper: Any, lower: Any) -> None:
+    original(self, upper, lower)
+    upper.is_whole = True
 
 
 @plant(ReuseValue, "split", ERRORS)
@@ -211,3 +211,19 @@ def _what_leads_much_is_worth_as_much_as_what_leads_nothing(original: Any, self:
 def _the_floor_falls(original: Any, self: Any, entry: Any, block_count: int) -> bool:
     self._floor = 0
     return bool(original(self, entry, block_count))
+
+
+@plant(FullAttentionManager, "goes_on", ERRORS)
+def _a_prompt_leaves_behind_what_other_groups_do_not_serve(original: Any, self: Any, hit: Any) -> None:
+    return None
+
+
+@plant(FullAttentionManager, "_adopt", ERRORS)
+def _what_is_computed_again_is_not_shared(original: Any, self: Any, part: Any, digests: bytes, swaps: Any) -> int:
+    with mock.patch.object(self._blocks.policy, "hit"):
+        return int(original(self, part, digests, swaps))
+
+
+@plant(RunTree, "cut", ERRORS)
+def _the_end_of_a_pass_counts_as_a_parting(original: Any, self: Any, run: Any, positions: int) -> Any:
+    return self.split(run, positions)

@@ -12,6 +12,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import Result
 
+from tests.allocator.core import test_eviction_junctions
 from tests.allocator.core.compiled import IS_COMPILED
 from tests.allocator.core.pools import make_pool
 
@@ -355,7 +356,8 @@ def test_the_rank_of_what_left_last_never_falls() -> None:
 
 # -- the errors --------------------------------------------------------------------------------------------------------
 
-RULES: list[Callable[[], None]] = [rule for name, rule in list(globals().items()) if name.startswith("test_")]
+ALL = {**globals(), **vars(test_eviction_junctions)}
+RULES: list[Callable[[], None]] = [rule for name, rule in ALL.items() if name.startswith("test_") and callable(rule)]
 
 
 def breaks(rule: Callable[[], None]) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GrowResult, Result, Swap
 
-from tests.allocator.core.pools import blocks_of, commit, computed, counts, d, make_pool, sliding
+from tests.allocator.core.pools import blocks_of, commit, computed, counts, d, make_pool, sliding, state
 
 
 def test_who_computed_a_block_beside_another_one_keeps_its_own() -> None:
@@ -100,6 +100,36 @@ def test_a_fork_has_the_published_block_where_its_parent_keeps_one() -> None:
     invariants.check(pool)
 
 
-def test_other_groups_than_full_attention_are_none_of_an_append_only_pool() -> None:
-    with pytest.raises(AssertionError, match="full attention"):
-        make_pool(8, sliding(4, 8), append_only=True)
+def test_states_are_none_of_an_append_only_pool() -> None:
+    with pytest.raises(AssertionError, match="no states"):
+        make_pool(8, state(4), append_only=True)
+
+
+def test_both_blocks_of_a_position_fall_out_of_the_window() -> None:
+    pool = make_pool(9, sliding(4, 8), append_only=True)
+    for sequence_id in (1, 2):
+        pool.allocate(sequence_id, 16, d("abcd"))
+    for sequence_id in (1, 2):
+        commit(pool, sequence_id, "ab", 8)
+    assert blocks_of(pool, 1)[:2] != blocks_of(pool, 2)[:2]
+    assert counts(pool) == (1, 0, 8)
+    pool.free(1)
+    assert counts(pool) == (3, 0, 6), "two positions are there twice"
+    commit(pool, 2, "abcd", 16)
+    assert counts(pool) == (5, 2, 2), "of those twins are cached"
+    assert pool.match("", d("ab")) == 8
+    invariants.check(pool)
+
+
+def test_a_sequence_with_windows_alone_in_the_pool_can_have_all_of_it() -> None:
+    pool = make_pool(8, sliding(4, 64), append_only=True)
+    for sequence_id in (1, 2):
+        pool.allocate(sequence_id, 16, d("abcd"))
+    for sequence_id in (1, 2):
+        commit(pool, sequence_id, "abcd", 16)
+    own = blocks_of(pool, 2)
+    pool.free(1)
+    assert pool.grow(2, 32).result is Result.OK
+    assert blocks_of(pool, 2)[:4] == own
+    assert counts(pool) == (0, 0, 8)
+    invariants.check(pool)

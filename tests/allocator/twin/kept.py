@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.allocator.twin.kinds import Kind
 from tests.allocator.twin.state import Slot
 
 if TYPE_CHECKING:
@@ -18,13 +19,49 @@ def exchange(table: list[Slot | None], index: int, other: Slot) -> None:
     own.blocks, other.blocks = other.blocks, own.blocks
 
 
+def keep_or_exchange(pool: TwinPool, table: list[Slot | None], index: int, other: Slot) -> bool:
+    """What is published already is held beside a slot, or gets its blocks if nobody holds it; tells whether it was."""
+    own = table[index]
+    assert own is not None
+    if not pool.is_held(other):
+        exchange(table, index, other)
+        return False
+    own.twin = other
+    return True
+
+
+def count_tail(kind: Kind, slots: list[Slot], length: int, committed: int) -> int:
+    """Counts the slots at the end of a table (the last one first) that are still to be written, or never published."""
+    count = 0
+    for position, slot in zip(reversed(range(length)), slots, strict=False):
+        if kind.keeps_prefixes:
+            is_of_the_tail = slot.key is None and slot.twin is None
+        else:
+            is_of_the_tail = kind.is_windowed and (position + 1) * kind.block_size > committed
+        if not is_of_the_tail:
+            break
+        count += 1
+    return count
+
+
+def release_kept(pool: TwinPool, slots: list[Slot]) -> list[Slot]:
+    """Lets go of slots with twins that are in no table any more, in this order; returns all others, and the twins."""
+    for slot in slots:
+        if slot.twin is not None:
+            pool._released(slot)
+    return [slot.twin or slot for slot in slots]
+
+
 def take_over(pool: TwinPool) -> bool:
-    """Where blocks are short, twins that nobody else holds give theirs up; tells whether there were any."""
+    """Where blocks are short, twins that nobody else holds give theirs up; tells whether there were any. Of one table
+    those from the last one on, up to one that somebody else holds."""
     found = False
     for sequence in pool.sequences.values():
         for table in sequence.tables:
             for index, own in reversed(list(enumerate(table))):
-                if own is not None and own.twin is not None and pool.holders(own.twin) == 1:
+                if own is not None and own.twin is not None:
+                    if pool.holders(own.twin) > 1:
+                        break
                     exchange(table, index, own.twin)
                     pool._released(own)
                     pool.taken_over += 1

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tests.allocator.twin.answers import Committed, Grown, refused
 from tests.allocator.twin.checkpoints import TwinCheckpoints
 from tests.allocator.twin.drop import drop
-from tests.allocator.twin.kept import exchange, take_over
+from tests.allocator.twin.kept import count_tail, keep_or_exchange, release_kept, take_over
 from tests.allocator.twin.state import Slot, TwinSequence
 
 
@@ -191,13 +191,14 @@ class TwinPool(TwinCheckpoints):
             return "NOT_FOUND"
         self.turn_ended(sequence)
         for number, table in enumerate(sequence.tables):
-            while table:
-                last = table.pop()
-                if last is not None:
-                    self._released(last)
-                    if last.twin is not None:
-                        self._released(last.twin)
-                    self._left(sequence, last)
+            slots = [slot for slot in reversed(table) if slot is not None]
+            tail_count = count_tail(self.kinds[number], slots, len(table), sequence.committed)
+            table.clear()
+            for slot in slots[:tail_count]:
+                self._released(slot)
+            for slot in release_kept(self, slots[tail_count:]):
+                self._released(slot)
+                self._left(sequence, slot)
             self.forget(sequence, number)
         del self.sequences[sequence_id]
         self._enforce_quota(sequence.namespace)
@@ -352,11 +353,8 @@ class TwinPool(TwinCheckpoints):
             if kind.name == "state":
                 sequence.checkpoints.append(own)
         elif self.append_only:
-            if self.is_held(other):
-                own.twin = other
+            if keep_or_exchange(self, table, index, other):
                 swaps += [(group, index, block) for group, block in zip(kind.groups, other.blocks, strict=True)]
-            else:
-                exchange(table, index, other)
         else:
             self._used(other)
             table[index] = other
@@ -385,11 +383,13 @@ class TwinPool(TwinCheckpoints):
         """Gives back what no token from the committed ones on reads, deepest first."""
         for number, (kind, table) in enumerate(zip(self.kinds, sequence.tables, strict=True)):
             falling = [p for p, slot in enumerate(table) if slot and kind.has_fallen_out(p, sequence.committed)]
-            self.remember(sequence, number, [slot for slot in (table[p] for p in falling) if slot is not None])
-            for position in reversed(falling):
-                slot, table[position] = table[position], None
-                if slot is not None:
-                    self._released(slot)
+            slots = [slot for slot in (table[p] for p in falling) if slot is not None]
+            for position in falling:
+                table[position] = None
+            slots = release_kept(self, slots[::-1])
+            self.remember(sequence, number, slots[::-1])
+            for slot in slots:
+                self._released(slot)
         for number in range(len(self.kinds)):
             self._trim(sequence, number)
 

@@ -209,7 +209,7 @@ class TwinRetention(TwinPartings):
         table = sequence.tables[number]
         slot = table[position] if position < len(table) else None
         if slot is not None:
-            return slot
+            return slot.twin or slot
         fallen = [s for s in (*sequence.needed, *sequence.aside) if s.kind == number and s.key is not None]
         found = [s for s in fallen if s.key is not None and s.key[2] == position]
         return found[0] if found else None
@@ -249,7 +249,7 @@ class TwinRetention(TwinPartings):
         behind = [s for s in behind if s.key and s.key[3][:-1] == slot.key[3]]
         table, position = sequence.tables[slot.kind], token_count // kind.block_size
         own = table[position] if position < sequence.committed // kind.block_size else None
-        return any(s is not own for s in behind)
+        return any(s is not (own and (own.twin or own)) for s in behind)
 
     def _part(self, boundary: TwinBoundary) -> None:
         boundary.is_parting |= len(self.ways(boundary)) > 1

@@ -48,6 +48,8 @@ SHAPES = {
     "everything": Shape(110, 20, EVERYTHING),
     "append-only": Shape(14, 28, full(4), append_only=True),
     "append-only of 2 block sizes": Shape(26, 20, full(4) + full(2) * 2, append_only=True),
+    "append-only of windows": Shape(12, 32, sliding(4, 6), append_only=True),
+    "append-only with windows": Shape(30, 24, full(4) + sliding(2, 5) * 2 + chunked(4, 8), append_only=True),
     "dishonest full": Shape(14, 20, full(2) * 2, is_honest=False),
     "dishonest everything": Shape(90, 16, EVERYTHING, is_honest=False),
 }

@@ -36,6 +36,9 @@ class LeastRecentlyUsed(EvictionPolicy):
     def split(self, upper: Entry, lower: Entry) -> bool:
         return False
 
+    def cut(self, upper: Entry, lower: Entry) -> None:
+        """Both have the history."""
+
     def released(self, entry: Entry) -> None:
         self._time += 1
         entry.released = self._time
@@ -162,9 +165,8 @@ class ReuseValue(EvictionPolicy):
         count = lower.block_count
         if lower.is_whole:
             self._learn_left_behind(lower.origin, count)
-            upper.is_whole = lower.is_whole = False
-        upper.spare = max(0, lower.spare - count)
-        lower.spare = min(lower.spare, count)
+            lower.is_whole = False
+        self.cut(upper, lower)
         if lower.live or lower.hits or lower.kind is None:
             return False
         self._end(lower, returned=False)
@@ -172,6 +174,13 @@ class ReuseValue(EvictionPolicy):
         lower.kind = _LEFT
         self._model.start(_LEFT_FAMILY, _LEFT, count)
         return True
+
+    def cut(self, upper: Entry, lower: Entry) -> None:
+        """Divides the deep end between them; what the prompt leaves behind is yet to be seen in the lower one."""
+        count = lower.block_count
+        upper.is_whole = False
+        upper.spare = max(0, lower.spare - count)
+        lower.spare = min(lower.spare, count)
 
     def released(self, entry: Entry) -> None:
         """Stamps it and finds its kind."""

@@ -121,7 +121,12 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def split(self, upper: Entry, lower: Entry) -> bool:
-        """An entry was cut in two; `upper` has copied the history. Returns whether `lower` has another place now."""
+        """An entry was cut in two where a prompt takes another way; `upper` has copied the history. Returns whether
+        `lower` has another place now."""
+
+    @abstractmethod
+    def cut(self, upper: Entry, lower: Entry) -> None:
+        """The same where the prompt goes on along `lower` as well, and takes `upper` first."""
 
     @abstractmethod
     def released(self, entry: Entry) -> None:

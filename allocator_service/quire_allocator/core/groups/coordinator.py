@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 from quire_allocator.core.blocks import Blocks, Namespace
 from quire_allocator.core.events import EventLog
@@ -16,6 +17,7 @@ from quire_allocator.core.groups.factory import make_managers
 from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.manager import Hit
 from quire_allocator.core.groups.retention import Retention
+from quire_allocator.core.groups.runs import RunHit
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, PoolSpec, Swap
 
@@ -38,7 +40,7 @@ class Coordinator:
         self.in_place = any(manager.in_place for manager in self.managers)
         self._settling = [(number, manager) for number, manager in enumerate(self.managers) if manager.settles]
         self.settles = bool(self._settling)
-        assert not (spec.append_only and self.settles), "append-only pools have groups of full attention alone"
+        assert not (spec.append_only and self.in_place), "append-only pools keep no states: those are copied"
         self._full_count = len(self.managers) - len(self._settling)  # those of full attention, which come first
         self.history = PromptHistory() if not self._full_count else None
         self._edge_tokens = spec.edge_tokens
@@ -124,6 +126,9 @@ class Coordinator:
             self.retention.note_parting(space, hits, digests, prompt_token_count, junction)
         if self.history is not None:
             self.history.note(space.name, digests[: prompt_token_count // self.digest_tokens * DIGEST_BYTES])
+        if junction and self.retention is not None:
+            for full, hit in zip(self.retention.full, hits):
+                full.goes_on(cast(RunHit, hit))
 
     def open(
         self, space: Namespace, hits: Sequence[Hit], token_count: int, boundaries: tuple[int, ...], priority: int

@@ -74,6 +74,12 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             digests = every(digests, self._stride)
         return self.tree.find(scope.root, digests, token_limit)
 
+    def goes_on(self, hit: RunHit) -> None:
+        """Prepares a hit of a prompt that goes on along what full attention has behind it, which other groups do not
+        serve: nothing is left behind where it ends."""
+        if hit.cut:
+            hit.runs[-1], hit.cut = self.tree.cut(hit.runs[-1], hit.cut), 0
+
     # -- the life of a sequence ----------------------------------------------------------------------------------------
 
     def needed_after(self, hit: RunHit, token_count: int) -> int:
@@ -255,7 +261,10 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
                 break
             same = common_positions(child.digests, digests, start, len(digests))
             if same * DIGEST_BYTES < child.size:
-                child = self.tree.split(child, same)
+                is_parting = start + same * DIGEST_BYTES < len(digests)
+                child = self.tree.split(child, same) if is_parting else self.tree.cut(child, same)
+            if not child.live:
+                self._blocks.policy.hit(child)
             own = part.tail[taken * width : (taken + same) * width]
             if self._append_only and not child.live:
                 returned.extend(child.blocks)
@@ -295,7 +304,9 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         child = part.run.children.get(digests[:DIGEST_BYTES])
         if child is not None:  # the digest is published already: this sequence leaves its sharers for that block
             if child.size > DIGEST_BYTES:
-                child = self.tree.split(child, 1)
+                child = self.tree.cut(child, 1)
+            if not child.live:
+                self._blocks.policy.hit(child)
             swaps.extend(Swap(g, part.published, b) for g, b in zip(self.groups, child.blocks))
             self._leave_shared(part)
             self.tree.hold(child)

@@ -8,7 +8,8 @@ by a block that another sequence holds, the sequence therefore
     2. takes over: once nobody else holds the twin and somebody needs its block, the own block is published in its place
     3. frees     both
 
-Where nobody holds the published block, the own one takes its place at once, and there are never two.
+Where nobody holds the published block, the own one takes its place at once, and there are never two. In a windowed
+group both fall out of the window together.
 """
 
 from __future__ import annotations
@@ -56,6 +57,17 @@ class KeptBlocks:
             taken.append((position + cut, own[cut * width :]))
             if cut:
                 break
+        return taken
+
+    def take_before(self, end: int, width: int) -> list[array[int]]:
+        """Takes out what is kept before a position, the deepest stretch first."""
+        taken: list[array[int]] = []
+        while self._stretches and self._stretches[0][0] < end:
+            position, own = self._stretches.pop(0)
+            cut = (end - position) * width
+            if cut < len(own):
+                self._stretches.insert(0, (end, own[cut:]))
+            taken.insert(0, own[:cut])
         return taken
 
     def take_all(self) -> list[array[int]]:

@@ -50,7 +50,8 @@ from quire_allocator.core.groups.partings import STEP_COUNT, Partings, behind_hi
 from quire_allocator.core.groups.runs import Run, RunHit, RunScope
 from quire_allocator.core.groups.states import StateManager, StatePart
 from quire_allocator.core.groups.units import AnyUnitManager, Unit
-from quire_allocator.core.groups.windows import WindowManager, WindowPart
+from quire_allocator.core.groups.window_parts import WindowPart
+from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 

@@ -106,7 +106,19 @@ class RunTree:
             run = run.parent
 
     def split(self, run: Run, positions: int) -> Run:
-        """Cuts a run in two and returns the upper part, of so many positions."""
+        """Cuts a run in two where a prompt takes another way; returns the upper part, of so many positions."""
+        upper = self._halve(run, positions)
+        if self._blocks.policy.split(upper, run) and run.ticket:
+            self._blocks.push(run)
+        return upper
+
+    def cut(self, run: Run, positions: int) -> Run:
+        """Does the same where the prompt goes on along the lower part, and takes the upper one first."""
+        upper = self._halve(run, positions)
+        self._blocks.policy.cut(upper, run)
+        return upper
+
+    def _halve(self, run: Run, positions: int) -> Run:
         parent, size, count = run.parent, positions * DIGEST_BYTES, positions * self.width
         assert parent is not None, "a root has nothing to split"
         upper = Run(run.scope, parent, run.first_position, run.digests[:size], run.blocks[:count])
@@ -118,8 +130,6 @@ class RunTree:
         upper.children[run.first_digest] = run
         if run.boundaries and self.keeper is not None:
             self.keeper.moved(run, upper, run.first_position * self.block_size)
-        if self._blocks.policy.split(upper, run) and run.ticket:
-            self._blocks.push(run)
         return upper
 
     def cut_at(self, root: Run, digests: bytes, position: int) -> Run | None:

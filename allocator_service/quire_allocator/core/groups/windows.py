@@ -6,6 +6,8 @@ Who owns which part of a sequence's table, in positions:
     [first, tail)      `units`: published and shareable; the last one may be half-filled, and shared with forks
     [tail, end)        `tail`: granted, this sequence's alone to write
 
+In an append-only pool some published positions stand in the table with blocks of the sequence's own (`kept.py`).
+
 Of what fell out, the sequence remembers what a boundary at its last edge would need, or have aside (`retention.py`).
 
 A commit may publish far more than the window holds. Of that it makes units only where a boundary needs one or something
@@ -22,41 +24,16 @@ from typing import cast
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Blocks, Scoped
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.fallen import FallenManager, Path, WindowScope
+from quire_allocator.core.groups.fallen import Path, WindowScope
 from quire_allocator.core.groups.stretches import Stretch, filled
 from quire_allocator.core.groups.units import Unit, UnitHit, UnitScope
+from quire_allocator.core.groups.window_parts import PublishingManager, WindowPart
 from quire_allocator.core.groups.window_rules import WINDOW_RULES, WindowRule
 from quire_allocator.core.groups.window_search import WindowHit, WindowSearch
-from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import DIGEST_BYTES, NO_BLOCKS, NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
 
 
-class WindowPart(Part):
-    """What one sequence has here.
-
-    Attributes:
-        units: those in its table, from position `first` on.
-        tail: blocks behind them, `width` for each position.
-        boundaries: token counts at which a later prompt may part from it; rising.
-        falling: what a commit lets fall out, rising; only until it is settled.
-        needed, aside: units that fell out, which a boundary at the last edge before the committed tokens would need,
-            and which it would have aside.
-    """
-
-    __slots__ = ("aside", "boundaries", "falling", "first", "needed", "scope", "tail", "units")
-
-    def __init__(self, scope: WindowScope, first: int, units: list[Unit], boundaries: tuple[int, ...]) -> None:
-        self.scope = scope
-        self.first = first
-        self.units = units
-        self.tail = NO_BLOCKS  # which nobody adds to
-        self.boundaries = boundaries
-        self.falling: list[Scoped] = []
-        self.needed: list[Unit] = []
-        self.aside: list[Unit] = []
-
-
-class WindowManager(FallenManager[WindowPart]):
+class WindowManager(PublishingManager):
     """All groups of one window. `Manager` says what its methods promise."""
 
     settles = True
@@ -172,7 +149,7 @@ class WindowManager(FallenManager[WindowPart]):
                     unit = Unit(scope, blocks[taken : taken + width])
                     taken += width
                 key = (position, path.at(position)) if position < named else None
-                published = unit if key is None else self._publish(scope, unit, key, swaps, position)
+                published = unit if key is None else self._publish_own(part, unit, key, swaps)
                 if published is not unit:
                     self._tell(scope, path, new, position)
                     new = position + 1
@@ -199,7 +176,10 @@ class WindowManager(FallenManager[WindowPart]):
         else:
             unit = Unit(scope, blocks[:width])
             del blocks[:width]
-        units.append(self._publish(scope, unit, (position, digest), swaps, position))
+        if self._append_only:
+            units.append(self._publish_own(part, unit, (position, digest), swaps))
+        else:
+            units.append(self._publish(scope, unit, (position, digest), swaps, position))
         if units[-1] is unit:
             self._log.stored(scope, b"", digest, position)
 
@@ -236,6 +216,9 @@ class WindowManager(FallenManager[WindowPart]):
         """Gives back what fell out, the deepest block first, for short prefixes serve most prompts."""
         gone = self._rule.first_needed(committed) // self.block_size - part.first
         falling = part.falling
+        if part.kept is not None:
+            for own in part.kept.take_before(part.first + max(gone, 0), self.width):
+                self._give_back(part, own)
         if gone == 1 and not falling and part.units and self._remember_next(part, committed):
             unit = part.units.pop(0)
             part.first += 1
@@ -285,6 +268,9 @@ class WindowManager(FallenManager[WindowPart]):
         if part.tail:
             part.scope.held -= len(part.tail)
             self._blocks.give_back(part.tail)
+        if part.kept is not None:
+            for own in part.kept.take_all():
+                self._give_back(part, own)
         self._let_fall(part.scope, part.units)
         for unit in part.aside:
             unit.aside_count -= 1
@@ -374,13 +360,19 @@ class WindowManager(FallenManager[WindowPart]):
                 states.mark(stretch.blocks, 0, published=True)
         for part in parts:
             states.mark(part.tail, 1, published=False)
+            for _, own in part.kept or ():
+                states.mark(own, 1, published=False)
 
     def tables(self, part: WindowPart) -> list[array[int]]:
         nulls, width = array("I", [NULL_BLOCK]) * part.first, self.width
-        return [
+        tables = [
             nulls + array("I", [unit.blocks[column] for unit in part.units]) + part.tail[column::width]
             for column in range(width)
         ]
+        for position, own in part.kept or ():
+            for column, table in enumerate(tables):
+                table[position : position + len(own) // width] = own[column::width]
+        return tables
 
     def added(self, part: WindowPart, blocks: array[int]) -> list[array[int]]:
         return [blocks[column :: self.width] for column in range(self.width)]

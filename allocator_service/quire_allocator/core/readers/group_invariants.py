@@ -14,7 +14,8 @@ from quire_allocator.core.groups.manager import PartT, ScopeT
 from quire_allocator.core.groups.runs import Run, RunScope
 from quire_allocator.core.groups.states import StateManager, StatePart
 from quire_allocator.core.groups.units import Unit, UnitScope
-from quire_allocator.core.groups.windows import WindowManager, WindowPart
+from quire_allocator.core.groups.window_parts import WindowPart
+from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind
 
@@ -155,6 +156,7 @@ def check_windows(manager: WindowManager, uses: Sequence[Use[WindowScope, Window
         found = _check_units(manager.width, use.scope, [part.units for _, part in use.parts])
         _check_stretches(manager, use.scope, found)
         found.held.extend([block for _, part in use.parts for block in part.tail])
+        found.held.extend([block for _, part in use.parts for _, own in part.kept or () for block in own])
         founds.append(found)
     return founds
 
@@ -190,6 +192,11 @@ def _check_window(manager: WindowManager, scope: WindowScope, sequence: Sequence
             assert key is not None or not sequence.is_named, f"position {position} is computed and not published"
             assert key is None or key[0] == position, f"position {position} was published as another one"
         assert position * size < committed, f"position {position} counts as written to before it was"
+    for position, own in part.kept or ():
+        last = position + len(own) // manager.width
+        assert part.first <= position < last <= part.first + len(part.units), "blocks are kept where there is no unit"
+        keys = [unit.key for unit in part.units[position - part.first : last - part.first]]
+        assert None not in keys, "a block is kept where none is published"
     tail = end - len(part.tail) // manager.width
     assert not part.tail or (tail + 1) * size > committed, f"position {tail} is computed and not published"
 

@@ -16,7 +16,8 @@ from quire_allocator.core.groups.retention import CONTINUED_MAX, Retention
 from quire_allocator.core.groups.runs import Run, RunScope
 from quire_allocator.core.groups.states import StateManager
 from quire_allocator.core.groups.units import Unit, UnitScope
-from quire_allocator.core.groups.windows import WindowManager, WindowPart
+from quire_allocator.core.groups.window_parts import WindowPart
+from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.spec import DIGEST_BYTES
 
 if TYPE_CHECKING:

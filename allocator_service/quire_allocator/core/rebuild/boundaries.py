@@ -17,7 +17,8 @@ from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.retention import Retention
 from quire_allocator.core.groups.runs import Run, RunScope
 from quire_allocator.core.groups.units import Unit, UnitKey, UnitScope
-from quire_allocator.core.groups.windows import WindowManager, WindowPart
+from quire_allocator.core.groups.window_parts import WindowPart
+from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES

@@ -7,7 +7,7 @@ where the order of release jumps, so that blocks leave the cache one by one as t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire_allocator.core.blocks import Namespace, Scoped
@@ -99,24 +99,11 @@ class RunBuilder:
                 self._sharers[tail[0]] = (space.name, end, half_filled)
             borrowed, owned = None, tail
         self._use.claim(owned)
-        kept, kept_count = self._kept(sequence, published, length) if sequence.kept else (None, 0)
+        kept, kept_count = None, 0
+        if sequence.kept:
+            kept = claim_kept(manager.groups, self._use, sequence, range(published), length)
+            kept_count = sum([len(own) for _, own in kept])
         return Place(scope, end, published, tail, borrowed, shares, len(owned) + kept_count, kept)
-
-    def _kept(self, sequence: ReportedSequence, published: int, length: int) -> tuple[KeptBlocks, int]:
-        """Claims what a sequence keeps; returns it, and how many blocks that are."""
-        tables, kept, count = [sequence.kept[group] for group in self._manager.groups], KeptBlocks(), 0
-        if any(len(table) != length for table in tables):
-            refuse(f"sequence {sequence.sequence_id} has other tables of what it keeps than of what it holds")
-        for position, own in enumerate(zip(*tables)):
-            gaps = own.count(NULL_BLOCK)
-            if gaps == len(own):
-                continue
-            if gaps or position >= published:
-                refuse(f"sequence {sequence.sequence_id} keeps a block at position {position}, where none is published")
-            self._use.claim(own)
-            kept.add(position, array("I", own), self._manager.width)
-            count += len(own)
-        return kept, count
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Files everything with a way to the root as runs."""
@@ -183,6 +170,24 @@ class RunBuilder:
             if start >= held:
                 cached.append((own_ranks[end - 1 - held], stretch.first_position + end - 1, run))
             parent = run
+
+
+def claim_kept(
+    groups: Sequence[int], use: BlockUse, sequence: ReportedSequence, published: range, length: int
+) -> KeptBlocks:
+    """Claims what a sequence keeps in the place of published blocks at some positions, and returns it."""
+    tables, kept = [sequence.kept[group] for group in groups], KeptBlocks()
+    if any(len(table) != length for table in tables):
+        refuse(f"sequence {sequence.sequence_id} has other tables of what it keeps than of what it holds")
+    for position, own in enumerate(zip(*tables)):
+        gaps = own.count(NULL_BLOCK)
+        if gaps == len(own):
+            continue
+        if gaps or position not in published:
+            refuse(f"sequence {sequence.sequence_id} keeps a block at position {position}, where none is published")
+        use.claim(own)
+        kept.add(position, array("I", own), len(tables))
+    return kept
 
 
 def manager_number(pool: Pool, manager: object) -> int:

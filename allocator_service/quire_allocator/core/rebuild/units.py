@@ -11,11 +11,12 @@ from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.groups.states import StatePart
 from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
-from quire_allocator.core.groups.windows import WindowManager, WindowPart
+from quire_allocator.core.groups.window_parts import WindowPart
+from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.boundaries import Links
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
-from quire_allocator.core.rebuild.runs import manager_number
+from quire_allocator.core.rebuild.runs import claim_kept, manager_number
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
@@ -140,6 +141,10 @@ class WindowBuilder(UnitBuilder):
                 units.append(unit)
         part = WindowPart(scope, first, units, boundaries(self._pool, sequence))
         part.tail = tail
+        if sequence.kept:
+            full = range(first, committed // size)
+            part.kept = kept = claim_kept(self._manager.groups, self._use, sequence, full, length)
+            scope.held += sum([len(own) for _, own in kept])
         return lambda: part
 
 

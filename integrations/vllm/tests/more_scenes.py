@@ -1,0 +1,167 @@
+"""More scenes of `scenes_child.py`: groups of windows, drafts, images, limits."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from stage import FULL, TOKENS_MAX, Stage, image, next_token, text
+
+WINDOWS: Final = (FULL, ("sliding", 4, 10), ("sliding", 4, 10))
+CHUNKS: Final = (FULL, ("chunked", 4, 16))
+TWO_SIZES: Final = (("full", 8, 0), ("sliding", 4, 6))
+
+
+def what_was_granted_anew_is_not_hit(stage: Stage) -> None:
+    stage.add("first", text(1, 40), new=1)
+    stage.run()
+    stage.add("other", text(2, 60), new=1)  # takes all there is
+    stage.run()
+    stage.add("again", text(1, 40), new=1)
+
+
+def what_a_prompt_hits_is_not_evicted_for_the_rest_of_it(stage: Stage) -> None:
+    stage.add("first", text(1, 24), new=1)
+    stage.run()
+    stage.add("other", text(2, 24), new=1)
+    stage.run()
+    stage.add("longer", text(1, 60), new=1)
+
+
+def a_prompt_that_hits_waits_for_room_for_the_rest(stage: Stage) -> None:
+    stage.add("first", text(1, 24), new=1)
+    stage.run()
+    stage.add("runs", text(2, 30), new=8)
+    stage.turn()
+    stage.add("waits", text(1, 24) + text(3, 24), new=2)
+
+
+def without_a_prefix_cache_nothing_is_hit(stage: Stage) -> None:
+    for name in ("first", "again"):
+        stage.add(name, text(1, 24), new=6)
+        stage.run()
+
+
+def windows_are_hit_where_each_group_has_them(stage: Stage) -> None:
+    first = stage.add("first", text(1, 30), new=20)
+    stage.run()
+    stage.add("same", text(1, 30))
+    stage.run()
+    stage.add("parts early", text(1, 18) + text(2, 9))
+    stage.run()
+    stage.add("goes on", list(first.all_token_ids) + text(3, 7))
+
+
+def windows_that_have_left_are_computed_again(stage: Stage) -> None:
+    for seed in (1, 2, 3, 1, 2):
+        stage.add(f"{seed} {len(stage.turns)}", text(seed, 36), new=3)
+        stage.run()
+
+
+def prompts_longer_than_windows_are_computed_in_chunks(stage: Stage) -> None:
+    for number in range(3):
+        stage.add(str(number), text(number, 50), new=12)
+
+
+def drafts_are_taken_as_far_as_they_are_right(stage: Stage) -> None:
+    for number in range(3):
+        stage.add(str(number), text(number, 9), new=40)
+    stage.run()
+    stage.add("goes on", list(stage.requests["1"].all_token_ids) + text(5, 5), new=12)
+
+
+def images_part_caches(stage: Stage) -> None:
+    stage.allow_images(64)
+    prompt = text(1, 30)
+    for name, shown in (("red", "r"), ("red again", "r"), ("blue", "b"), ("red a third time", "r")):
+        stage.add(name, prompt, mm_features=[image(shown, 9)])
+        stage.run()
+
+
+def two_images_share_what_is_before_the_first_that_differs(stage: Stage) -> None:
+    stage.allow_images(64)
+    prompt = text(1, 40)
+    for name, second in (("first", "x"), ("second", "y"), ("third", "y")):
+        stage.add(name, prompt, mm_features=[image("same", 5), image(second, 21)])
+        stage.run()
+
+
+def long_prompts_leave_room_for_short_ones(stage: Stage) -> None:
+    stage.add("long", text(1, 90))
+    stage.turn()
+    for number in range(2, 6):
+        stage.add(str(number), text(number, 8))
+
+
+def blocks_are_kept_free_for_who_runs(stage: Stage) -> None:
+    for number in range(5):
+        stage.add(str(number), text(number, 14), new=12)
+
+
+def of_equals_who_came_first_goes_first(stage: Stage) -> None:
+    arrivals = {"last": (1, 3.0), "first": (1, 1.0), "ahead": (0, 4.0), "middle": (1, 2.0)}
+    for seed, (name, (priority, arrival)) in enumerate(arrivals.items()):
+        stage.add(name, text(seed, 8), new=5, priority=priority, arrival_time=arrival)
+
+
+def an_answer_ends_with_a_token_that_stops_it(stage: Stage) -> None:
+    tokens = tuple(text(1, 10))
+    for _ in range(4):
+        tokens = (*tokens, next_token(tokens))
+    stage.add("stops", text(1, 10), new=20, stop_token_ids=[tokens[-1]])
+    stage.run()
+    stage.add("goes on", list(tokens) + text(2, 4), new=2)
+
+
+def an_answer_ends_at_the_longest_length(stage: Stage) -> None:
+    stage.add("long", text(1, TOKENS_MAX - 6), new=50)
+
+
+MORE_SCENES: Final[dict[Any, dict[str, Any]]] = {
+    what_was_granted_anew_is_not_hit: {"blocks": 17},
+    what_a_prompt_hits_is_not_evicted_for_the_rest_of_it: {"blocks": 18},
+    a_prompt_that_hits_waits_for_room_for_the_rest: {"blocks": 20},
+    without_a_prefix_cache_nothing_is_hit: {"blocks": 32, "caches": False},
+    windows_are_hit_where_each_group_has_them: {"blocks": 128, "groups": WINDOWS},
+    windows_that_have_left_are_computed_again: {"blocks": 41, "groups": WINDOWS},
+    prompts_longer_than_windows_are_computed_in_chunks: {"blocks": 128, "groups": CHUNKS, "budget": 24},
+    drafts_are_taken_as_far_as_they_are_right: {"blocks": 64, "drafts": 3},
+    images_part_caches: {"blocks": 64},
+    two_images_share_what_is_before_the_first_that_differs: {"blocks": 64},
+    long_prompts_leave_room_for_short_ones: {"blocks": 64, "budget": 64, "long_prompt": 20},
+    blocks_are_kept_free_for_who_runs: {"blocks": 30, "watermark": 0.2},
+    of_equals_who_came_first_goes_first: {"blocks": 64, "seqs": 2, "policy": "priority"},
+    an_answer_ends_with_a_token_that_stops_it: {"blocks": 64},
+    an_answer_ends_at_the_longest_length: {"blocks": 80},
+}
+# The same on other groups: a scene is named once, so each of these has a name of its own.
+
+
+def windows_alone_are_hit_to_their_last_block(stage: Stage) -> None:
+    windows_are_hit_where_each_group_has_them(stage)
+
+
+def chunks_are_hit_where_each_group_has_them(stage: Stage) -> None:
+    windows_are_hit_where_each_group_has_them(stage)
+
+
+def groups_of_two_block_sizes_hit_at_edges_of_both(stage: Stage) -> None:
+    windows_are_hit_where_each_group_has_them(stage)
+
+
+def without_a_prefix_cache_windows_move_on(stage: Stage) -> None:
+    for number in range(4):
+        stage.add(str(number), text(number, 30), new=30)
+
+
+def drafts_with_few_blocks_preempt_who_came_last(stage: Stage) -> None:
+    for number in range(4):
+        stage.add(str(number), text(number, 10), new=24)
+
+
+MORE_SCENES |= {
+    windows_alone_are_hit_to_their_last_block: {"blocks": 64, "groups": (("sliding", 4, 10),)},
+    chunks_are_hit_where_each_group_has_them: {"blocks": 128, "groups": CHUNKS},
+    groups_of_two_block_sizes_hit_at_edges_of_both: {"blocks": 128, "groups": TWO_SIZES},
+    without_a_prefix_cache_windows_move_on: {"blocks": 90, "groups": WINDOWS, "caches": False},
+    drafts_with_few_blocks_preempt_who_came_last: {"blocks": 24, "drafts": 3},
+}

@@ -1,0 +1,46 @@
+"""When an alarm rings: at the earliest time, and not before a loop that stood still has read what came meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from quire_worker.alarm import LATE_S, Alarm
+
+
+async def test_it_rings_once_at_the_earliest_of_its_times() -> None:
+    rung = asyncio.Queue[float]()
+    alarm = Alarm(lambda: rung.put_nowait(time.monotonic()), time.monotonic)
+    begun_s = time.monotonic()
+    for later_s in (30.0, 0.05, 0.1):
+        alarm.set(begun_s + later_s)
+    assert begun_s + 0.05 <= await asyncio.wait_for(rung.get(), 20) < begun_s + 20
+    alarm.set(begun_s + 0.2)  # it is set anew by who hears it; what it was set to before has passed
+    assert await asyncio.wait_for(rung.get(), 20) >= begun_s + 0.2
+    alarm.set(begun_s)
+    await asyncio.wait_for(rung.get(), 20)
+
+
+async def test_a_loop_that_stood_still_reads_before_it_rings() -> None:
+    events = list[str]()
+    rung = asyncio.Event()
+
+    def ring() -> None:
+        events.append("rung")
+        rung.set()
+
+    alarm = Alarm(ring, time.monotonic)
+
+    async def message() -> None:
+        for _ in range(20):  # as a call goes through the loop several times before it is heard
+            await asyncio.sleep(0)
+        events.append("read")
+
+    begun_s = time.monotonic()
+    alarm.set(begun_s + 0.05)
+    task = asyncio.create_task(message())
+    while time.monotonic() < begun_s + 0.1 + 2 * LATE_S:
+        pass
+    await asyncio.wait_for(rung.wait(), 20)
+    await task
+    assert events == ["read", "rung"]

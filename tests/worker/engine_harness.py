@@ -172,7 +172,8 @@ class Harness:
     async def replace_allocator(self) -> None:
         """Puts an empty one in the allocator's place and returns once the engine has a session with it.
 
-        Texts go on meanwhile. That a session is up says nothing by itself: the loss of the old stream may not be seen yet.
+        Texts go on meanwhile. That a session is up says nothing by itself: the loss of the old stream may not be seen
+        yet.
         """
         changes: list[bool] = []
         self.engine.session.on_change = changes.append

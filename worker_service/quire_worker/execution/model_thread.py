@@ -94,13 +94,13 @@ class ModelThread:
         if future.cancelled():  # nobody waits any more
             self._tell()
             return
-        goes_first = True
+        result: Computed | BaseException
         try:
-            result: Computed | BaseException = compute(self._before_kernels)
+            result = computed = compute(self._before_kernels)
         except BaseException as error:
-            result = error
+            result, goes_first = error, True
         else:
-            goes_first = result.has_first_tokens
+            goes_first = computed.has_first_tokens
         self._done.append(Done(future, result, compute))
         self._is_owed = True
         if goes_first:

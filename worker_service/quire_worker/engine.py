@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple
 
 import structlog
@@ -107,8 +106,7 @@ class Engine:
         self._thread = ModelThread(thread)
         self.wake = asyncio.Event()  # set by whoever changes the roster
         self._open: set[Request] = set()
-        self._changed = asyncio.Event()  # a request was ended
-        self._turned = asyncio.Event()  # set for a moment after each turn
+        self._changed, self._turned = asyncio.Event(), asyncio.Event()  # a request was ended; set after each turn
         self.reception = Reception(model, cache, tokenizer, session, self._door, clock=clock)
         self._asked: Asked | None = None
         self._sent_s = 0.0
@@ -160,8 +158,7 @@ class Engine:
         self._end_failed(computed)
         self.scheduler.advance(computed.work)
         self._intake.take(computed)
-        if self._outbox.deliver_first():
-            await asyncio.sleep(0)  # to those who wait for it, before the pass after the next one is laid out
+        await self._outbox.deliver_first()
         self._door.observe(computed)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
@@ -287,7 +284,7 @@ class Engine:
 
     def _submit(self, batch: Batch) -> None:
         prepared = self._runner.prepare(batch, is_behind=bool(self._passes))
-        self._passes.append(Pass(batch.work, self._thread.submit(partial(self._runner.compute, prepared))))
+        self._passes.append(Pass(batch.work, self._thread.submit(self._runner.compute, prepared)))
 
     async def _plan(self) -> tuple[Plan, StepOutcome] | None:
         """Returns what to run, and the allocator's answer if it had to be asked; None if everything has to start again.

@@ -61,13 +61,14 @@ class Outbox:
                 self._timer.cancel()
             self._timer, self._timer_s = loop.call_at(due_s, self._deliver_due), due_s
 
-    def deliver_first(self) -> bool:
-        """Delivers what was noted of requests that have had nothing yet, before the event loop does anything else;
-        returns whether there were any."""
+    async def deliver_first(self) -> None:
+        """Delivers what was noted of requests that have had nothing yet, and lets those who wait for it have it before
+        the event loop does anything else."""
         first, self._first = self._first, []
         for request in first:
             self.deliver(request)
-        return bool(first)
+        if first:
+            await asyncio.sleep(0)
 
     def deliver(self, request: Request) -> None:
         """Delivers what was noted of a request, without waiting for its time."""

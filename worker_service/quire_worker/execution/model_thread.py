@@ -24,10 +24,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
-from quire_worker.execution.parts import Computed
+from quire_worker.execution.parts import Computed, Prepared
 
-# Computes a pass; what it is given is to be called before its kernels, if it has a call that runs most of them.
-Compute: TypeAlias = Callable[[Callable[[], None]], Computed]
+# Computes a batch. The function that it is given is to be called before its kernels, if one call runs most of them.
+Compute: TypeAlias = Callable[[Prepared, Callable[[], None]], Computed]
 
 # The C library's, called with the interpreter held: the pipe that it writes to does not block.
 _write = ctypes.PyDLL(None).write
@@ -39,7 +39,7 @@ class Done(NamedTuple):
 
     future: asyncio.Future[Computed]
     result: Computed | BaseException
-    compute: Compute
+    prepared: Prepared
 
 
 class ModelThread:
@@ -62,7 +62,7 @@ class ModelThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._read_end = self._write_end = -1
 
-    def submit(self, compute: Compute) -> asyncio.Future[Computed]:
+    def submit(self, compute: Compute, prepared: Prepared) -> asyncio.Future[Computed]:
         """Has a pass computed after those before; the future has what it gives, or why it failed."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
@@ -72,7 +72,7 @@ class ModelThread:
             self._loop.add_reader(self._read_end, self._hear)
         future: asyncio.Future[Computed] = self._loop.create_future()
         self._submitted_count += 1
-        self._executor.submit(self._run, compute, future)
+        self._executor.submit(self._run, compute, prepared, future)
         return future
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class ModelThread:
 
     # -- on the model's thread -----------------------------------------------------------------------------------------
 
-    def _run(self, compute: Compute, future: asyncio.Future[Computed]) -> None:
+    def _run(self, compute: Compute, prepared: Prepared, future: asyncio.Future[Computed]) -> None:
         self._begun_count += 1
         self._has_kernels = False
         if future.cancelled():  # nobody waits any more
@@ -96,12 +96,12 @@ class ModelThread:
             return
         result: Computed | BaseException
         try:
-            result = computed = compute(self._before_kernels)
+            result = computed = compute(prepared, self._before_kernels)
         except BaseException as error:
             result, goes_first = error, True
         else:
             goes_first = computed.has_first_tokens
-        self._done.append(Done(future, result, compute))
+        self._done.append(Done(future, result, prepared))
         self._is_owed = True
         if goes_first:
             self._is_owed = False

@@ -99,7 +99,7 @@ class Stack:
         }
 
     def stop(self) -> None:
-        """Ends both."""
+        """Ends the worker, then the allocator."""
         self.worker.stop()
         self.allocator.stop()
 

@@ -258,6 +258,7 @@ class Engine:
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         if batch.work:
             self._submit(batch)
+            await asyncio.sleep(0)  # the model's thread is to have the interpreter first
         return bool(batch.work)
 
     async def _start_next(self) -> None:

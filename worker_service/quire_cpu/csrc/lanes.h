@@ -125,6 +125,10 @@ struct LaneWay {
         for_each_vectors([&](auto count, long lane) {
             lane_product<T, decltype(count)::value>(key_at, block.count, queries + lane, lanes, words, scores + lane, nullptr);
         });
+        for (long k = 0; k < block.count; k++) {
+            const char* value = reinterpret_cast<const char*>(block.keys[k] + block.value_offset + offset);
+            for (long i = 0; i < size * static_cast<long>(sizeof(T)); i += CACHE_LINE) __builtin_prefetch(value + i, 0, 3);
+        }
         // All queries see all keys of most blocks.
         long first, stop, last_first, last_stop;
         walk.seen(block, 0, first, stop);

@@ -98,9 +98,11 @@ struct LaneWay {
     void begin() {
         memset(queries, 0, words * lanes * sizeof(Word));
         const long padded = round_up(size, WIDTH);
-        for (long r = 0; r < rows; r++) {
-            const Word* query = reinterpret_cast<const Word*>(walk.query(0, r));
-            for (long w = 0; w < words; w++) queries[w * lanes + r] = query[w];
+        for (long lane = 0; lane < rows; lane += LANES) {
+            const Word* found[LANES];
+            const long count = smaller(LANES, rows - lane);
+            for (long r = 0; r < count; r++) found[r] = reinterpret_cast<const Word*>(walk.query(0, lane + r));
+            pack_columns(found, count, words, queries + lane, lanes);
         }
         if (!walk.is_handed_over()) memset(sums, 0, size * lanes * sizeof(float));
         for (long r = 0; r < lanes; r++) {

@@ -53,8 +53,7 @@ log = structlog.get_logger()
 
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 QUIET_S = 0.1  # seconds that a step of mere commits and frees waits for others to go along with
-# Seconds that samples with room wait for an answer, which usually takes 1 ms, before they go on without the others.
-PATIENCE_S = 0.02
+PATIENCE_S = 0.02  # that samples with room wait for an answer, which usually takes 1 ms, before they go on alone
 
 
 class Asked(NamedTuple):
@@ -259,6 +258,7 @@ class Engine:
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         if batch.work:
             self._submit(batch)
+            await asyncio.sleep(0)  # the model's thread is to have the interpreter first
         return bool(batch.work)
 
     async def _start_next(self) -> None:

@@ -98,9 +98,11 @@ struct LaneWay {
     void begin() {
         memset(queries, 0, words * lanes * sizeof(Word));
         const long padded = round_up(size, WIDTH);
-        for (long r = 0; r < rows; r++) {
-            const Word* query = reinterpret_cast<const Word*>(walk.query(0, r));
-            for (long w = 0; w < words; w++) queries[w * lanes + r] = query[w];
+        for (long lane = 0; lane < rows; lane += LANES) {
+            const Word* found[LANES];
+            const long count = smaller(LANES, rows - lane);
+            for (long r = 0; r < count; r++) found[r] = reinterpret_cast<const Word*>(walk.query(0, lane + r));
+            pack_columns(found, count, words, queries + lane, lanes);
         }
         if (!walk.is_handed_over()) memset(sums, 0, size * lanes * sizeof(float));
         for (long r = 0; r < lanes; r++) {
@@ -125,6 +127,10 @@ struct LaneWay {
         for_each_vectors([&](auto count, long lane) {
             lane_product<T, decltype(count)::value>(key_at, block.count, queries + lane, lanes, words, scores + lane, nullptr);
         });
+        for (long k = 0; k < block.count; k++) {
+            const char* value = reinterpret_cast<const char*>(block.keys[k] + block.value_offset + offset);
+            for (long i = 0; i < size * static_cast<long>(sizeof(T)); i += CACHE_LINE) __builtin_prefetch(value + i, 0, 3);
+        }
         // All queries see all keys of most blocks.
         long first, stop, last_first, last_stop;
         walk.seen(block, 0, first, stop);

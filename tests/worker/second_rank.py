@@ -33,9 +33,9 @@ def fail_on(token: int, error: str) -> None:
     """Makes passes fail that hold a token, in the middle: after the first sum."""
     forward, classes = PagedModel.forward, {"memory": MemoryError, "value": ValueError}
 
-    def failing(model: PagedModel, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+    def failing(model: PagedModel, batch: ForwardBatch, cache: KVCache, *rest: Any) -> torch.Tensor:
         if not (batch.input_ids == token).any():
-            return forward(model, batch, cache)
+            return forward(model, batch, cache, *rest)
         middle = next(part for part in model.module.modules() if type(part).__name__ == "Summed")
 
         def fail(*_: Any) -> None:
@@ -43,7 +43,7 @@ def fail_on(token: int, error: str) -> None:
 
         handle = middle.register_forward_hook(fail)
         try:
-            return forward(model, batch, cache)
+            return forward(model, batch, cache, *rest)
         finally:
             handle.remove()
 

@@ -154,6 +154,44 @@ def test_the_greedy_choice_is_the_first_largest_and_a_nan_before_all(library: Li
     assert ops.greedy(library, logits[:, 1:]).tolist() == logits[:, 1:].argmax(dim=1).tolist()
 
 
+@pytest.mark.parametrize("vocabulary", [1, 15, 16, 255, 257, 1003, 20_000])
+def test_a_draw_is_the_first_token_whose_cumulative_probability_exceeds_its_number(
+    library: Library, vocabulary: int
+) -> None:
+    rows = 60
+    logits = 4 * drawn(rows, vocabulary + 3, dtype=torch.float32)[:, 3:]
+    logits[::5, 1::2] = -float("inf")
+    temperatures = torch.linspace(0.05, 3.0, rows)
+    uniforms = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(vocabulary))
+    uniforms[0], uniforms[1] = 0.0, 1 - 2**-53
+    tokens = ops.draw(library, logits, temperatures, uniforms)
+    probabilities = (logits.double() / temperatures.double().unsqueeze(1)).softmax(dim=1)
+    reached = probabilities.cumsum(dim=1)
+    mine = reached.gather(1, tokens.unsqueeze(1)).flatten()
+    own = probabilities.gather(1, tokens.unsqueeze(1)).flatten()
+    assert (own > 0).all()
+    assert (mine > uniforms - 1e-6).all()
+    assert (mine - own <= uniforms + 1e-6).all()
+    exact = torch.searchsorted(reached, (uniforms * reached[:, -1]).unsqueeze(1), right=True).flatten()
+    assert (tokens == exact).float().mean() > 0.9
+
+
+def test_rows_of_a_batch_are_drawn_or_chosen_and_what_is_no_number_gives_some_token(library: Library) -> None:
+    logits = drawn(5, 300, dtype=torch.float32)
+    logits[1, 7] = 30.0
+    logits[2] = -float("inf")
+    logits[3, 200] = float("nan")
+    logits[4, 100] = float("inf")
+    tokens = ops.draw(
+        library, logits, torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0]), torch.full((5,), 0.5, dtype=torch.float64)
+    )
+    assert tokens[0] == logits[0].argmax()
+    assert tokens[1] == 7
+    assert ((tokens >= 0) & (tokens < 300)).all()
+    with pytest.raises(ValueError, match="each of 5 rows"):
+        ops.draw(library, logits, torch.zeros(4), torch.zeros(5, dtype=torch.float64))
+
+
 def test_what_does_not_fit_is_refused(library: Library) -> None:
     layer = PackedLinear(library, [torch.zeros(4, 8)])
     for wrong in (torch.zeros(2, 6), torch.zeros(2, 8, dtype=torch.bfloat16)):

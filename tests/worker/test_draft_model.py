@@ -16,7 +16,6 @@ import pytest
 import torch
 from quire.errors import UsageError
 from quire_worker.drafting import drafting_of, load_draft_model
-from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.options import parse_arguments
@@ -138,10 +137,10 @@ async def test_a_draft_model_that_fails_takes_nothing_but_drafts_away(
 ) -> None:
     draft, whole = paged_model(stranger), PagedModel.forward
 
-    def without_draft(model: PagedModel, batch: ForwardBatch, cache: Any) -> torch.Tensor:
+    def without_draft(model: PagedModel, *given: Any) -> torch.Tensor:
         if model is draft:
             raise torch.OutOfMemoryError
-        return whole(model, batch, cache)
+        return whole(model, *given)
 
     monkeypatch.setattr(PagedModel, "forward", without_draft)
     async with running(llama, draft_model=draft) as harness:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quire.errors import QuireError, Reason
@@ -158,9 +159,9 @@ async def test_blocks_are_hashed_and_asked_for_while_the_model_runs(
 
     compute = runner.Runner.compute
 
-    def tell_and_compute(self: runner.Runner, prepared: runner.Prepared) -> runner.Computed:
+    def tell_and_compute(self: runner.Runner, *given: Any) -> runner.Computed:
         began.set()
-        return compute(self, prepared)
+        return compute(self, *given)
 
     monkeypatch.setattr(runner.Runner, "compute", tell_and_compute)
     async with running(folders["llama"]) as harness:

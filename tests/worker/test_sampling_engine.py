@@ -201,10 +201,10 @@ async def test_a_pass_of_simple_requests_is_waited_for_once(folder: Path, monkey
         passes = 0
         compute = harness.engine._runner.compute
 
-        def count_passes(prepared: Any) -> Any:
+        def count_passes(*given: Any) -> Any:
             nonlocal passes
             passes += 1
-            return compute(prepared)
+            return compute(*given)
 
         monkeypatch.setattr(harness.engine._runner, "compute", count_passes)
         monkeypatch.setattr(torch.Tensor, "tolist", counted)

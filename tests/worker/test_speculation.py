@@ -123,11 +123,11 @@ async def test_windows_let_go_of_nothing_that_a_rejected_draft_still_needs(tmp_p
 async def test_a_pass_that_fails_with_drafts_is_computed_without(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, whole, failures = prompt(6, seed=2) * 6, PagedModel.forward, []
 
-    def without_drafts(model: PagedModel, batch: ForwardBatch, cache: Any) -> torch.Tensor:
+    def without_drafts(model: PagedModel, batch: ForwardBatch, *rest: Any) -> torch.Tensor:
         if 1 < batch.input_ids.shape[1] <= 1 + LOOKUP.token_count:
             failures.append(batch)
             raise torch.OutOfMemoryError
-        return whole(model, batch, cache)
+        return whole(model, batch, *rest)
 
     monkeypatch.setattr(PagedModel, "forward", without_drafts)
     async with running(folder, drafting=LOOKUP) as harness:

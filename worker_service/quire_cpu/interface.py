@@ -122,6 +122,15 @@ class Scan(ctypes.Structure):
     ]
 
 
+class Draw(ctypes.Structure):
+    """Holds the arguments of `quire_draw`."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("logits", "temperatures", "uniforms", "tokens")],
+        *[(name, c_int64) for name in ("stride", "rows", "vocabulary")],
+    ]
+
+
 class Packed(ctypes.Structure):
     """Describes a packed weight (`QuirePacked`)."""
 
@@ -169,6 +178,7 @@ CALLS = {
     "quire_convolve": Convolve,
     "quire_scan": Scan,
     "quire_decoder": Decoder,
+    "quire_draw": Draw,
 }
 
 

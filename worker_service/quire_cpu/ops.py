@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_cpu.interface import DTYPES, GATES, PANEL, Embed, Linear, Norm, Pack, Rotate
+from quire_cpu.interface import DTYPES, GATES, PANEL, Draw, Embed, Linear, Norm, Pack, Rotate
 from quire_cpu.library import Library
 
 
@@ -100,6 +100,32 @@ def greedy(library: Library, logits: torch.Tensor) -> torch.Tensor:
     library.functions.quire_greedy(
         logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1], tokens.data_ptr()
     )
+    return tokens
+
+
+def draw(library: Library, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Returns a token for each row, int64 `[rows]`: of the softmax of logits / temperature the first whose cumulative
+    probability exceeds the row's number; the greedy choice where the temperature is 0. A row without a largest number
+    gives some token.
+
+    Args:
+        library: the kernels.
+        logits: float32 `[rows, vocabulary]`.
+        temperatures: float32 `[rows]`.
+        uniforms: float64 `[rows]`, in [0, 1).
+    """
+    rows = logits.shape[0]
+    if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
+        raise ValueError(f"logits must be dense rows of float32, not {logits.dtype} {list(logits.shape)}")
+    for numbers, dtype in ((temperatures, torch.float32), (uniforms, torch.float64)):
+        if numbers.shape != (rows,) or numbers.dtype != dtype or not numbers.is_contiguous():
+            raise ValueError(f"a number of {dtype} is needed for each of {rows} rows, not {list(numbers.shape)}")
+    tokens = torch.empty(rows, dtype=torch.int64)
+    arguments = Draw(
+        logits.data_ptr(), temperatures.data_ptr(), uniforms.data_ptr(), tokens.data_ptr(), logits.stride(0), rows,
+        logits.shape[1],
+    )  # fmt: skip
+    library.functions.quire_draw(byref(arguments))
     return tokens
 
 

@@ -32,6 +32,7 @@ from quire_worker.cache import KVCache
 from quire_worker.door import Door
 from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
+from quire_worker.execution.model_thread import ModelThread
 from quire_worker.execution.parts import Computed
 from quire_worker.execution.run import Shortcut
 from quire_worker.execution.runner import Runner
@@ -52,8 +53,7 @@ log = structlog.get_logger()
 
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 QUIET_S = 0.1  # seconds that a step of mere commits and frees waits for others to go along with
-# Seconds that samples with room wait for an answer, which usually takes 1 ms, before they go on without the others.
-PATIENCE_S = 0.02
+PATIENCE_S = 0.02  # that samples with room wait for an answer, which usually takes 1 ms, before they go on alone
 
 
 class Asked(NamedTuple):
@@ -102,11 +102,10 @@ class Engine:
         self.adapters = Adapters(model)
         self._clock = clock
         self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
-        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._thread = ModelThread(thread)
         self.wake = asyncio.Event()  # set by whoever changes the roster
         self._open: set[Request] = set()
-        self._changed = asyncio.Event()  # a request was ended
-        self._turned = asyncio.Event()  # set for a moment after each turn
+        self._changed, self._turned = asyncio.Event(), asyncio.Event()  # a request was ended; set after each turn
         self.reception = Reception(model, cache, tokenizer, session, self._door, clock=clock)
         self._asked: Asked | None = None
         self._sent_s = 0.0
@@ -158,6 +157,7 @@ class Engine:
         self._end_failed(computed)
         self.scheduler.advance(computed.work)
         self._intake.take(computed)
+        await self._outbox.deliver_first()
         self._door.observe(computed)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
@@ -243,7 +243,7 @@ class Engine:
 
     def close(self) -> None:
         """Waits for the model's thread; `run` has ended before."""
-        self._thread.shutdown()
+        self._thread.close()
 
     # -- parts of a turn -----------------------------------------------------------------------------------------------
 
@@ -258,6 +258,7 @@ class Engine:
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         if batch.work:
             self._submit(batch)
+            await asyncio.sleep(0)  # the model's thread is to have the interpreter first
         return bool(batch.work)
 
     async def _start_next(self) -> None:
@@ -283,8 +284,7 @@ class Engine:
 
     def _submit(self, batch: Batch) -> None:
         prepared = self._runner.prepare(batch, is_behind=bool(self._passes))
-        loop = asyncio.get_running_loop()
-        self._passes.append(Pass(batch.work, loop.run_in_executor(self._thread, self._runner.compute, prepared)))
+        self._passes.append(Pass(batch.work, self._thread.submit(self._runner.compute, prepared)))
 
     async def _plan(self) -> tuple[Plan, StepOutcome] | None:
         """Returns what to run, and the allocator's answer if it had to be asked; None if everything has to start again.

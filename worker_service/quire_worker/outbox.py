@@ -41,6 +41,7 @@ class Outbox:
         self._interval_s = interval_s
         self._on_failure = on_failure
         self._noted: dict[Request, dict[Sample, Noted]] = {}
+        self._first: list[Request] = []  # whose first tokens were noted since `deliver_first`
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = math.inf  # when it comes
 
@@ -51,12 +52,23 @@ class Outbox:
         noted.logprobs.extend(logprobs)
         if _is_held(sample.request):
             return
+        if sample.request.delivered_s == -math.inf:
+            self._first.append(sample.request)
         loop = asyncio.get_running_loop()
         due_s = loop.time() if sample.has_ended else self._due_s(sample.request)
         if due_s < self._timer_s:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer, self._timer_s = loop.call_at(due_s, self._deliver_due), due_s
+
+    async def deliver_first(self) -> None:
+        """Delivers what was noted of requests that have had nothing yet, and lets those who wait for it have it before
+        the event loop does anything else."""
+        first, self._first = self._first, []
+        for request in first:
+            self.deliver(request)
+        if first:
+            await asyncio.sleep(0)
 
     def deliver(self, request: Request) -> None:
         """Delivers what was noted of a request, without waiting for its time."""

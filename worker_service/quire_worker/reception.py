@@ -37,7 +37,7 @@ class Reception:
     ) -> None:
         self.is_closed = False
         self._model = model
-        self._cache = cache
+        self._layout = cache.spec.layout  # put together once, not for each request
         self._tokenizer = tokenizer
         self._session = session
         self._door = door
@@ -67,7 +67,7 @@ class Reception:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
         self._door.check_room()
         self._count += 1
-        root = root_of(self._model, self._cache.spec.layout, namespace, adapter)
+        root = root_of(self._model, self._layout, namespace, adapter)
         request = Request(self._count, request_id, prompt, sampling, namespace, root, self._clock())
         request.rotation, request.priority, request.adapter = self._model.rotation, priority, adapter
         if time_left_s is not None:

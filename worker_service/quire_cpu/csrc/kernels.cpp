@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "attention.h"
+#include "draw.h"
 #include "linear.h"
 #include "recurrent.h"
 #include "rows.h"
@@ -37,5 +38,6 @@ const Kernels QUIRE_NAME(kernels_, QUIRE_ISA) = {
     isa::by_dtype<QuirePack, isa::pack_of<float>, isa::pack_of<isa::Bfloat16>>,
     isa::by_dtype<QuireConvolve, isa::convolve_of<float>, isa::convolve_of<isa::Bfloat16>>,
     isa::by_dtype<QuireScan, isa::scan_of<float>, isa::scan_of<isa::Bfloat16>>,
+    isa::draw,
     isa::greedy,
 };

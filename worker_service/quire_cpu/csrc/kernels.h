@@ -12,6 +12,7 @@ struct Kernels {
     void (*pack)(const QuirePack*);
     void (*convolve)(const QuireConvolve*);
     void (*scan)(const QuireScan*);
+    void (*draw)(const QuireDraw*);
     void (*greedy)(const float*, int64_t, int64_t, int64_t, int64_t*);
 };
 

@@ -166,6 +166,16 @@ struct QuireDecoder {
     int32_t query_heads, kv_heads, head_dim, rotary_dim, dtype;
 };
 
+// A token for each row: the greedy choice where the temperature is 0, else the first whose cumulative probability exceeds
+// `uniform`, of the softmax of the logits divided by the temperature.
+struct QuireDraw {
+    const float* logits;           // [rows, vocabulary]
+    const float* temperatures;     // [rows]
+    const double* uniforms;        // [rows], in [0, 1); where the temperature is 0 it is not looked at
+    int64_t* tokens;               // [rows]
+    int64_t stride, rows, vocabulary;
+};
+
 enum { QUIRE_PANEL = 64 };         // columns of a panel of a packed weight
 
 QUIRE_EXPORT const char* quire_instruction_sets(void);        // those that this CPU has, best first, comma between
@@ -182,5 +192,6 @@ QUIRE_EXPORT void quire_embed(const struct QuireEmbed*);
 QUIRE_EXPORT void quire_convolve(const struct QuireConvolve*);
 QUIRE_EXPORT void quire_scan(const struct QuireScan*);
 QUIRE_EXPORT void quire_decoder(const struct QuireDecoder*);
+QUIRE_EXPORT void quire_draw(const struct QuireDraw*);
 // The first largest logit of each row; a NaN is larger than all numbers.
 QUIRE_EXPORT void quire_greedy(const float* logits, int64_t stride, int64_t rows, int64_t vocabulary, int64_t* tokens);

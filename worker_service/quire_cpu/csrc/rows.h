@@ -1,4 +1,4 @@
-// What works on rows one by one: RMSNorm, rotary embedding, append, greedy choice.
+// What works on rows one by one: RMSNorm, rotary embedding, append.
 #pragma once
 #include "vector.h"
 
@@ -86,32 +86,6 @@ void append_of(const QuireAppend& a) {
             memcpy(keys + half + h * a.head_dim, value + h * a.value_head_stride, a.head_dim * sizeof(T));
         }
     }
-}
-
-// The first place of the largest number; of the first NaN if there is one.
-inline int64_t greedy_row(const float* logits, long size) {
-    Vec most = broadcast(logits[0]);
-    Ints is_nan{};
-    long i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        const Vec x = load(logits + i);
-        is_nan |= x != x;
-        most = maximum(x, most);
-    }
-    float best = maximum_of(most);
-    bool has_nan = false;
-    for (int lane = 0; lane < LANES; lane++) has_nan |= is_nan[lane] != 0;
-    for (; i < size; i++) {
-        has_nan |= logits[i] != logits[i];
-        best = logits[i] > best ? logits[i] : best;
-    }
-    for (long j = 0; j < size; j++)
-        if (has_nan ? logits[j] != logits[j] : logits[j] == best) return j;
-    return 0;
-}
-
-inline void greedy(const float* logits, int64_t stride, int64_t rows, int64_t vocabulary, int64_t* tokens) {
-    for_each_row(rows, [&](long row) { tokens[row] = greedy_row(logits + row * stride, vocabulary); });
 }
 
 }  // namespace QUIRE_ISA

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from quire_cpu import ops
 from quire_cpu.interface import DTYPES, Append, Attend
 from quire_cpu.library import Library
-from quire_cpu.ops import greedy
 
 from quire_worker.attention.converted_plan import ConvertedPlan
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
@@ -26,7 +26,8 @@ from quire_worker.sampling.params import SamplingParams
 
 
 class CpuPagedAttention(PagedAttention):
-    """The CPU's `PagedAttention` where its kernels are there. Copies, and draws that are not greedy, are torch's."""
+    """The CPU's `PagedAttention` where its kernels are there. Copies, and draws with
+    limits beside the temperature, are torch's."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
@@ -48,8 +49,14 @@ class CpuPagedAttention(PagedAttention):
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         if all(row.is_greedy for row in params):
-            return greedy(self.library, logits)
-        return self._torch.choose(logits, params, draw)
+            return ops.greedy(self.library, logits)
+        if any(row.top_k or row.top_p < 1 or row.min_p for row in params):
+            return self._torch.choose(logits, params, draw)
+        temperatures = torch.tensor([0.0 if row.is_greedy else row.temperature for row in params])
+        uniforms = draw()
+        if len(uniforms) < len(params):  # some are greedy
+            uniforms = torch.zeros(len(params), dtype=torch.float64).masked_scatter_(temperatures > 0, uniforms)
+        return ops.draw(self.library, logits, temperatures, uniforms)
 
 
 class Kind(NamedTuple):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -102,10 +103,13 @@ class LeadingModel(PagedModel):
 
     leader: Leader
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, cache: KVCache, before_kernels: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         """Computes a pass on all ranks; see `PagedModel.forward`."""
         token_count = batch.input_ids.shape[1]
-        return self.leader.together(Order.FORWARD, batch, token_count, lambda: PagedModel.forward(self, batch, cache))
+        compute = partial(PagedModel.forward, self, batch, cache, before_kernels)
+        return self.leader.together(Order.FORWARD, batch, token_count, compute)
 
 
 class LeadingAttention(PagedAttention):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from quire_worker.cache import KVCache
@@ -136,10 +137,16 @@ class Computed(NamedTuple):
     swap_s: float = 0.0
     proposals: Mapping[Sample, Proposal] = MappingProxyType({})
 
+    @property
+    def has_first_tokens(self) -> bool:
+        """Tells whether somebody waits for the first token of an answer."""
+        return any(token.draw.sample.request.first_token_s is None for token in self.tokens)
+
 
 def tables_of(sample: Sample) -> list[array[int]]:
     """Returns a sample's tables as they are now, of each group; those of states have one entry, the running block."""
-    return [*(table[:] for table in sample.tables), *(array("I", [block]) for block in sample.states)]
+    tables = [table[:] for table in sample.tables]
+    return [*tables, *(array("I", [block]) for block in sample.states)] if sample.states else tables
 
 
 class Prepared(NamedTuple):
@@ -149,8 +156,9 @@ class Prepared(NamedTuple):
         restores: pages to be copied from host memory.
         parts: of the forward pass. A token that the batch before samples is 0 as yet.
         awaiting: those whose one token it is.
-        places: where these tokens belong in the flat batch, int64.
+        places: where these tokens belong in the flat batch.
         layout: on the host, of all parts; None if making it failed: it is made again, in halves if it must be.
+        ids: the layout's `input_ids`, the same memory, which the model's thread writes without a call into torch.
         is_behind: it was planned while the batch before was under way.
     """
 
@@ -159,8 +167,9 @@ class Prepared(NamedTuple):
     restores: list[Restore]
     parts: list[Part]
     awaiting: list[Part]
-    places: torch.Tensor
+    places: list[int]
     layout: ForwardBatch | None
+    ids: np.ndarray | None
     is_behind: bool
 
 

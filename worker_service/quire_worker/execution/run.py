@@ -68,8 +68,14 @@ class Run:
     """A batch on its way. The methods are called once each, in order; `forward` and `draw` call themselves."""
 
     def __init__(
-        self, model: PagedModel, cache: KVCache, shortcut: Shortcut | None, host_pages: HostPages | None
+        self,
+        model: PagedModel,
+        cache: KVCache,
+        shortcut: Shortcut | None,
+        host_pages: HostPages | None,
+        before_kernels: Callable[[], None] | None = None,
     ) -> None:
+        """Takes what computes; `before_kernels` is that of `PagedModel.forward`."""
         self.failures: dict[Request, Failure] = {}
         self.lost_blocks: dict[int, Failure] = {}
         self.swapped_block_count = 0
@@ -83,6 +89,7 @@ class Run:
         self._model = model
         self._cache = cache
         self._shortcut = shortcut
+        self._before_kernels = before_kernels
         self._drafts: dict[Sample, tuple[int, ...]] = {}
         self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
         self._finiteness = Finiteness(lambda part: self._fail([part.sample], NOT_FINITE))
@@ -102,9 +109,8 @@ class Run:
         for part in prepared.awaiting:
             if self.is_unharmed(part.sample):
                 part.tokens[0] = before.tokens[part.sample]
-        if prepared.layout is not None and prepared.awaiting:
-            tokens = torch.tensor([part.tokens[0] for part in prepared.awaiting])
-            prepared.layout.input_ids[0, prepared.places] = tokens
+        if prepared.ids is not None and prepared.awaiting:
+            prepared.ids[prepared.places] = [part.tokens[0] for part in prepared.awaiting]
 
     def move(self, moves: Sequence[Copy | SwapOut], restores: Sequence[Restore]) -> None:
         """Copies pages and swaps them out, in order; then swaps in."""
@@ -136,6 +142,8 @@ class Run:
 
     def drop_holders_of_lost_blocks(self, parts: Iterable[Part]) -> None:
         """Who would read or write a block that was not copied fails."""
+        if not self.lost_blocks:
+            return
         for part in parts:
             for block in self.lost_blocks.keys() & part.sample.held_blocks():
                 self._fail([part.sample], self.lost_blocks[block])
@@ -233,7 +241,7 @@ class Run:
             shortcut = None if forward.adapters else self._shortcut  # which knows of none
             logits = None if shortcut is None else shortcut(forward)  # [rows, vocabulary]
             if logits is None:
-                logits = self._model.forward(forward.on(self._model.device), self._cache)
+                logits = self._model.forward(forward.on(self._model.device), self._cache, self._before_kernels)
             is_finite = are_finite(logits)
             may_wait = all(part.may_wait for part in parts)
             flags = None if may_wait else is_finite.tolist()

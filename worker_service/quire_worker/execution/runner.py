@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
 from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.host_pages import HostPages
+from quire_worker.execution.layouts import Layouts
 from quire_worker.execution.parts import (
     Before,
     Computed,
     Part,
     Prepared,
     Restore,
-    layout_of,
     tables_of,
 )
 from quire_worker.execution.run import Run, Shortcut
@@ -54,6 +53,7 @@ class Runner:
         self._host_pages = HostPages(cache, swap.slot_count) if swap.slot_count else None
         self._drafter = drafter
         self._before = Before({}, {}, {})
+        self._layouts = Layouts(cache)
 
     def prepare(self, batch: Batch, *, is_behind: bool) -> Prepared:
         """Lays a batch out as its samples are now, for `compute`. For the thread that they belong to.
@@ -68,7 +68,9 @@ class Runner:
             if item.is_restored:
                 restores.append(Restore(item.sample, *pages_to_restore(item.sample, item.start, item.end, size)))
                 continue
-            tokens = [*item.sample.tokens[item.start : item.end], *item.draft]
+            tokens = item.sample.tokens[item.start : item.end]
+            if item.draft:
+                tokens += item.draft
             part = Part(item.sample, item.start, tokens or [0], tables_of(item.sample), item.draft)
             parts.append(part)
             if not tokens:
@@ -76,19 +78,20 @@ class Runner:
                 places.append(place)
             place += item.token_count + len(item.draft)
         try:
-            layout = layout_of(parts, self._cache)
+            layout = self._layouts.of(parts)
         except Exception:  # who is to blame is found where the batch is computed
             layout = None
-        return Prepared(batch, batch.draws(), restores, parts, awaiting, torch.tensor(places), layout, is_behind)
+        ids = None if layout is None else layout.input_ids.numpy()[0]
+        return Prepared(batch, batch.draws(), restores, parts, awaiting, places, layout, ids, is_behind)
 
-    def compute(self, prepared: Prepared) -> Computed:
-        """Runs a batch. Blocks; for the model's thread.
+    def compute(self, prepared: Prepared, before_kernels: Callable[[], None] | None = None) -> Computed:
+        """Runs a batch. Blocks; for the model's thread. `before_kernels` is that of `PagedModel.forward`.
 
         Raises:
             DeviceLostError: nothing can be computed any more.
         """
         started = self._clock()
-        run = Run(self._model, self._cache, self._shortcut, self._host_pages)
+        run = Run(self._model, self._cache, self._shortcut, self._host_pages, before_kernels)
         if prepared.is_behind:
             run.follow(self._before, prepared)
         run.move(prepared.batch.moves, prepared.restores)

@@ -76,13 +76,17 @@ class PagedModel:
     sites: Sites | None = None  # where adapters change it; None where it takes none
     rank_count: int = 1  # processes of which each has a part of the model
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, cache: KVCache, before_kernels: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         """Writes the new tokens' keys and values to their pages and computes the logits that were asked for.
 
         Args:
             batch: on this model's device, block tables and slots within `cache`, ids below `vocab_size` and positions
                 below `max_position`. Two batches may not run at once.
             cache: of this model's `cache_spec`; written in place.
+            before_kernels: called before a call that takes most of the pass and needs nothing of the interpreter, where
+                there is such a one.
 
         Returns:
             float32 `[rows, vocabulary]`, one row per chunk that needs logits, or for each token of one that is scored.
@@ -90,15 +94,15 @@ class PagedModel:
         Raises:
             UnsupportedModelError: the model uses an option of attention that its first batches did not.
         """
-        step = self.plan(batch, cache)
+        step = self.plan(batch, cache, before_kernels)
         with nullcontext() if self.sites is None else self.sites.during(batch.adapters, batch.input_ids.shape[1]):
             return run(self.module, batch, step, self.lengths)
 
-    def plan(self, batch: ForwardBatch, cache: KVCache) -> PagedStep:
+    def plan(self, batch: ForwardBatch, cache: KVCache, before_kernels: Callable[[], None] | None = None) -> PagedStep:
         """Prepares a forward pass, once for each group and shape of pages; arguments as of `forward`."""
         plans = [self.attention.plan(batch.attention[group], pages) for group, pages in cache.kinds]
         states = StatePass(cache.states, batch, self.sites) if cache.states else None
-        return PagedStep(plans, cache.layers, states)
+        return PagedStep(plans, cache.layers, states, before_kernels)
 
 
 @large_tensors_apart()

@@ -12,7 +12,7 @@ a view that keeps nothing (`PositionsView`), so keys and values arrive for the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -64,11 +64,13 @@ class Step(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedStep:
-    """A real one: writes the layer's pages, then reads them. `plans` are by the layers' kinds."""
+    """A real one: writes the layer's pages, then reads them. `plans` are by the layers' kinds; `before_kernels` is that
+    of `PagedModel.forward`."""
 
     plans: Sequence[AttentionPlan]
     layers: Mapping[int, LayerCache]
     states: StatePass | None = None
+    before_kernels: Callable[[], None] | None = None
 
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring

@@ -103,6 +103,8 @@ class LayersInC:
             turns.sine.data_ptr(), positions, turns.cosine.stride(0), tokens, hidden.shape[2], attention.query_heads,
             attention.kv_heads, attention.head_dim, turns.cosine.shape[1], interface.DTYPES[hidden.dtype],
         )  # fmt: skip
+        if step.before_kernels is not None:
+            step.before_kernels()
         attention.library.functions.quire_decoder(ctypes.byref(arguments))
         return True
 

@@ -1,0 +1,1 @@
+"""The checkpoints and texts of `speculation.py`, and the worker that serves them."""

@@ -1,0 +1,1 @@
+"""What `turn.py` measures with."""

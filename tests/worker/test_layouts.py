@@ -1,0 +1,134 @@
+"""A layout that is made of the one before is the one that would have been made anew."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from quire.types import GroupKind, GroupSpec
+from quire_worker.execution import layouts
+from quire_worker.execution.layouts import Layouts
+from quire_worker.execution.parts import Part, layout_of
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.request import Request, Sample
+
+SIZE = 4
+
+
+def same(one: Any, other: Any) -> bool:
+    """Compares every field of two layouts, dtypes included."""
+    for field in fields(one):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(a, torch.Tensor):
+            if a.dtype != b.dtype or not torch.equal(a, b):
+                return False
+        elif field.name == "attention":
+            if len(a) != len(b) or not all(map(same, a, b)):
+                return False
+        elif a != b:
+            return False
+    return True
+
+
+def cache_of(*kinds: GroupKind) -> Any:
+    """As much of a cache as layouts look at."""
+    groups = tuple(GroupSpec(kind, SIZE, 8 if kind is GroupKind.SLIDING_WINDOW else 0) for kind in kinds)
+    return SimpleNamespace(spec=SimpleNamespace(groups=groups, block_size=SIZE))
+
+
+class Pretended:
+    """Samples that decode, and what may happen to their tables."""
+
+    def __init__(self, dice: random.Random, group_count: int) -> None:
+        self.dice = dice
+        self.group_count = group_count
+        self.free = list(range(1, 4_000))
+        self.request = Request(1, "", [1], SamplingParams(), "", b"", 0.0)
+        self.samples = [self.new() for _ in range(dice.randint(1, 6))]
+
+    def new(self) -> Sample:
+        length = self.dice.randint(1, 20)
+        sample = Sample(self.request, 0, [1] * length, None, None, begun_with=self.dice.randint(1, 40))  # type: ignore[arg-type]
+        sample.tables = [array("I") for _ in range(self.group_count)]
+        return sample
+
+    def parts(self) -> list[Part]:
+        """The next token of everybody, with room ahead."""
+        found = []
+        for sample in self.samples:
+            for table in sample.tables:
+                while len(table) * SIZE < len(sample.tokens) + self.dice.randint(0, 9):
+                    table.append(self.free.pop())
+            start = len(sample.tokens) - 1
+            found.append(Part(sample, start, [self.dice.randrange(99)], [table[:] for table in sample.tables]))
+            sample.tokens.append(1)
+        return found
+
+    def disturb(self) -> None:
+        """One leaves or comes, the order changes, or a block is swapped for its twin."""
+        what = self.dice.randrange(4)
+        if what == 0 and len(self.samples) > 1:
+            self.samples.remove(self.dice.choice(self.samples))
+        elif what == 1:
+            self.samples.append(self.new())
+        elif what == 2:
+            self.dice.shuffle(self.samples)
+        elif what == 3:
+            table = self.dice.choice(self.dice.choice(self.samples).tables)
+            if table:
+                table[self.dice.randrange(len(table))] = self.free.pop()
+
+
+@pytest.mark.parametrize("group_count", [1, 2])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_layout_after_another_one_is_what_it_would_be_anew(
+    seed: int, group_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice, made = random.Random(seed), 0
+    cache = cache_of(*[GroupKind.FULL_ATTENTION] * group_count)
+    pretended, laid_out = Pretended(dice, group_count), Layouts(cache)
+
+    def count(parts: Any, of: Any) -> Any:
+        nonlocal made
+        made += 1
+        return layout_of(parts, of)
+
+    monkeypatch.setattr(layouts, "layout_of", count)
+    turns, disturbances = 120, 0
+    for _ in range(turns):
+        if dice.random() < 0.1:
+            pretended.disturb()
+            disturbances += 1
+        parts = pretended.parts()
+        assert same(laid_out.of(parts), layout_of(parts, cache))
+    assert 1 <= made <= 1 + disturbances, "everything else follows from the layout before"
+
+
+def test_what_reads_a_window_is_laid_out_anew() -> None:
+    cache = cache_of(GroupKind.SLIDING_WINDOW)
+    pretended, laid_out = Pretended(random.Random(1), 1), Layouts(cache)
+    for _ in range(30):
+        parts = pretended.parts()
+        assert same(laid_out.of(parts), layout_of(parts, cache))
+
+
+def test_two_samples_that_come_to_one_block_are_refused_as_before() -> None:
+    cache = cache_of(GroupKind.FULL_ATTENTION)
+    pretended, laid_out = Pretended(random.Random(2), 1), Layouts(cache)
+    pretended.samples = [pretended.new(), pretended.new()]
+    for sample, blocks in zip(pretended.samples, ([1, 3], [2, 3]), strict=True):
+        sample.tokens, sample.tables = [1] * SIZE, [array("I", blocks)]
+
+    def parts() -> list[Part]:
+        return [Part(s, len(s.tokens) - 1, [0], [table[:] for table in s.tables]) for s in pretended.samples]
+
+    laid_out.of(parts())
+    for sample in pretended.samples:
+        sample.tokens.append(1)
+    with pytest.raises(ValueError, match="one slot"):
+        laid_out.of(parts())

@@ -1,0 +1,117 @@
+"""When the event loop hears of a pass: with the kernels of the next one, or at once where nobody comes after it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from quire_worker.execution.model_thread import ModelThread
+
+WAIT_S = 20
+
+
+class Batch:
+    """A pass that goes on when it is told to, and what of it has happened."""
+
+    def __init__(self, name: str, *, has_kernels: bool = True, is_first: bool = False, error: Exception | None = None):
+        self.result: Any = SimpleNamespace(name=name, has_first_tokens=is_first)
+        self._has_kernels = has_kernels
+        self._error = error
+        self.may_reach_kernels, self.may_end = threading.Event(), threading.Event()
+
+    def compute(self, before_kernels: Callable[[], None]) -> Any:
+        assert self.may_reach_kernels.wait(WAIT_S)
+        if self._has_kernels:
+            before_kernels()
+        assert self.may_end.wait(WAIT_S)
+        if self._error is not None:
+            raise self._error
+        return self.result
+
+    def let_end(self) -> None:
+        self.may_reach_kernels.set()
+        self.may_end.set()
+
+
+def compute(batch: Any, before_kernels: Callable[[], None]) -> Any:
+    return batch.compute(before_kernels)
+
+
+@pytest.fixture
+async def thread() -> AsyncIterator[ModelThread]:
+    made = ModelThread()
+    yield made
+    made.close()
+
+
+def submit(thread: ModelThread, *batches: Batch) -> list[asyncio.Future[Any]]:
+    return [thread.submit(compute, batch) for batch in batches]  # type: ignore[arg-type]
+
+
+async def until_begun(thread: ModelThread, count: int) -> None:
+    while thread._begun_count < count:
+        await asyncio.sleep(0)
+
+
+async def test_a_pass_with_another_one_behind_it_is_told_of_when_the_kernels_of_that_one_begin(
+    thread: ModelThread,
+) -> None:
+    one, two = Batch("one"), Batch("two")
+    first, second = submit(thread, one, two)
+    one.let_end()
+    await until_begun(thread, 2)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not first.done()
+    two.may_reach_kernels.set()
+    assert (await asyncio.wait_for(first, WAIT_S)).name == "one"
+    assert not second.done()
+    two.let_end()
+    assert (await asyncio.wait_for(second, WAIT_S)).name == "two"
+
+
+@pytest.mark.parametrize("options", [{"has_kernels": False}, {"is_first": True}])
+async def test_one_without_such_a_call_or_with_a_first_token_is_told_of_at_once(
+    thread: ModelThread, options: dict[str, bool]
+) -> None:
+    one, two = Batch("one", **options), Batch("two")
+    first, second = submit(thread, one, two)
+    one.let_end()
+    assert (await asyncio.wait_for(first, WAIT_S)).name == "one"
+    assert not second.done()
+    two.let_end()
+    await asyncio.wait_for(second, WAIT_S)
+
+
+async def test_a_pass_that_never_reaches_kernels_tells_of_the_one_before_it_too(thread: ModelThread) -> None:
+    one, two = Batch("one"), Batch("two", has_kernels=False)
+    first, second = submit(thread, one, two)
+    one.let_end()
+    two.let_end()
+    results = await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)
+    assert [each.name for each in results] == ["one", "two"]
+
+
+async def test_the_error_of_a_pass_is_its_futures_and_the_one_before_is_told_of(thread: ModelThread) -> None:
+    one, two = Batch("one"), Batch("two", has_kernels=False, error=ValueError("no"))
+    first, second = submit(thread, one, two)
+    one.let_end()
+    two.let_end()
+    assert (await asyncio.wait_for(first, WAIT_S)).name == "one"
+    with pytest.raises(ValueError, match="no"):
+        await asyncio.wait_for(second, WAIT_S)
+
+
+async def test_what_nobody_waits_for_any_more_is_not_computed_and_holds_nobody_up(thread: ModelThread) -> None:
+    one, two, three = Batch("one"), Batch("two"), Batch("three")
+    first, second, third = submit(thread, one, two, three)
+    second.cancel()
+    one.let_end()
+    assert (await asyncio.wait_for(first, WAIT_S)).name == "one"
+    three.let_end()
+    assert (await asyncio.wait_for(third, WAIT_S)).name == "three"
+    assert not two.may_end.is_set()

@@ -1,0 +1,90 @@
+// Some rows, more than are read directly and fewer than fill vectors (`lanes.h`): a block's keys are packed into columns and its
+// values into rows, once for all rows, and both products are those of `product.h`.
+#pragma once
+#include "walk.h"
+
+namespace QUIRE_ISA {
+
+template <class T>
+struct PackedWay {
+    const Walk<T>& walk;
+    const long rows, size, padded, words;
+    float *sums, *products;
+    RowState* states;
+    T* weights;
+    Word *queries, *keys, *values;
+
+    explicit PackedWay(const Walk<T>& walk)
+        : walk(walk), rows(walk.rows), size(walk.size), padded(round_up(walk.size, WIDTH)), words(walk.size / PER_WORD<T>) {
+        // 64 bytes apart, so that every part begins at a cache line.
+        const long sums_bytes = rows * padded * 4, states_bytes = round_up(rows * sizeof(RowState), CACHE_LINE);
+        const long products_bytes = rows * KEYS * 4, queries_bytes = round_up(rows * words * 4, CACHE_LINE);
+        const long keys_bytes = KEYS * words * 4;
+        char* memory = workspace(sums_bytes + states_bytes + 2 * products_bytes + queries_bytes + keys_bytes + KEYS * padded * 4);
+        sums = reinterpret_cast<float*>(memory);
+        states = reinterpret_cast<RowState*>(memory += sums_bytes);
+        products = reinterpret_cast<float*>(memory += states_bytes);
+        weights = reinterpret_cast<T*>(memory += products_bytes);
+        queries = reinterpret_cast<Word*>(memory += products_bytes);
+        keys = reinterpret_cast<Word*>(memory += queries_bytes);
+        values = reinterpret_cast<Word*>(memory += keys_bytes);
+    }
+
+    void begin() {
+        sums_of_rows().begin();
+        for (long r = 0; r < rows; r++) memcpy(queries + r * words, walk.query(0, r), size * sizeof(T));
+        memset(values, 0, KEYS * padded * 4);  // of which the last columns stay 0
+    }
+
+    void block(const Block<T>& block, const Block<T>& ahead) {
+        const long offset = walk.item.first_head * size;
+        for (long k = 0; k < ahead.count; k++) {
+            fetch(ahead.keys[k] + offset, size * sizeof(T));
+            fetch(ahead.keys[k] + ahead.value_offset + offset, size * sizeof(T));
+        }
+        const Word* found[KEYS];
+        for (long k = 0; k < block.count; k++) found[k] = reinterpret_cast<const Word*>(block.keys[k] + offset);
+        pack_columns(found, block.count, words, keys, KEYS);
+        product<T>(rows, round_up(block.count, WIDTH), queries, words, keys, KEYS, words, products,
+                   KEYS, false);
+        for (long r = 0; r < rows; r++) {
+            long first, stop;
+            walk.seen(block, r, first, stop);
+            const float factor = weigh(products + r * KEYS, weights + r * KEYS, block.count, first, stop,
+                                       walk.scoring, states[r]);
+            if (factor != 1.0f)
+                for (long i = 0; i < padded; i += LANES)
+                    store(sums + r * padded + i, load(sums + r * padded + i) * factor);
+        }
+        pack_values(block, offset, values);
+        product<T>(rows, padded, reinterpret_cast<const Word*>(weights), KEYS / PER_WORD<T>, values, padded,
+                   round_up(block.count, PER_WORD<T>) / PER_WORD<T>, sums, padded, true);
+    }
+
+    // Values as rows of words: in bfloat16 two keys' values of a dimension side by side.
+    void pack_values(const Block<T>& block, long offset, Word* packed) const {
+        for (long k = 0; k < block.count; k += PER_WORD<T>, packed += padded) {
+            const T* first = block.keys[k] + block.value_offset + offset;
+            if constexpr (PER_WORD<T> == 1) {
+                memcpy(packed, first, size * sizeof(T));
+            } else {
+                const bool is_last = k + 1 == block.count;
+                const T* second = is_last ? first : block.keys[k + 1] + block.value_offset + offset;
+                long i = 0;
+                for (; i + LANES <= size; i += LANES) {
+                    const Words low = __builtin_convertvector(load_raw<Halves>(first + i), Words);
+                    const Words high = __builtin_convertvector(load_raw<Halves>(second + i), Words);
+                    const Words both = is_last ? low : low | high << 16;
+                    memcpy(packed + i, &both, sizeof both);
+                }
+                for (; i < size; i++)
+                    packed[i] = first[i].bits | (is_last ? 0 : static_cast<uint32_t>(second[i].bits) << 16);
+            }
+        }
+    }
+
+    void finish() const { sums_of_rows().finish(); }
+    RowSums<T> sums_of_rows() const { return {walk, sums, states}; }
+};
+
+}  // namespace QUIRE_ISA

@@ -1,0 +1,113 @@
+"""Where batches get their layout from: most are the one before, a token further.
+
+While everybody decodes, two batches in a row differ by one position, one key and one slot for each sample. Laying them
+out anew costs the event loop most of its turn, and the interpreter with it, which the model's thread needs as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from quire.protocol.outcomes import NULL_BLOCK
+from quire.types import GroupKind
+
+from quire_worker.attention import AttentionBatch
+from quire_worker.cache import KVCache
+from quire_worker.execution.parts import Part, layout_of
+from quire_worker.model.batch import ForwardBatch
+
+
+class Layouts:
+    """Lays out the batches of one engine, one after the other. No tensor but the ids of tokens is ever changed, so that
+    batches share what is the same in both."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._knows_all = all(group.kind is GroupKind.FULL_ATTENTION for group in cache.spec.groups)
+        self._parts: Sequence[Part] = ()
+        self._begun_with: list[int] = []
+        self._layout: ForwardBatch | None = None
+
+    def of(self, parts: Sequence[Part]) -> ForwardBatch:
+        """Returns what `layout_of` does.
+
+        Raises:
+            ValueError: as `build_batch` does.
+        """
+        before, self._layout = self._layout, None
+        layout = None
+        if before is not None and self._knows_all and len(parts) == len(self._parts):
+            layout = self._a_token_further(parts, before)
+        self._layout = layout or layout_of(parts, self._cache)
+        self._parts, self._begun_with = parts, [part.sample.begun_with for part in parts]
+        return self._layout
+
+    def _a_token_further(self, parts: Sequence[Part], before: ForwardBatch) -> ForwardBatch | None:
+        """Returns the layout of the next token of everybody who was in the batch before; None if that is not it."""
+        size = self._cache.spec.block_size
+        entering = []  # those who come to another block
+        for row, (part, last, begun_with) in enumerate(zip(parts, self._parts, self._begun_with, strict=True)):
+            sample = part.sample
+            is_next = sample is last.sample and part.start == last.start + 1 and sample.begun_with == begun_with
+            if not is_next or len(part.tokens) > 1 or len(last.tokens) > 1 or part.draft or last.draft:
+                return None
+            if sample.request.adapter is not None:
+                return None
+            for table, known in zip(part.tables, last.tables, strict=True):
+                if table != known and table[: len(known)] != known:  # a block was copied, or swapped for its twin
+                    return None
+            if part.start % size == 0:
+                place = part.start // size
+                if any(len(table) <= place or table[place] == NULL_BLOCK for table in part.tables):
+                    return None  # which is refused where it is laid out anew
+                entering.append(row)
+        positions = before.position_ids.numpy()[0] + 1
+        attention = []
+        for group, batch in enumerate(before.attention):
+            tables = batch.block_tables.numpy()
+            slots = batch.slot_mapping.numpy() + 1
+            if entering:
+                tables = _with_blocks(tables, [(row, parts[row].tables[group], parts[row].start // size)
+                                               for row in entering])  # fmt: skip
+                slots[entering] = tables[entering, positions[entering] // size].astype(np.int64) * size
+                if len(np.unique(slots)) != len(slots):
+                    return None
+            attention.append(
+                AttentionBatch(
+                    query_indptr=batch.query_indptr,
+                    kv_lengths=torch.from_numpy(batch.kv_lengths.numpy() + 1),
+                    block_tables=torch.from_numpy(tables) if entering else batch.block_tables,
+                    slot_mapping=torch.from_numpy(slots),
+                    query_length_max=batch.query_length_max,
+                    kv_length_max=batch.kv_length_max + 1,
+                )
+            )
+        spans = before.spans.numpy().copy()
+        spans[0] += 1
+        ids = np.fromiter((part.tokens[0] for part in parts), np.int64, len(parts))
+        return replace(
+            before,
+            input_ids=torch.from_numpy(ids[None]),
+            position_ids=torch.from_numpy(positions[None]),
+            lengths=torch.from_numpy(np.maximum(positions + 1, spans[2])),
+            attention=tuple(attention),
+            spans=torch.from_numpy(spans),
+        )
+
+
+def _with_blocks(tables: np.ndarray, entries: Sequence[tuple[int, Sequence[int], int]]) -> np.ndarray:
+    """Returns tables with further blocks, as wide as they have to be.
+
+    Args:
+        tables: int32 `[batch, blocks]`.
+        entries: a row, its whole table, and the place of the block there.
+    """
+    width = max(tables.shape[1], *(place + 1 for _, _, place in entries))
+    wider = np.zeros((tables.shape[0], width), dtype=tables.dtype)
+    wider[:, : tables.shape[1]] = tables
+    for row, table, place in entries:
+        wider[row, place] = table[place]
+    return wider

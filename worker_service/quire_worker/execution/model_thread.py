@@ -1,0 +1,134 @@
+"""The thread that the model runs on, and how it tells the event loop that a pass is done.
+
+Both need the interpreter: the event loop for half a millisecond a turn, to hand out tokens and to lay out the pass
+after the next one, the model's thread for a little of each pass. The event loop is to have it while kernels run, which
+do without, and not between two passes, where the kernels would wait for it:
+
+    model's thread   |  kernels of pass 1   | tokens of 1, begin 2 |  kernels of pass 2
+    event loop         hand out 0, lay out 2                         hand out 1, lay out 3
+
+So a pass that has another one behind it is told of when the kernels of that one begin (`before_kernels`). The pipe is
+written to with the interpreter held, because a thread that lets go of it, if only for a system call or to destroy a
+tensor, gets it back when the event loop is done with its turn. Where somebody waits for a first token, that turn comes
+first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeAlias
+
+from quire_worker.execution.parts import Computed, Prepared
+
+# Computes a batch. The function that it is given is to be called before its kernels, if one call runs most of them.
+Compute: TypeAlias = Callable[[Prepared, Callable[[], None]], Computed]
+
+# The C library's, called with the interpreter held: the pipe that it writes to does not block.
+_write = ctypes.PyDLL(None).write
+_write.argtypes, _write.restype = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t), ctypes.c_ssize_t
+
+
+class Done(NamedTuple):
+    """A pass that was computed. What it was computed from is destroyed by the event loop: see above."""
+
+    future: asyncio.Future[Computed]
+    result: Computed | BaseException
+    prepared: Prepared
+
+
+class ModelThread:
+    """Computes passes in order. For the event loop's thread.
+
+    1. made
+    2. submit    the first one has the event loop watch one end of a pipe
+    3. close     waits for what is under way; nobody is told of anything any more
+
+    Args:
+        executor: with one thread, which others may share; `close` shuts it down.
+    """
+
+    def __init__(self, executor: ThreadPoolExecutor | None = None) -> None:
+        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._submitted_count = self._begun_count = 0
+        self._done = deque[Done]()
+        self._is_owed = False  # the event loop was not told of what is done; for the model's thread alone
+        self._has_kernels = False  # the pass under way has called `before_kernels`; likewise
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._read_end = self._write_end = -1
+
+    def submit(self, compute: Compute, prepared: Prepared) -> asyncio.Future[Computed]:
+        """Has a pass computed after those before; the future has what it gives, or why it failed."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._read_end, self._write_end = os.pipe()
+            os.set_blocking(self._read_end, False)
+            os.set_blocking(self._write_end, False)
+            self._loop.add_reader(self._read_end, self._hear)
+        future: asyncio.Future[Computed] = self._loop.create_future()
+        self._submitted_count += 1
+        self._executor.submit(self._run, compute, prepared, future)
+        return future
+
+    def close(self) -> None:
+        """Waits for the thread, and closes the pipe."""
+        self._executor.shutdown()
+        if self._loop is None:
+            return
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._read_end)
+        os.close(self._read_end)
+        os.close(self._write_end)
+        self._loop = None
+
+    # -- on the model's thread -----------------------------------------------------------------------------------------
+
+    def _run(self, compute: Compute, prepared: Prepared, future: asyncio.Future[Computed]) -> None:
+        self._begun_count += 1
+        self._has_kernels = False
+        if future.cancelled():  # nobody waits any more
+            self._tell()
+            return
+        result: Computed | BaseException
+        try:
+            result = computed = compute(prepared, self._before_kernels)
+        except BaseException as error:
+            result, goes_first = error, True
+        else:
+            goes_first = computed.has_first_tokens
+        self._done.append(Done(future, result, prepared))
+        self._is_owed = True
+        if goes_first:
+            self._is_owed = False
+            with contextlib.suppress(BlockingIOError):  # full: it has been told
+                os.write(self._write_end, b"\0")
+        elif not self._has_kernels or self._submitted_count == self._begun_count:
+            self._tell()
+
+    def _before_kernels(self) -> None:
+        self._has_kernels = True
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._is_owed:
+            self._is_owed = False
+            _write(self._write_end, b"\0", 1)
+
+    # -- on the event loop ---------------------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read_end, 4096)
+        while self._done:
+            future, result, _ = self._done.popleft()
+            if future.done():  # cancelled
+                continue
+            if isinstance(result, BaseException):
+                future.set_exception(result)
+            else:
+                future.set_result(result)

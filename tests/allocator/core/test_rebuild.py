@@ -93,7 +93,7 @@ class Played:
         self.history.check(self.ledger)
 
 
-@pytest.mark.parametrize("kinds", [*GROUPS, APPEND_ONLY])
+@pytest.mark.parametrize("kinds", [*GROUPS, *APPEND_ONLY])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_rebuilt_pool_is_the_one_that_was_lost(kinds: str, seed: int) -> None:
     played = Played(kinds, seed)
@@ -109,7 +109,7 @@ def test_the_rebuilt_pool_is_the_one_that_was_lost(kinds: str, seed: int) -> Non
         assert again.blocks.free_count == played.pool.blocks.free_count
 
 
-@pytest.mark.parametrize("kinds", [*GROUPS, APPEND_ONLY])
+@pytest.mark.parametrize("kinds", [*GROUPS, *APPEND_ONLY])
 def test_a_history_goes_on_upon_the_rebuilt_pool_as_if_nothing_had_happened(kinds: str) -> None:
     played = Played(kinds, 5)
     for number in range(150):
@@ -184,7 +184,7 @@ def cut_up(chunks: list[pb.ReportChunk], dice: random.Random) -> list[pb.ReportC
     return whole_report
 
 
-@pytest.mark.parametrize("kinds", [*GROUPS, APPEND_ONLY])
+@pytest.mark.parametrize("kinds", [*GROUPS, *APPEND_ONLY])
 @pytest.mark.parametrize("seed", range(3))
 def test_runs_are_rebuilt_as_position_by_position(kinds: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     played, dice = Played(kinds, seed), random.Random(seed)
@@ -201,7 +201,7 @@ def test_runs_are_rebuilt_as_position_by_position(kinds: str, seed: int, monkeyp
 
 
 def test_what_a_sequence_keeps_is_kept_again() -> None:
-    played = Played(APPEND_ONLY, 1)
+    played = Played("append-only", 1)
     while not any(sequence.twins for sequence in played.ledger.sequences.values()):
         played.step()
     chunks = report_chunks(played.ledger, float(played.number))
@@ -219,7 +219,7 @@ def test_what_a_sequence_keeps_is_kept_again() -> None:
 
 
 def test_a_report_that_keeps_what_nobody_has_published_is_refused() -> None:
-    played = Played(APPEND_ONLY, 1)
+    played = Played("append-only", 1)
     while not any(sequence.twins for sequence in played.ledger.sequences.values()):
         played.step()
     sequence = next(sequence for sequence in played.ledger.sequences.values() if sequence.twins)

@@ -118,7 +118,8 @@ def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalSt
     paths = {span for span in spans if (ROOT / span).exists()}
     words = {"fork", "extend", "generate", "score", "best_of", "cli", "allocator", "worker", "gateway", "transformers"}
     by_make = {span for span in spans if re.search(r"(^|=\.\.\. )make [a-z-]+$", span)}
-    elsewhere = {".venv", ". .venv/bin/activate", "--device cuda"}  # the last one asks for a GPU
+    under_vllm = "vllm serve MODEL --scheduler-cls quire_vllm.QuireScheduler"  # run by `make test-vllm`
+    elsewhere = {".venv", ". .venv/bin/activate", "--device cuda", under_vllm}  # the third asks for a GPU
     here: dict[str, Callable[[], object]] = {
         "pip install .": lambda: installed(tmp_path / "installed"),
         "pip install '.[all]'": extras,

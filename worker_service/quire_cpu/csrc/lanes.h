@@ -117,10 +117,7 @@ struct LaneWay {
 
     void block(const Block<T>& block, const Block<T>& ahead) {
         const long offset = walk.item.first_head * size;
-        for (long k = 0; k < ahead.count; k++) {
-            fetch(ahead.keys[k] + offset, size * sizeof(T));
-            fetch(ahead.keys[k] + ahead.value_offset + offset, size * sizeof(T));
-        }
+        ahead.fetch_heads(offset, size);
         const Word* keys[KEYS];
         for (long k = 0; k < block.count; k++) keys[k] = reinterpret_cast<const Word*>(block.keys[k] + offset);
         const auto key_at = [&](long key, long word) { return keys[key][word]; };
@@ -208,29 +205,11 @@ struct LaneWay {
                 lane_product<T, decltype(count)::value>(value_at, size, weights + lane, lanes, pairs, sums + lane, factors + lane);
             });
         } else {
-            pair_values(block, offset);
+            block.pack_values(offset, size, values, size);
             const auto value_at = [&](long d, long pair) { return values[pair * size + d]; };
             for_each_vectors([&](auto count, long lane) {
                 lane_product<T, decltype(count)::value>(value_at, size, weights + lane, lanes, pairs, sums + lane, factors + lane);
             });
-        }
-    }
-
-    // Two keys' values of a dimension side by side, and nothing beside those of a last one.
-    void pair_values(const Block<T>& block, long offset) {
-        Word* to = values;
-        for (long k = 0; k < block.count; k += 2, to += size) {
-            const T* low = block.keys[k] + block.value_offset + offset;
-            const bool is_last = k + 1 == block.count;
-            const T* high = is_last ? low : block.keys[k + 1] + block.value_offset + offset;
-            long i = 0;
-            for (; i + LANES <= size; i += LANES) {
-                const Words below = __builtin_convertvector(load_raw<Halves>(low + i), Words);
-                const Words above = __builtin_convertvector(load_raw<Halves>(high + i), Words);
-                const Words both = is_last ? below : below | above << 16;
-                memcpy(to + i, &both, sizeof both);
-            }
-            for (; i < size; i++) to[i] = low[i].bits | (is_last ? 0 : static_cast<uint32_t>(high[i].bits) << 16);
         }
     }
 

@@ -38,10 +38,7 @@ struct PackedWay {
 
     void block(const Block<T>& block, const Block<T>& ahead) {
         const long offset = walk.item.first_head * size;
-        for (long k = 0; k < ahead.count; k++) {
-            fetch(ahead.keys[k] + offset, size * sizeof(T));
-            fetch(ahead.keys[k] + ahead.value_offset + offset, size * sizeof(T));
-        }
+        ahead.fetch_heads(offset, size);
         const Word* found[KEYS];
         for (long k = 0; k < block.count; k++) found[k] = reinterpret_cast<const Word*>(block.keys[k] + offset);
         pack_columns(found, block.count, words, keys, KEYS);
@@ -56,31 +53,9 @@ struct PackedWay {
                 for (long i = 0; i < padded; i += LANES)
                     store(sums + r * padded + i, load(sums + r * padded + i) * factor);
         }
-        pack_values(block, offset, values);
+        block.pack_values(offset, size, values, padded);
         product<T>(rows, padded, reinterpret_cast<const Word*>(weights), KEYS / PER_WORD<T>, values, padded,
                    round_up(block.count, PER_WORD<T>) / PER_WORD<T>, sums, padded, true);
-    }
-
-    // Values as rows of words: in bfloat16 two keys' values of a dimension side by side.
-    void pack_values(const Block<T>& block, long offset, Word* packed) const {
-        for (long k = 0; k < block.count; k += PER_WORD<T>, packed += padded) {
-            const T* first = block.keys[k] + block.value_offset + offset;
-            if constexpr (PER_WORD<T> == 1) {
-                memcpy(packed, first, size * sizeof(T));
-            } else {
-                const bool is_last = k + 1 == block.count;
-                const T* second = is_last ? first : block.keys[k + 1] + block.value_offset + offset;
-                long i = 0;
-                for (; i + LANES <= size; i += LANES) {
-                    const Words low = __builtin_convertvector(load_raw<Halves>(first + i), Words);
-                    const Words high = __builtin_convertvector(load_raw<Halves>(second + i), Words);
-                    const Words both = is_last ? low : low | high << 16;
-                    memcpy(packed + i, &both, sizeof both);
-                }
-                for (; i < size; i++)
-                    packed[i] = first[i].bits | (is_last ? 0 : static_cast<uint32_t>(second[i].bits) << 16);
-            }
-        }
     }
 
     void finish() const { sums_of_rows().finish(); }

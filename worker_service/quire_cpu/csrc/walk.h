@@ -20,6 +20,12 @@ struct HandedOver {
     RowState* states;
 };
 
+// Asks for what is read a block later, which no hardware foresees, since pages lie anywhere. It comes as far as the second
+// cache (locality 2): the first has no room for a block of all heads, and fewer requests under way.
+inline void fetch(const void* from, long bytes) {
+    for (long i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
 // The keys of a block, and where they lie; values lie `value_offset` behind their keys.
 template <class T>
 struct Block {
@@ -40,16 +46,40 @@ struct Block {
             keys[i] = static_cast<const T*>(a.pages) + table[page] * a.page_stride + offset * row;
         }
     }
+
+    // Asks for the keys and values of some heads, whose numbers begin at `offset`.
+    void fetch_heads(long offset, long size) const {
+        for (long k = 0; k < count; k++) {
+            fetch(keys[k] + offset, size * sizeof(T));
+            fetch(keys[k] + value_offset + offset, size * sizeof(T));
+        }
+    }
+
+    // Their values as rows of words, `stride` words apart: in bfloat16 two keys' values of a dimension lie side by side,
+    // and nothing beside those of a last one.
+    void pack_values(long offset, long size, Word* packed, long stride) const {
+        for (long k = 0; k < count; k += PER_WORD<T>, packed += stride) {
+            const T* low = keys[k] + value_offset + offset;
+            if constexpr (PER_WORD<T> == 1) {
+                memcpy(packed, low, size * sizeof(T));
+            } else {
+                const bool is_last = k + 1 == count;
+                const T* high = is_last ? low : keys[k + 1] + value_offset + offset;
+                long i = 0;
+                for (; i + LANES <= size; i += LANES) {
+                    const Words below = __builtin_convertvector(load_raw<Halves>(low + i), Words);
+                    const Words above = __builtin_convertvector(load_raw<Halves>(high + i), Words);
+                    const Words both = is_last ? below : below | above << 16;
+                    memcpy(packed + i, &both, sizeof both);
+                }
+                for (; i < size; i++) packed[i] = low[i].bits | (is_last ? 0 : static_cast<uint32_t>(high[i].bits) << 16);
+            }
+        }
+    }
 };
 
-// Asks for what is read a block later, which no hardware foresees, since pages lie anywhere. It comes as far as the second
-// cache (locality 2): the first has no room for a block of all heads, and fewer requests under way.
-inline void fetch(const void* from, long bytes) {
-    for (long i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
-}
-
-// One item's way through its keys, block by block. `Way` has three parts: begin(), block(block, ahead) and finish(), and
-// `bytes` of memory that it takes.
+// One item's way through its keys, block by block. `Way` has three parts: begin(), block(block, ahead) and finish(); the
+// memory that it takes is its own, from where it is made.
 template <class T>
 struct Walk {
     const QuireAttend& a;

@@ -26,8 +26,8 @@ from quire_worker.sampling.params import SamplingParams
 
 
 class CpuPagedAttention(PagedAttention):
-    """The CPU's `PagedAttention` where its kernels are there. Copies, and draws with
-    limits beside the temperature, are torch's."""
+    """The CPU's `PagedAttention` where its kernels are there. Copies, and draws with limits beside the temperature, are
+    torch's."""
 
     def __init__(self, library: Library) -> None:
         self.library = library

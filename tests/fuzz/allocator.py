@@ -272,7 +272,7 @@ class Episode:
         method, bad = _method_of(right), self._spoil(right)
         if bad is None:
             return
-        answer = self._call(method, bad, bad.pool if isinstance(bad, pb.DropCacheRequest) else "unary")
+        answer = self._call(method, bad)
         if method == "OpenSession" and answer is not None and bad.pool != "unary":  # type: ignore[attr-defined]
             self.sessions.drop(self.directory.pool(bad.pool))  # type: ignore[attr-defined]
             self._state = self._look()
@@ -284,7 +284,7 @@ class Episode:
         method = self.chance.choice(READING)
         bad = self._spoil(self.plausible.reading(method))
         if bad is not None:
-            self._call(method, bad, "")
+            self._call(method, bad)
 
     # -- what must hold ------------------------------------------------------------------------------------------------
 
@@ -294,7 +294,9 @@ class Episode:
         """The answers, or None where it was refused."""
         return self._judged(kind, pool, lambda: machine.receive(request, self.clock.now))
 
-    def _call(self, method: str, request: Message, pool: str) -> Message | None:
+    def _call(self, method: str, request: Message) -> Message | None:
+        """An operator may drop what is cached of any pool; every other request may change the unary one alone."""
+        pool = request.pool if isinstance(request, pb.DropCacheRequest) else "" if method in READING else "unary"
         handler = getattr(AllocatorService, method).__wrapped__
         answer: Message | None = self._judged(method, pool, lambda: handler(self.service, request, EVERYTHING))
         if answer is not None:

@@ -55,7 +55,7 @@ class Target:
                 self._send(pb.SessionRequest.FromString(data[1:]))
             else:
                 request: Message = getattr(pb, f"{method}Request").FromString(data[1:])
-                if self.episode._call(method, request, "unary") is not None and method not in READING:
+                if self.episode._call(method, request) is not None and method not in READING:
                     self.episode = self._new()
         except DecodeError:
             return

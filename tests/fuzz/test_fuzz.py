@@ -5,16 +5,18 @@ The long set is `make fuzz COUNT=1000000`.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.ownership.replay import StepLog
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.staged_report import StagedReport
 from quire_allocator.wire import step_checks, translate
 
-from tests.fuzz.allocator import Seen, ViolationError
+from tests.fuzz.allocator import Episode, Seen, ViolationError
 from tests.fuzz.run import REASONS, run_episode
 
 
@@ -33,6 +35,11 @@ def test_a_seed_repeats_its_messages() -> None:
     for seen in (first, second):
         run_episode(3, seen, messages=150)
     assert first == second
+
+
+def test_an_operator_may_drop_the_cache_of_any_pool() -> None:
+    episode = Episode(random.Random(11), Seen())
+    assert episode._call("DropCache", pb.DropCacheRequest(pool="pool")) is not None
 
 
 def unchecked(*_: Any) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import EVERYTHING
 from quire.v1 import worker_pb2 as pb
-from quire_worker.execution import runner
+from quire_worker.execution import run, runner
 from quire_worker.execution.sizing import PoolMemory
+from quire_worker.sampling.choice import are_finite
 from quire_worker.scheduling.plan import Plan, Work
 from quire_worker.scheduling.request import FinishReason
 from quire_worker.service import WorkerService
@@ -238,6 +242,27 @@ async def test_a_forward_pass_that_fails_ends_its_requests_alone(folders: dict[s
         healthy = await harness.generate(prompt(10), max_tokens=5)
         assert await harness.free_block_count() == 512
     assert healthy.tokens[0] == reference_text(folders["llama"], tuple(prompt(10)), 5)
+
+
+async def test_the_logits_of_a_pass_are_freed_when_it_ends_and_not_when_python_looks_for_cycles(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(logits: torch.Tensor) -> torch.Tensor:
+        seen.append(weakref.ref(logits))
+        return are_finite(logits)
+
+    monkeypatch.setattr(run, "are_finite", watched)
+    gc.disable()
+    try:
+        async with running(folders["llama"]) as harness:
+            await asyncio.gather(*(harness.generate(prompt(20, seed=seed), max_tokens=12) for seed in range(3)))
+            alive = sum(logits() is not None for logits in seen)
+    finally:
+        gc.enable()
+    assert len(seen) >= 12
+    assert alive <= 1  # a pass behind the last token may be under way
 
 
 async def test_what_a_failed_forward_pass_did_not_write_is_never_published(folders: dict[str, Path]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -10,14 +10,10 @@ from quire_worker.execution.parts import Part
 
 
 class Finiteness:
-    """What is not known yet of the parts of a pass.
+    """What is not known yet of the parts of a pass. It knows nobody who has to be told, for whoever has it would be
+    part of a cycle then, and keep the logits of its pass until Python looks for cycles."""
 
-    Args:
-        on_failure: told of each part that is found not to be finite.
-    """
-
-    def __init__(self, on_failure: Callable[[Part], None]) -> None:
-        self._on_failure = on_failure
+    def __init__(self) -> None:
         self._parts: list[Part] = []
         self._flags: list[torch.Tensor] = []
 
@@ -30,22 +26,24 @@ class Finiteness:
         """Returns all flags that are to be read; None if there are none."""
         return torch.cat(self._flags) if self._flags else None
 
-    def take(self, flags: Sequence[bool]) -> None:
-        """Takes what was read of `unread`; nothing where that was None."""
-        if flags:
-            self.judge(self._parts, flags)
-            self._parts, self._flags = [], []
+    def take(self, flags: Sequence[bool]) -> list[Part]:
+        """Takes what was read of `unread`, nothing where that was None, and returns the parts that are not finite."""
+        if not flags:
+            return []
+        parts, self._parts, self._flags = self._parts, [], []
+        return not_finite(parts, flags)
 
-    def read(self) -> None:
-        """Reads what nobody has read along with tokens: parts of prompts."""
+    def read(self) -> list[Part]:
+        """Reads what nobody has read along with tokens, parts of prompts, and returns those that are not finite."""
         flags = self.unread()
-        if flags is not None:
-            self.take(flags.tolist())
+        return [] if flags is None else self.take(flags.tolist())
 
-    def judge(self, parts: Sequence[Part], flags: Sequence[bool]) -> None:
-        """Tells of the parts that are not finite."""
-        end = 0
-        for part in parts:
-            start, end = end, end + part.row_count
-            if not all(flags[start:end]):
-                self._on_failure(part)
+
+def not_finite(parts: Sequence[Part], flags: Sequence[bool]) -> list[Part]:
+    """Returns the parts that are not finite in all of their rows."""
+    found, end = [], 0
+    for part in parts:
+        start, end = end, end + part.row_count
+        if not all(flags[start:end]):
+            found.append(part)
+    return found

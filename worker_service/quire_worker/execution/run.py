@@ -32,7 +32,7 @@ from quire_worker.execution.failures import (
     FailureKind,
     failure_of,
 )
-from quire_worker.execution.finiteness import Finiteness
+from quire_worker.execution.finiteness import Finiteness, not_finite
 from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.parts import (
     Before,
@@ -92,7 +92,7 @@ class Run:
         self._before_kernels = before_kernels
         self._drafts: dict[Sample, tuple[int, ...]] = {}
         self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
-        self._finiteness = Finiteness(lambda part: self._fail([part.sample], NOT_FINITE))
+        self._finiteness = Finiteness()
         self._logits: dict[Sample, tuple[torch.Tensor, int]] = {}  # whose row is of the last token of each
 
     def is_unharmed(self, sample: Sample) -> bool:
@@ -200,7 +200,7 @@ class Run:
 
     def read_rest(self) -> None:
         """Finds out who is not finite of those that no draw has told of."""
-        self._finiteness.read()
+        self._fail_not_finite(self._finiteness.read())
 
     # -- one attempt at each: None, or why not -------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class Run:
             if flags is None:
                 self._finiteness.add(parts, is_finite)
             else:
-                self._finiteness.judge(parts, flags)
+                self._fail_not_finite(not_finite(parts, flags))
             self.prompt_logprobs += logprobs
             self.candidate_logprobs += candidates
             self.continuations += following
@@ -276,7 +276,7 @@ class Run:
         except Exception as error:
             failure = self._judge(error, "sampling", len(draws))
         else:
-            self._finiteness.take(drawn.flags)
+            self._fail_not_finite(self._finiteness.take(drawn.flags))
             for each, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
                 if token is None:
                     matcher = each.sample.sampler.matcher
@@ -320,3 +320,6 @@ class Run:
     def _fail(self, samples: Iterable[Sample], failure: Failure) -> None:
         for failed in samples:
             self.failures.setdefault(failed.request, failure)
+
+    def _fail_not_finite(self, parts: Sequence[Part]) -> None:
+        self._fail([part.sample for part in parts], NOT_FINITE)

@@ -34,7 +34,7 @@ from quire_allocator.session.machine import SessionMachine, pool_digest
 
 from tests.fuzz.look import deeply_seen_of, seen_of
 from tests.fuzz.messages import Malformer
-from tests.fuzz.requests import GROW, Plausible
+from tests.fuzz.requests import GROW, Plausible, method_of, pool_of
 from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import Quiet
 
@@ -269,7 +269,7 @@ class Episode:
 
     def _bad_unary(self) -> None:
         right = self.plausible.unary(self.chance.choice(UNARY), self.unary_id, self._unary_pool(), self.spec)
-        method, bad = _method_of(right), self._spoil(right)
+        method, bad = method_of(right), self._spoil(right)
         if bad is None:
             return
         answer = self._call(method, bad)
@@ -295,10 +295,10 @@ class Episode:
         return self._judged(kind, pool, lambda: machine.receive(request, self.clock.now))
 
     def _call(self, method: str, request: Message) -> Message | None:
-        """An operator may drop what is cached of any pool; every other request may change the unary one alone."""
-        pool = request.pool if isinstance(request, pb.DropCacheRequest) else "" if method in READING else "unary"
         handler = getattr(AllocatorService, method).__wrapped__
-        answer: Message | None = self._judged(method, pool, lambda: handler(self.service, request, EVERYTHING))
+        answer: Message | None = self._judged(
+            method, pool_of(request), lambda: handler(self.service, request, EVERYTHING)
+        )
         if answer is not None:
             answer.SerializeToString()
         return answer
@@ -395,8 +395,4 @@ class Episode:
     def _right_unary(self) -> None:
         method = self.chance.choice(("Allocate", "Grow", "Fork", "Commit", "Free"))
         request = self.plausible.unary(method, self.unary_id, self._unary_pool(), self.spec)
-        getattr(AllocatorService, _method_of(request)).__wrapped__(self.service, request, EVERYTHING)
-
-
-def _method_of(request: Message) -> str:
-    return type(request).__name__.removesuffix("Request")
+        getattr(AllocatorService, method_of(request)).__wrapped__(self.service, request, EVERYTHING)

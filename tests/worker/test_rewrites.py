@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -217,6 +218,25 @@ def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(dtype: str, fami
         assert torch.equal(logits_of(model), at_once)
     with mock.patch.object(decoder, "_in_c", None):
         assert torch.equal(logits_of(model), at_once)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_some_tokens_are_the_bits_of_those_among_all(dtype: str, tmp_path: Path) -> None:
+    """The last layer leaves out the others, after its attention."""
+    model = load_model(folder_of("llama, biases", tmp_path), dtype=dtype)
+    cache = KVCache(model.cache_spec, 12)
+    last, none, each = (
+        Chunk(list(range(first, first + 40)), 0, [range(blocks, blocks + 4)], needs_logits=True)
+        for first, blocks in ((3, 0), (50, 4), (90, 8))
+    )
+    some = [last, replace(none, needs_logits=False), replace(each, is_scored=True)]
+    every = [replace(chunk, is_scored=True) for chunk in (last, none, each)]
+    of_some, of_every = (
+        model.forward(build_batch(chunks, groups=model.cache_spec.groups), cache) for chunks in (some, every)
+    )
+    assert torch.equal(of_some, torch.cat([of_every[39:40], of_every[80:]]))
+    nobody = [replace(last, needs_logits=False)]
+    assert model.forward(build_batch(nobody, groups=model.cache_spec.groups), cache).shape[0] == 0
 
 
 def test_turns_are_looked_up_where_they_follow_the_position_alone(tmp_path: Path) -> None:

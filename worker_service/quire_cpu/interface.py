@@ -161,8 +161,8 @@ class Decoder(ctypes.Structure):
         ("layers", ctypes.POINTER(Layer)),
         ("layer_count", c_int64),
         *[(name, c_void_p) for name in ("hidden", "normed", "qkv", "attended", "gated")],
-        *[(name, c_void_p) for name in ("cosine", "sine", "positions")],
-        *[(name, c_int64) for name in ("table_stride", "tokens", "hidden_size")],
+        *[(name, c_void_p) for name in ("cosine", "sine", "positions", "kept")],
+        *[(name, c_int64) for name in ("table_stride", "tokens", "kept_count", "hidden_size")],
         *[(name, c_int32) for name in ("query_heads", "kv_heads", "head_dim", "rotary_dim", "dtype")],
     ]
 

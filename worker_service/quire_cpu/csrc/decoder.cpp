@@ -2,6 +2,8 @@
 // runs, nobody needs Python's interpreter.
 #include "quire_cpu.h"
 
+#include <string.h>
+
 namespace {
 
 void norm(const QuireDecoder& d, const void* weight, float epsilon, void* output) {
@@ -47,6 +49,13 @@ void attention(const QuireDecoder& d, const QuireLayer& layer) {
     quire_attend(&attend);
 }
 
+// The rows of the kept tokens to the front of a buffer.
+void keep(const QuireDecoder& d, void* rows, int64_t size) {
+    char* first = static_cast<char*>(rows);
+    const int64_t bytes = behind(rows, size, d.dtype) - first;
+    for (int64_t i = 0; i < d.kept_count; i++) memmove(first + i * bytes, first + d.kept[i] * bytes, bytes);
+}
+
 }  // namespace
 
 // A word at a time: copying needs no set of instructions.
@@ -61,12 +70,17 @@ void quire_embed(const QuireEmbed* arguments) {
 }
 
 void quire_decoder(const QuireDecoder* decoder) {
-    const QuireDecoder& d = *decoder;
+    QuireDecoder d = *decoder;
     for (int64_t i = 0; i < d.layer_count; i++) {
         const QuireLayer& layer = d.layers[i];
         norm(d, layer.attention_norm, layer.attention_epsilon, d.normed);
         linear(d, layer.qkv, d.normed, false, d.qkv);
         attention(d, layer);
+        if (d.kept && i + 1 == d.layer_count) {
+            keep(d, d.hidden, d.hidden_size);
+            keep(d, d.attended, layer.output.inputs);
+            d.tokens = d.kept_count;
+        }
         linear(d, layer.output, d.attended, true, d.hidden);
         norm(d, layer.mlp_norm, layer.mlp_epsilon, d.normed);
         linear(d, layer.gate_up, d.normed, false, d.gated);

@@ -151,6 +151,8 @@ struct QuireLayer {
 };
 
 // All layers of a decoder, on the hidden states where they are. The other buffers are for what lies between the kernels.
+// Where not all tokens are kept, what the last layer does after its attention it does for the kept ones alone, which are
+// the first rows of `hidden` then.
 struct QuireDecoder {
     const struct QuireLayer* layers;
     int64_t layer_count;
@@ -162,7 +164,8 @@ struct QuireDecoder {
     const void* cosine;            // as for QuireRotate
     const void* sine;
     const int64_t* positions;
-    int64_t table_stride, tokens, hidden_size;
+    const int64_t* kept;           // [kept_count], tokens in rising order; null: all
+    int64_t table_stride, tokens, kept_count, hidden_size;
     int32_t query_heads, kv_heads, head_dim, rotary_dim, dtype;
 };
 

@@ -3,6 +3,9 @@
 Where every layer goes straight to the kernels, all run in one call of `quire_decoder`, each on the pages and the block
 tables of its group. That saves ten calls from Python a layer; more than that, while it runs the model's thread needs
 nothing of the interpreter, so that the event loop can hand out the last tokens meanwhile.
+
+Of a prompt, logits are wanted after its last token alone. What the last layer would do to the others after its attention
+is for nobody, and left out.
 """
 
 from __future__ import annotations
@@ -51,16 +54,23 @@ class Decoder(torch.nn.Module):
         hidden = self.hidden_states(input_ids, position_ids, quire_step)
         return BaseModelOutputWithPast(last_hidden_state=self.norm.forward(hidden))
 
-    def hidden_states(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: Step) -> torch.Tensor:
-        """Returns what the last layer gives, `[1, tokens, hidden_size]`, before the last norm."""
+    def hidden_states(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: Step, kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns what the last layer gives, `[1, tokens, hidden_size]`, before the last norm; of the tokens `kept` alone
+        where these are given, int64 `[kept]`, in rising order."""
+        if kept is not None and kept.shape[0] == input_ids.shape[1]:
+            kept = None
         hidden: torch.Tensor = self.embed_tokens.forward(input_ids).contiguous()
         turns = self._tables.turns(hidden, position_ids)
         is_adapted = any(map(is_active, self._in_order[0].attention.sites))
-        if is_adapted or self._in_c is None or not self._in_c.run(step, hidden, turns):
-            tables = turns.of_tokens
-            for layer in self._in_order:
-                hidden = layer.forward(hidden, position_embeddings=tables, quire_step=step)
-        return hidden
+        computed = None if is_adapted or self._in_c is None else self._in_c.run(step, hidden, turns, kept)
+        if computed is not None:
+            return computed
+        tables = turns.of_tokens
+        for layer in self._in_order:
+            hidden = layer.forward(hidden, position_embeddings=tables, quire_step=step)
+        return hidden if kept is None else hidden[:, kept]
 
 
 class LayersInC:
@@ -82,12 +92,13 @@ class LayersInC:
         }
         return None if len(shapes) > 1 else cls(layers, _described(layers))
 
-    def run(self, step: Step, hidden: torch.Tensor, turns: Turns) -> bool:
+    def run(self, step: Step, hidden: torch.Tensor, turns: Turns, kept: torch.Tensor | None) -> torch.Tensor | None:
         """Runs all layers, on `hidden` where it is: `[1, tokens, hidden_size]`, contiguous and this pass's own. Returns
-        False, and has done nothing, where the plan of one of them is not the kernels'."""
+        the rows of the tokens `kept`, or all; None, and has done nothing, where the plan of a layer is not the
+        kernels'."""
         step = step.inner if isinstance(step, RecordingStep) else step
         if not isinstance(step, PagedStep) or not self._bind(step):
-            return False
+            return None
         first, tokens = self._layers[0], hidden.shape[1]
         attention, sizes = first.attention, (hidden.shape[2], first.attention.qkv.outputs,
                                              first.attention.output.inputs, first.mlp.gate_up.outputs)  # fmt: skip
@@ -97,16 +108,18 @@ class LayersInC:
         for size in sizes:
             places.append(place)
             place += tokens * size * hidden.itemsize
+        kept_count = tokens if kept is None else kept.shape[0]
         positions = 0 if turns.positions is None else turns.positions.data_ptr()
         arguments = interface.Decoder(
             self._described, len(self._layers), hidden.data_ptr(), *places, turns.cosine.data_ptr(),
-            turns.sine.data_ptr(), positions, turns.cosine.stride(0), tokens, hidden.shape[2], attention.query_heads,
-            attention.kv_heads, attention.head_dim, turns.cosine.shape[1], interface.DTYPES[hidden.dtype],
+            turns.sine.data_ptr(), positions, 0 if kept is None else kept.data_ptr(), turns.cosine.stride(0), tokens,
+            kept_count, hidden.shape[2], attention.query_heads, attention.kv_heads, attention.head_dim,
+            turns.cosine.shape[1], interface.DTYPES[hidden.dtype],
         )  # fmt: skip
         if step.before_kernels is not None:
             step.before_kernels()
         attention.library.functions.quire_decoder(ctypes.byref(arguments))
-        return True
+        return hidden[:, :kept_count]
 
     def _bind(self, step: PagedStep) -> bool:
         """Points every layer to its pages and to the batch as its group has it."""

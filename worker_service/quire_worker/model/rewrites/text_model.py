@@ -35,9 +35,8 @@ class TextModel(torch.nn.Module):
     ) -> CausalLMOutputWithPast:
         """Does what a transformers model does for ids and positions `[1, tokens]`, and the int64 places of those tokens
         that need logits."""
-        hidden = self._decoder.hidden_states(input_ids, position_ids, quire_step)
-        wanted = hidden[:, logits_to_keep] if logits_to_keep.shape[0] < hidden.shape[1] else hidden
-        return CausalLMOutputWithPast(logits=self._head.forward(self._decoder.norm.forward(wanted)))
+        hidden = self._decoder.hidden_states(input_ids, position_ids, quire_step, logits_to_keep)
+        return CausalLMOutputWithPast(logits=self._head.forward(self._decoder.norm.forward(hidden)))
 
 
 class TextModelRewrite(Rewrite):

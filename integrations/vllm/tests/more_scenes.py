@@ -35,6 +35,13 @@ def a_prompt_that_hits_waits_for_room_for_the_rest(stage: Stage) -> None:
     stage.add("waits", text(1, 24) + text(3, 24), new=2)
 
 
+def a_long_prompt_is_not_kept_out_by_those_behind_it(stage: Stage) -> None:
+    stage.add("runs", text(1, 20), new=4)
+    stage.turn()
+    stage.add("long", text(2, 64), new=2)
+    stage.add("behind it", text(3, 14), new=2)
+
+
 def without_a_prefix_cache_nothing_is_hit(stage: Stage) -> None:
     for name in ("first", "again"):
         stage.add(name, text(1, 24), new=6)
@@ -120,6 +127,7 @@ MORE_SCENES: Final[dict[Any, dict[str, Any]]] = {
     what_was_granted_anew_is_not_hit: {"blocks": 17},
     what_a_prompt_hits_is_not_evicted_for_the_rest_of_it: {"blocks": 18},
     a_prompt_that_hits_waits_for_room_for_the_rest: {"blocks": 20},
+    a_long_prompt_is_not_kept_out_by_those_behind_it: {"blocks": 20},
     without_a_prefix_cache_nothing_is_hit: {"blocks": 32, "caches": False},
     windows_are_hit_where_each_group_has_them: {"blocks": 128, "groups": WINDOWS},
     windows_that_have_left_are_computed_again: {"blocks": 41, "groups": WINDOWS},

@@ -43,6 +43,7 @@ SCENES: Final = (
     "what_was_granted_anew_is_not_hit",
     "what_a_prompt_hits_is_not_evicted_for_the_rest_of_it",
     "a_prompt_that_hits_waits_for_room_for_the_rest",
+    "a_long_prompt_is_not_kept_out_by_those_behind_it",
     "without_a_prefix_cache_nothing_is_hit",
     "windows_are_hit_where_each_group_has_them",
     "windows_alone_are_hit_to_their_last_block",

@@ -8,6 +8,8 @@ from stage import FULL, TOKENS_MAX, Stage, image, next_token, text
 
 WINDOWS: Final = (FULL, ("sliding", 4, 10), ("sliding", 4, 10))
 CHUNKS: Final = (FULL, ("chunked", 4, 16))
+STATES: Final = (FULL, ("state", 4, 0), ("state", 4, 0))
+LONG_BLOCKS: Final = (("full", 16, 0), ("state", 16, 0))
 TWO_SIZES: Final = (("full", 8, 0), ("sliding", 4, 6))
 
 
@@ -172,4 +174,32 @@ MORE_SCENES |= {
     groups_of_two_block_sizes_hit_at_edges_of_both: {"blocks": 128, "groups": TWO_SIZES},
     without_a_prefix_cache_windows_move_on: {"blocks": 90, "groups": WINDOWS, "caches": False},
     drafts_with_few_blocks_preempt_who_came_last: {"blocks": 24, "drafts": 3},
+}
+
+
+def states_are_hit_where_blocks_end(stage: Stage) -> None:
+    windows_are_hit_where_each_group_has_them(stage)
+
+
+def states_alone_are_hit_where_blocks_end(stage: Stage) -> None:
+    windows_are_hit_where_each_group_has_them(stage)
+
+
+def states_of_who_is_preempted_are_hit_again(stage: Stage) -> None:
+    for number in range(4):
+        stage.add(str(number), text(number, 14), new=20)
+
+
+def states_go_on_in_passes_shorter_than_a_block(stage: Stage) -> None:
+    for number in range(3):
+        stage.add(str(number), text(number, 41), new=9)
+    stage.run()
+    stage.add("again", text(1, 41) + text(5, 9))
+
+
+STATE_SCENES: Final[dict[Any, dict[str, Any]]] = {
+    states_are_hit_where_blocks_end: {"blocks": 128, "groups": STATES},
+    states_alone_are_hit_where_blocks_end: {"blocks": 64, "groups": (("state", 4, 0),)},
+    states_of_who_is_preempted_are_hit_again: {"blocks": 36, "groups": STATES},
+    states_go_on_in_passes_shorter_than_a_block: {"blocks": 64, "groups": LONG_BLOCKS, "budget": 9},
 }

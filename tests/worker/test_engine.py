@@ -14,7 +14,7 @@ import torch
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import EVERYTHING
 from quire.v1 import worker_pb2 as pb
-from quire_worker.execution import run, runner
+from quire_worker.execution import layouts, run, runner
 from quire_worker.execution.sizing import PoolMemory
 from quire_worker.sampling.choice import are_finite
 from quire_worker.scheduling.plan import Plan, Work
@@ -68,6 +68,25 @@ async def test_prefix_hits_do_not_change_the_text(folders: dict[str, Path], name
         assert before.tokens[0] == after.tokens[0] == reference_text(folder, tuple(tokens), 12)
         assert after.request.usage.cached_token_count == (len(tokens) - 1) // 16 * 16
     assert sum(output.request.usage.cached_token_count for output in first) > 1500
+
+
+async def test_a_prompt_that_comes_alone_is_laid_out_before_its_blocks_are_granted(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sketched, complete = [], layouts.Layouts._of_sketched
+
+    def note(self: layouts.Layouts, parts: Any) -> Any:
+        found = complete(self, parts)
+        sketched.append(found is not None)
+        return found
+
+    monkeypatch.setattr(layouts.Layouts, "_of_sketched", note)
+    async with running(folders["llama"]) as harness:
+        for tokens, is_sketched in ((prompt(40), True), (prompt(41, seed=1), True), (prompt(40), False)):
+            sketched.clear()
+            output = await harness.generate(tokens, max_tokens=3)
+            assert output.tokens[0] == reference_text(folders["llama"], tuple(tokens), 3)
+            assert sketched[0] is is_sketched, "of a prompt that is cached less is computed than was laid out"
 
 
 @pytest.mark.parametrize("name", NAMES)

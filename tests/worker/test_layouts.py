@@ -37,7 +37,8 @@ def same(one: Any, other: Any) -> bool:
 
 def cache_of(*kinds: GroupKind) -> Any:
     """As much of a cache as layouts look at."""
-    groups = tuple(GroupSpec(kind, SIZE, 8 if kind is GroupKind.SLIDING_WINDOW else 0) for kind in kinds)
+    windows = {GroupKind.SLIDING_WINDOW: 8, GroupKind.CHUNKED_LOCAL: 8}
+    groups = tuple(GroupSpec(kind, SIZE, windows.get(kind, 0)) for kind in kinds)
     return SimpleNamespace(spec=SimpleNamespace(groups=groups, block_size=SIZE))
 
 
@@ -132,3 +133,59 @@ def test_two_samples_that_come_to_one_block_are_refused_as_before() -> None:
         sample.tokens.append(1)
     with pytest.raises(ValueError, match="one slot"):
         laid_out.of(parts())
+
+
+KINDS = [
+    [GroupKind.FULL_ATTENTION],
+    [GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL],
+    [GroupKind.FULL_ATTENTION, GroupKind.STATE],
+]
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("seed", range(10))
+def test_a_sketch_with_its_blocks_is_what_would_be_laid_out_anew(
+    seed: int, kinds: list[GroupKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice, cache = random.Random(seed), cache_of(*kinds)
+    pretended, laid_out = Pretended(dice, len(kinds)), Layouts(cache)
+    for _ in range(20):
+        parts = []
+        for part in pretended.parts():
+            length = len(part.sample.tokens)
+            start = dice.randrange(length)
+            tokens = [dice.randrange(99) for _ in range(dice.randint(1, length - start))]
+            parts.append(part._replace(start=start, tokens=tokens))
+        laid_out.sketch([part._replace(tables=[]) for part in parts])
+        with monkeypatch.context() as patched:
+            patched.setattr(layouts, "layout_of", None)  # nothing is laid out anew
+            found = laid_out.of(parts)
+        assert same(found, layout_of(parts, cache))
+
+
+@pytest.mark.parametrize("what", ["sample", "start", "tokens", "count"])
+def test_a_sketch_of_something_else_is_of_no_use(what: str) -> None:
+    cache = cache_of(GroupKind.FULL_ATTENTION)
+    pretended, laid_out = Pretended(random.Random(3), 1), Layouts(cache)
+    pretended.samples = [pretended.new() for _ in range(2)]
+    for _ in range(3):
+        parts = pretended.parts()
+    first, second = parts
+    others = {
+        "sample": [second, first],
+        "start": [first._replace(start=first.start - 1), second],
+        "tokens": [first._replace(tokens=[first.tokens[0] + 1]), second],
+        "count": [first],
+    }
+    laid_out.sketch(others[what])
+    assert same(laid_out.of(parts), layout_of(parts, cache))
+    assert laid_out._sketched is None
+
+
+def test_a_sketch_whose_blocks_do_not_fit_is_refused_as_before() -> None:
+    cache = cache_of(GroupKind.FULL_ATTENTION)
+    pretended, laid_out = Pretended(random.Random(4), 1), Layouts(cache)
+    parts = pretended.parts()
+    laid_out.sketch(parts)
+    with pytest.raises(ValueError, match="past its 0 blocks"):
+        laid_out.of([part._replace(tables=[array("I")]) for part in parts])

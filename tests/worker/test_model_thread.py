@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quire_worker.execution import model_thread
 from quire_worker.execution.model_thread import ModelThread
 
 WAIT_S = 20
@@ -17,8 +18,18 @@ WAIT_S = 20
 class Batch:
     """A pass that goes on when it is told to, and what of it has happened."""
 
-    def __init__(self, name: str, *, has_kernels: bool = True, is_first: bool = False, error: Exception | None = None):
-        self.result: Any = SimpleNamespace(name=name, has_first_tokens=is_first)
+    def __init__(
+        self,
+        name: str,
+        *,
+        has_kernels: bool = True,
+        is_first: bool = False,
+        is_first_alone: bool = False,
+        is_behind: bool = True,
+        error: Exception | None = None,
+    ) -> None:
+        self.result: Any = SimpleNamespace(name=name, has_first_tokens=is_first, has_first_tokens_alone=is_first_alone)
+        self.is_behind = is_behind
         self._has_kernels = has_kernels
         self._error = error
         self.may_reach_kernels, self.may_end = threading.Event(), threading.Event()
@@ -85,6 +96,87 @@ async def test_one_without_such_a_call_or_with_a_first_token_is_told_of_at_once(
     assert not second.done()
     two.let_end()
     await asyncio.wait_for(second, WAIT_S)
+
+
+async def test_after_first_tokens_alone_the_next_pass_waits_until_they_are_on_their_way(
+    thread: ModelThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_thread, "GIVES_WAY_S", WAIT_S)
+    one, two = Batch("one", is_first=True, is_first_alone=True), Batch("two")
+    first, second = submit(thread, one, two)
+    one.let_end()
+    two.let_end()
+    await asyncio.wait_for(first, WAIT_S)
+    assert thread._begun_count == 1
+    thread.go_on()
+    await asyncio.wait_for(second, WAIT_S)
+
+
+async def test_it_waits_no_longer_than_a_moment(thread: ModelThread) -> None:
+    one, two = Batch("one", is_first=True, is_first_alone=True), Batch("two")
+    first, second = submit(thread, one, two)
+    one.let_end()
+    two.let_end()
+    await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)
+
+
+async def test_a_pass_that_finds_the_thread_idle_has_begun_when_its_kernels_do(thread: ModelThread) -> None:
+    one = Batch("one", is_behind=False)
+    (first,) = submit(thread, one)
+    await thread.begun()  # no pass has said yet that it has kernels
+    one.let_end()
+    await asyncio.wait_for(first, WAIT_S)
+    two = Batch("two", is_behind=False)
+    (second,) = submit(thread, two)
+    begun = asyncio.create_task(thread.begun())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not begun.done()
+    two.may_reach_kernels.set()
+    await asyncio.wait_for(begun, WAIT_S)
+    assert not second.done()
+    two.let_end()
+    await asyncio.wait_for(second, WAIT_S)
+
+
+async def test_after_a_pass_that_said_nothing_of_kernels_nobody_waits_for_those_of_the_next(
+    thread: ModelThread,
+) -> None:
+    for has_kernels in (True, False):
+        before = Batch("before", is_behind=False, has_kernels=has_kernels)
+        (future,) = submit(thread, before)
+        before.let_end()
+        await asyncio.wait_for(future, WAIT_S)
+    one = Batch("one", is_behind=False)
+    (first,) = submit(thread, one)
+    await asyncio.wait_for(thread.begun(), WAIT_S)
+    assert not first.done()
+    one.let_end()
+    await asyncio.wait_for(first, WAIT_S)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no")])
+async def test_one_that_ends_without_kernels_has_begun_too(thread: ModelThread, error: Exception | None) -> None:
+    one = Batch("one", is_behind=False)
+    (first,) = submit(thread, one)
+    one.let_end()
+    await asyncio.wait_for(first, WAIT_S)
+    two = Batch("two", is_behind=False, has_kernels=False, error=error)
+    (second,) = submit(thread, two)
+    two.let_end()
+    await asyncio.wait_for(thread.begun(), WAIT_S)
+    await asyncio.wait((second,), timeout=WAIT_S)
+    assert second.exception() is error
+
+
+async def test_one_that_nobody_waits_for_any_more_has_begun_too(thread: ModelThread) -> None:
+    one = Batch("one", is_behind=False)
+    (first,) = submit(thread, one)
+    one.let_end()
+    await asyncio.wait_for(first, WAIT_S)
+    (second,) = submit(thread, Batch("two", is_behind=False))
+    second.cancel()
+    await asyncio.wait_for(thread.begun(), WAIT_S)
 
 
 async def test_a_pass_that_never_reaches_kernels_tells_of_the_one_before_it_too(thread: ModelThread) -> None:

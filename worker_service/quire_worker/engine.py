@@ -32,7 +32,7 @@ from quire_worker.cache import KVCache
 from quire_worker.door import Door
 from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
-from quire_worker.execution.model_thread import ModelThread
+from quire_worker.execution.model_thread import ModelThread, Pass
 from quire_worker.execution.parts import Computed
 from quire_worker.execution.run import Shortcut
 from quire_worker.execution.runner import Runner
@@ -62,13 +62,6 @@ class Asked(NamedTuple):
     plan: Plan
     answer: asyncio.Task[StepOutcome]
     sent_s: float
-
-
-class Pass(NamedTuple):
-    """A batch that is with the model's thread."""
-
-    work: list[Work]
-    result: asyncio.Future[Computed]
 
 
 class Engine:
@@ -158,6 +151,7 @@ class Engine:
         self.scheduler.advance(computed.work)
         self._intake.take(computed)
         await self._outbox.deliver_first()
+        self._thread.go_on()
         self._door.observe(computed)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
@@ -258,7 +252,7 @@ class Engine:
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         if batch.work:
             self._submit(batch)
-            await asyncio.sleep(0)  # the model's thread is to have the interpreter first
+            await self._thread.begun()
         return bool(batch.work)
 
     async def _start_next(self) -> None:
@@ -305,6 +299,9 @@ class Engine:
         if not plan.step:
             return plan, NOTHING_ASKED
         self._send(plan)
+        if plan.admitted:
+            await asyncio.sleep(0)  # the step is to be on its way first
+            self._runner.sketch(plan.wanted)
         if not await self._is_answered(ready):
             return ready, NOTHING_ASKED
         outcome = await self._answer()

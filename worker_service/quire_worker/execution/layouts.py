@@ -2,10 +2,14 @@
 
 While everybody decodes, two batches in a row differ by one position, one key and one slot for each sample. Laying them
 out anew costs the event loop most of its turn, and the interpreter with it, which the model's thread needs as well.
+
+A batch whose blocks the allocator is being asked for is laid out meanwhile, but for these (`sketch`): with them it is
+complete in a quarter of the time.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,7 +21,7 @@ from quire.types import GroupKind
 from quire_worker.attention import AttentionBatch
 from quire_worker.cache import KVCache
 from quire_worker.execution.parts import Part, layout_of
-from quire_worker.model.batch import ForwardBatch
+from quire_worker.model.batch import ForwardBatch, scratch_tables, with_tables
 
 
 class Layouts:
@@ -30,6 +34,20 @@ class Layouts:
         self._parts: Sequence[Part] = ()
         self._begun_with: list[int] = []
         self._layout: ForwardBatch | None = None
+        self._sketched: tuple[Sequence[Part], ForwardBatch] | None = None
+
+    def sketch(self, parts: Sequence[Part]) -> None:
+        """Lays out parts whose tables are not known, to be completed by `of` if the next batch is of the same tokens.
+
+        Raises:
+            ValueError: as `build_batch` does.
+        """
+        tables, _ = scratch_tables(self._cache.spec.groups, [part.start + len(part.tokens) for part in parts])
+        parts = [
+            part._replace(tables=[array("I", blocks) for blocks in own])
+            for part, own in zip(parts, tables, strict=True)
+        ]
+        self._sketched = parts, layout_of(parts, self._cache)
 
     def of(self, parts: Sequence[Part]) -> ForwardBatch:
         """Returns what `layout_of` does.
@@ -38,12 +56,19 @@ class Layouts:
             ValueError: as `build_batch` does.
         """
         before, self._layout = self._layout, None
-        layout = None
-        if before is not None and self._knows_all and len(parts) == len(self._parts):
+        layout = self._of_sketched(parts)
+        if layout is None and before is not None and self._knows_all and len(parts) == len(self._parts):
             layout = self._a_token_further(parts, before)
         self._layout = layout or layout_of(parts, self._cache)
         self._parts, self._begun_with = parts, [part.sample.begun_with for part in parts]
         return self._layout
+
+    def _of_sketched(self, parts: Sequence[Part]) -> ForwardBatch | None:
+        """Returns the sketch with these parts' tables; None if it is not of the same tokens."""
+        sketched, self._sketched = self._sketched, None
+        if sketched is None or [_tokens_of(part) for part in parts] != [_tokens_of(part) for part in sketched[0]]:
+            return None
+        return with_tables(sketched[1], [part.tables for part in parts], groups=self._cache.spec.groups)
 
     def _a_token_further(self, parts: Sequence[Part], before: ForwardBatch) -> ForwardBatch | None:
         """Returns the layout of the next token of everybody who was in the batch before; None if that is not it."""
@@ -96,6 +121,11 @@ class Layouts:
             attention=tuple(attention),
             spans=torch.from_numpy(spans),
         )
+
+
+def _tokens_of(part: Part) -> tuple[object, ...]:
+    """Returns all that a layout depends on but tables."""
+    return part.sample, part.start, part.tokens, part.draft, part.sample.begun_with, part.row_count
 
 
 def _with_blocks(tables: np.ndarray, entries: Sequence[tuple[int, Sequence[int], int]]) -> np.ndarray:

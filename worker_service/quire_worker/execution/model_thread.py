@@ -9,8 +9,11 @@ do without, and not between two passes, where the kernels would wait for it:
 
 So a pass that has another one behind it is told of when the kernels of that one begin (`before_kernels`). The pipe is
 written to with the interpreter held, because a thread that lets go of it, if only for a system call or to destroy a
-tensor, gets it back when the event loop is done with its turn. Where somebody waits for a first token, that turn comes
-first.
+tensor, gets it back when the event loop is done with its turn.
+
+The event loop gives way where somebody waits for a first token: a pass that comes to an idle thread begins before it
+plans the next one (`begun`). The model's thread gives way for the first tokens themselves: while a pass has brought
+nothing else, the next one begins when they are on their way (`go_on`).
 """
 
 from __future__ import annotations
@@ -19,19 +22,30 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
 from quire_worker.execution.parts import Computed, Prepared
+from quire_worker.scheduling.plan import Work
 
 # Computes a batch. The function that it is given is to be called before its kernels, if one call runs most of them.
 Compute: TypeAlias = Callable[[Prepared, Callable[[], None]], Computed]
 
+GIVES_WAY_S = 0.001  # at most; first tokens take the event loop a third of it
+
 # The C library's, called with the interpreter held: the pipe that it writes to does not block.
 _write = ctypes.PyDLL(None).write
 _write.argtypes, _write.restype = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t), ctypes.c_ssize_t
+
+
+class Pass(NamedTuple):
+    """A batch that is with the model's thread."""
+
+    work: list[Work]
+    result: asyncio.Future[Computed]
 
 
 class Done(NamedTuple):
@@ -59,6 +73,9 @@ class ModelThread:
         self._done = deque[Done]()
         self._is_owed = False  # the event loop was not told of what is done; for the model's thread alone
         self._has_kernels = False  # the pass under way has called `before_kernels`; likewise
+        self._announces_kernels = False  # the last pass has called `before_kernels`: the next one will
+        self._begun: asyncio.Future[None] | None = None  # a pass that came to an idle thread has called it, or ended
+        self._may_go_on = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._read_end = self._write_end = -1
 
@@ -72,8 +89,22 @@ class ModelThread:
             self._loop.add_reader(self._read_end, self._hear)
         future: asyncio.Future[Computed] = self._loop.create_future()
         self._submitted_count += 1
+        if self._announces_kernels and not prepared.is_behind:
+            self._begun = self._loop.create_future()
         self._executor.submit(self._run, compute, prepared, future)
         return future
+
+    async def begun(self) -> None:
+        """Returns when the kernels of a pass run that was submitted to an idle thread. Where the pass before has not
+        said when its kernels begin, this only gives the interpreter away once."""
+        if self._begun is None:
+            await asyncio.sleep(0)
+        else:
+            await self._begun
+
+    def go_on(self) -> None:
+        """Notes that first tokens are on their way."""
+        self._may_go_on.set()
 
     def close(self) -> None:
         """Waits for the thread, and closes the pipe."""
@@ -91,6 +122,7 @@ class ModelThread:
     def _run(self, compute: Compute, prepared: Prepared, future: asyncio.Future[Computed]) -> None:
         self._begun_count += 1
         self._has_kernels = False
+        self._is_owed |= not prepared.is_behind  # somebody may wait for it to begin
         if future.cancelled():  # nobody waits any more
             self._tell()
             return
@@ -98,15 +130,19 @@ class ModelThread:
         try:
             result = computed = compute(prepared, self._before_kernels)
         except BaseException as error:
-            result, goes_first = error, True
+            result, goes_first, gives_way = error, True, False
         else:
-            goes_first = computed.has_first_tokens
+            goes_first, gives_way = computed.has_first_tokens, computed.has_first_tokens_alone
+        self._announces_kernels = self._has_kernels
         self._done.append(Done(future, result, prepared))
         self._is_owed = True
         if goes_first:
             self._is_owed = False
+            self._may_go_on.clear()
             with contextlib.suppress(BlockingIOError):  # full: it has been told
                 os.write(self._write_end, b"\0")
+            if gives_way:
+                self._may_go_on.wait(GIVES_WAY_S)
         elif not self._has_kernels or self._submitted_count == self._begun_count:
             self._tell()
 
@@ -124,6 +160,9 @@ class ModelThread:
     def _hear(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._read_end, 4096)
+        begun, self._begun = self._begun, None
+        if begun is not None and not begun.done():
+            begun.set_result(None)
         while self._done:
             future, result, _ = self._done.popleft()
             if future.done():  # cancelled

@@ -142,6 +142,11 @@ class Computed(NamedTuple):
         """Tells whether somebody waits for the first token of an answer."""
         return any(token.draw.sample.request.first_token_s is None for token in self.tokens)
 
+    @property
+    def has_first_tokens_alone(self) -> bool:
+        """Tells whether nobody else has got a token."""
+        return all(token.draw.sample.request.first_token_s is None for token in self.tokens)
+
 
 def tables_of(sample: Sample) -> list[array[int]]:
     """Returns a sample's tables as they are now, of each group; those of states have one entry, the running block."""

@@ -8,7 +8,8 @@ Where a second model drafts (`drafter.py`), it reads along at the end of each ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 
 from quire.protocol.outcomes import Copy
 
@@ -83,6 +84,16 @@ class Runner:
             layout = None
         ids = None if layout is None else layout.input_ids.numpy()[0]
         return Prepared(batch, batch.draws(), restores, parts, awaiting, places, layout, ids, is_behind)
+
+    def sketch(self, wanted: Iterable[tuple[Sample, int]]) -> None:
+        """Lays out so many next tokens of each sample but for their blocks, for `prepare` to complete if these become
+        the next batch. For the thread that they belong to."""
+        parts = [
+            Part(sample, sample.computed, sample.tokens[sample.computed : sample.computed + token_count], [])
+            for sample, token_count in wanted
+        ]
+        with contextlib.suppress(Exception):  # who is to blame is found where the batch is computed
+            self._layouts.sketch(parts)
 
     def compute(self, prepared: Prepared, before_kernels: Callable[[], None] | None = None) -> Computed:
         """Runs a batch. Blocks; for the model's thread. `before_kernels` is that of `PagedModel.forward`.

@@ -120,17 +120,7 @@ def build_batch(
     tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in chunks])
     begun_with = np.array([chunk.begun_with for chunk in chunks], dtype=np.int64)
 
-    spans: dict[GroupSpec, _Spans] = {}
-    attention: list[AttentionBatch] = []
-    states: list[list[int]] = []
-    for index, group in enumerate(groups):
-        if group.kind is GroupKind.STATE:
-            states.append([int(chunk.block_tables[index][0]) for chunk in chunks])
-            continue
-        if group not in spans:
-            spans[group] = _spans(group, starts, starts + query_lengths)
-        tables = [chunk.block_tables[index] for chunk in chunks]
-        attention.append(_attention_batch(tables, group.block_size, spans[group], positions))
+    attention, states = _pages(groups, [chunk.block_tables for chunk in chunks], starts, query_lengths, positions)
 
     def on_device(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
@@ -140,11 +130,50 @@ def build_batch(
         position_ids=on_device(positions).unsqueeze(0),
         logits_index=on_device(_wanted(chunks, ends)),
         lengths=torch.from_numpy(np.maximum(positions + 1, np.repeat(begun_with, query_lengths))),
-        attention=tuple(attention),
+        attention=attention,
         spans=torch.from_numpy(np.stack((starts, query_lengths, begun_with))),
-        state_blocks=on_device(_state_blocks(states, len(chunks))),
+        state_blocks=on_device(states),
         adapters=_segments(chunks, query_lengths, device),
     )
+
+
+def with_tables(batch: ForwardBatch, tables: Sequence[Sequence[Table]], *, groups: Sequence[GroupSpec]) -> ForwardBatch:
+    """Returns a batch of the same tokens in other blocks.
+
+    Args:
+        batch: on the host.
+        tables: of each chunk, as in `Chunk`.
+        groups: as of `build_batch`.
+
+    Raises:
+        ValueError: as `build_batch` does.
+    """
+    starts, query_lengths, _ = batch.spans.numpy()
+    for number, (start, count) in enumerate(zip(starts.tolist(), query_lengths.tolist(), strict=True)):
+        _check_tables(number, start + count, tables[number], groups)
+    attention, states = _pages(groups, tables, starts, query_lengths, batch.position_ids.numpy()[0])
+    return replace(batch, attention=attention, state_blocks=torch.from_numpy(states))
+
+
+def _pages(
+    groups: Sequence[GroupSpec],
+    tables: Sequence[Sequence[Table]],
+    starts: np.ndarray,
+    query_lengths: np.ndarray,
+    positions: np.ndarray,
+) -> tuple[tuple[AttentionBatch, ...], np.ndarray]:
+    """Lays out what depends on the blocks of each chunk: attention's part, and the running blocks of states."""
+    spans: dict[GroupSpec, _Spans] = {}
+    attention: list[AttentionBatch] = []
+    states: list[list[int]] = []
+    for index, group in enumerate(groups):
+        if group.kind is GroupKind.STATE:
+            states.append([int(each[index][0]) for each in tables])
+            continue
+        if group not in spans:
+            spans[group] = _spans(group, starts, starts + query_lengths)
+        attention.append(_attention_batch([each[index] for each in tables], group.block_size, spans[group], positions))
+    return tuple(attention), _state_blocks(states, len(tables))
 
 
 def _state_blocks(states: list[list[int]], chunk_count: int) -> np.ndarray:
@@ -202,8 +231,11 @@ def _segments(chunks: Sequence[Chunk], query_lengths: np.ndarray, device: torch.
 def _check(number: int, chunk: Chunk, groups: Sequence[GroupSpec]) -> None:
     if len(chunk.tokens) == 0 or chunk.start < 0:
         raise ValueError(f"chunk {number} has {len(chunk.tokens)} tokens from position {chunk.start}")
-    end = chunk.start + len(chunk.tokens)
-    for table, group in zip(chunk.block_tables, groups, strict=True):
+    _check_tables(number, chunk.start + len(chunk.tokens), chunk.block_tables, groups)
+
+
+def _check_tables(number: int, end: int, tables: Sequence[Table], groups: Sequence[GroupSpec]) -> None:
+    for table, group in zip(tables, groups, strict=True):
         if group.kind is GroupKind.STATE:
             if len(table) == 0:
                 raise ValueError(f"chunk {number} has no running block in a group of states")

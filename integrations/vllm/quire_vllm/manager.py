@@ -15,7 +15,9 @@ vLLM pads with block 0 and never grants it, so the pool has one block fewer, and
 window is released when the pass that has moved past it is published. The runner's table keeps the old entry, which
 nothing reads any more; a table that is handed over whole has block 0 there.
 
-Where there are windows, a prompt gets blocks for its first chunk, and the rest as its window moves on.
+Where there are windows, a prompt gets blocks for its first chunk, and the rest as its window moves on. Recurrent states
+that are cached (vLLM's mode `align`) are windows of one block: vLLM's worker copies a state from block to block itself,
+and the scheduler ends the passes of prompts where blocks end, so that each block has its state.
 """
 
 from __future__ import annotations
@@ -87,6 +89,8 @@ class QuireCacheManager(KVCacheManager):
         self._scheduler = scheduler
         self._edge_tokens = pool.shape.edge_tokens
         self._digest_tokens = pool.shape.digest_tokens
+        budget: int = scheduler.max_num_scheduled_tokens
+        self._pass_tokens = pool.shape.digest_tokens if pool.shape.caches_states else budget
         # Without a prefix cache vLLM makes no hashes, and only what is committed falls out of windows.
         self._windows = [group for group in pool.shape.groups if group.window]
         self._makes_digests_up = not self.enable_caching and bool(self._windows)
@@ -134,15 +138,18 @@ class QuireCacheManager(KVCacheManager):
         if not self.prefix_cache_lookup_enabled(request):
             digests = b""
         count = request.num_tokens
-        chunk = min(count, self._scheduler.max_num_scheduled_tokens) if self.pool.shape.chunk_token_count else count
+        chunk = min(count, self._pass_tokens) if self.pool.shape.chunk_token_count else count
         return Prompt(request.request_id, chunk, count, digests, request.num_preemptions > 0)
 
     def _needs(self, running: Sequence[Held]) -> Sequence[Need]:
         """Returns what running requests are to hold next; nothing while all have room ahead, which is most turns."""
+        size = self._digest_tokens
         lookahead, most, counts, is_short = self._scheduler.num_lookahead_tokens, self.max_model_len, [], False
         for held in running:
             request = held.request
             count = min(request.num_tokens_with_spec + request.num_output_placeholders + lookahead, most)
+            if self.pool.shape.caches_states:
+                count = min(count, (request.num_computed_tokens // size + 1) * size)
             counts.append(count)
             is_short = is_short or self.pool.is_short(held.sequence_id, count, held.last)
         if not is_short:

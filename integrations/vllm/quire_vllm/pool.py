@@ -10,8 +10,13 @@ KINDS: Final = {  # of vLLM's specifications the kind of Quire's groups, and the
     "FullAttentionSpec": ("full_attention", ""),
     "SlidingWindowSpec": ("sliding_window", "sliding_window"),
     "ChunkedLocalAttentionSpec": ("chunked_local", "attention_chunk_size"),
-    "MambaSpec": ("full_attention", ""),  # without a prefix cache: one block, for as long as a request lives
+    "MambaSpec": ("full_attention", ""),  # one block for as long as a request lives; with a prefix cache see below
 }
+
+
+# A state is all that its layers have of the tokens before: as the block that ends with the last one has it, a window
+# that reads one token back needs just what a state does, and keeps just that of a prefix.
+STATE_WINDOW: Final = 2
 
 
 class GroupShape(NamedTuple):
@@ -31,8 +36,9 @@ class GroupShape(NamedTuple):
 class PoolShape(NamedTuple):
     """What both sides say of a pool; fields as in `quire.PoolSpec`.
 
-    `chunk_token_count` is the largest part of a prompt that a turn computes, where blocks fall out of windows
-    meanwhile; 0 where there are no windows, and prompts get their blocks at once.
+    `chunk_token_count` is the largest part of a prompt that turns under way compute, where blocks fall out of windows
+    meanwhile; 0 where there are no windows, and prompts get their blocks at once. Where `caches_states`, the pass of a
+    prompt ends at the next edge of a block at the latest.
     """
 
     block_count: int
@@ -43,6 +49,7 @@ class PoolShape(NamedTuple):
     watermark_block_count: int
     first_block_id: int
     tells_removed: bool
+    caches_states: bool
 
     @property
     def edge_tokens(self) -> int:
@@ -61,17 +68,28 @@ def pool_shape(vllm_config: Any, kv_cache_config: Any, *, first_block: int) -> P
     smallest = min(spec.block_size for spec in specs)
     groups = tuple(group_shape(spec, smallest) for spec in specs)
     events = vllm_config.kv_events_config
-    has_windows = any(group.window for group in groups)
+    chunk, caches_states = 0, any(map(is_cached_state, specs))
+    if caches_states:
+        passes = -(-vllm_config.max_in_flight_tokens // vllm_config.scheduler_config.max_num_batched_tokens)
+        chunk = passes * smallest
+    elif any(group.window for group in groups):
+        chunk = vllm_config.max_in_flight_tokens
     return PoolShape(
         kv_cache_config.num_blocks - first_block,
         groups,
-        vllm_config.max_in_flight_tokens if has_windows else 0,
+        chunk,
         " + ".join(map(layout, specs)),
         fingerprint(vllm_config.model_config),
         int(vllm_config.scheduler_config.watermark * kv_cache_config.num_blocks),
         first_block,
         events is not None and bool(events.enable_kv_cache_events),
+        caches_states,
     )
+
+
+def is_cached_state(spec: Any) -> bool:
+    """Tells whether a specification is of states that are kept at edges of blocks."""
+    return type(spec).__name__ == "MambaSpec" and spec.mamba_cache_mode == "align"
 
 
 def group_shape(spec: Any, smallest: int) -> GroupShape:
@@ -81,6 +99,8 @@ def group_shape(spec: Any, smallest: int) -> GroupShape:
     kind, window = KINDS[name]
     size = spec.block_size
     if name == "MambaSpec":
+        if is_cached_state(spec):
+            return GroupShape("sliding_window", size, STATE_WINDOW)
         size = -(-size // smallest) * smallest
     return GroupShape(kind, size, getattr(spec, window) if window else 0)
 

@@ -46,6 +46,12 @@ MANAGER_METHODS: Final = {
 }
 SCHEDULER_METHODS: Final = {
     "_ec_transfer_pending": ("request", "num_computed_tokens"),
+    "_mamba_block_aligned_split": (
+        "request",
+        "num_new_tokens",
+        "num_new_local_computed_tokens",
+        "num_external_computed_tokens",
+    ),
     "shutdown": (),
 }
 BLOCK_POOL_METHODS: Final = {  # for KV cache events

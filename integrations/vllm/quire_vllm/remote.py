@@ -151,6 +151,7 @@ class RemotePool:
         self._dropped.discard(key)
         if key not in self._prompts:
             if not self._is_to_ask(key):
+                self._unblock()
                 return 0, Waiting(False)
             self._submit([], [prompt])
         self._wait(lambda: self._prompts[key] is not None)
@@ -161,10 +162,18 @@ class RemotePool:
         if grown.result is not Result.OK:
             if grown.result is Result.NO_SPACE:
                 self._enough[key] = self._free_block_count + grown.shortfall
+                self._unblock()
             return 0, Waiting(grown.result is Result.PENDING)
         self._enough.pop(key, None)
         table = self._tables[grown.sequence_id]
         return grown.sequence_id, Admitted(grown.matched_token_count, table.room, table.blocks)
+
+    def _unblock(self) -> None:
+        """Takes all blocks back where only prompts have any that were let in behind one that was refused: vLLM runs
+        none of them before that one, and so nothing would ever become free."""
+        if len(self._tables) == sum(grown is not None and bool(grown.result) for grown in self._prompts.values()):
+            while self.drop_upcoming():
+                pass
 
     def has_room_for(self, token_counts: Sequence[int]) -> bool:
         """Tells whether new sequences of so many tokens would all fit, as of the last answer."""

@@ -47,6 +47,21 @@ class _OnQuire(Scheduler):
             return True
         return bool(super()._ec_transfer_pending(request, num_computed_tokens))
 
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Ends passes of prompts at each edge of a block: what is published has a state in every block."""
+        count: int = super()._mamba_block_aligned_split(
+            request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
+        )
+        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        size: int = self.cache_config.block_size
+        return min(count, size - start % size)
+
     def shutdown(self) -> None:
         """Gives the pool back, too."""
         super().shutdown()

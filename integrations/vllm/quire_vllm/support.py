@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire_vllm.pool import KINDS
+from quire_vllm.pool import KINDS, is_cached_state
 from quire_vllm.releases import UnsupportedError
 
 
@@ -16,8 +16,9 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, *, hash_block_size: int
     specs = [group.kv_cache_spec for group in groups]
     others = sorted({type(spec).__name__ for spec in specs} - KINDS.keys())
     states = [spec for spec in specs if type(spec).__name__ == "MambaSpec"]
-    sizes = [spec.block_size for spec in specs if spec not in states]
+    sizes = [spec.block_size for spec in specs if is_cached_state(spec) or spec not in states]
     smallest = min(sizes, default=hash_block_size)
+    block_size = vllm_config.cache_config.block_size
     is_cached = vllm_config.cache_config.enable_prefix_caching
     reasons = {
         "KV connectors (kv_transfer_config)": vllm_config.kv_transfer_config is not None,
@@ -27,7 +28,7 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, *, hash_block_size: int
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         f"KV cache groups of {', '.join(others)}": bool(others),
         "windows that keep more than they read": any(getattr(spec, "extra_retained_tokens", 0) for spec in specs),
-        "a prefix cache of recurrent states (--no-enable-prefix-caching)": bool(states) and is_cached,
+        "states of other sizes than a block": any(map(is_cached_state, states)) and len({*sizes, block_size}) > 1,
         "speculation with recurrent states": any(spec.num_speculative_blocks for spec in states),
         f"hashes of {hash_block_size} tokens for blocks of {smallest}": is_cached and hash_block_size != smallest,
         "blocks that are no multiples of the smallest": any(size % smallest for size in sizes),

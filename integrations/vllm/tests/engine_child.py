@@ -32,7 +32,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         dtype="float32",
         enforce_eager=True,
         max_model_len=job.get("tokens_max", 512),
-        block_size=32,  # what the CPU backend takes at least
+        block_size=job.get("block_size", 32),  # the CPU backend takes no less
         max_num_seqs=64,
         max_num_batched_tokens=job.get("batch_tokens_max", 2048),
         num_gpu_blocks_override=job["blocks"],

@@ -57,7 +57,8 @@ def _llama() -> Any:
 
 def _granite() -> Any:
     experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128}
-    return transformers.GraniteMoeHybridConfig(**BASE, **experts, **MAMBA, layer_types=["mamba", "attention"] * 2)
+    base = {**BASE, "max_position_embeddings": 1024}
+    return transformers.GraniteMoeHybridConfig(**base, **experts, **MAMBA, layer_types=["mamba", "attention"] * 2)
 
 
 def _mamba() -> Any:

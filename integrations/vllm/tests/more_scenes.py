@@ -8,6 +8,8 @@ from stage import FULL, TOKENS_MAX, Stage, image, next_token, text
 
 WINDOWS: Final = (FULL, ("sliding", 4, 10), ("sliding", 4, 10))
 CHUNKS: Final = (FULL, ("chunked", 4, 16))
+STATES: Final = (FULL, ("state", 4, 0), ("state", 4, 0))
+LONG_BLOCKS: Final = (("full", 16, 0), ("state", 16, 0))
 TWO_SIZES: Final = (("full", 8, 0), ("sliding", 4, 6))
 
 
@@ -33,6 +35,13 @@ def a_prompt_that_hits_waits_for_room_for_the_rest(stage: Stage) -> None:
     stage.add("runs", text(2, 30), new=8)
     stage.turn()
     stage.add("waits", text(1, 24) + text(3, 24), new=2)
+
+
+def a_long_prompt_is_not_kept_out_by_those_behind_it(stage: Stage) -> None:
+    stage.add("runs", text(1, 20), new=4)
+    stage.turn()
+    stage.add("long", text(2, 64), new=2)
+    stage.add("behind it", text(3, 14), new=2)
 
 
 def without_a_prefix_cache_nothing_is_hit(stage: Stage) -> None:
@@ -120,6 +129,7 @@ MORE_SCENES: Final[dict[Any, dict[str, Any]]] = {
     what_was_granted_anew_is_not_hit: {"blocks": 17},
     what_a_prompt_hits_is_not_evicted_for_the_rest_of_it: {"blocks": 18},
     a_prompt_that_hits_waits_for_room_for_the_rest: {"blocks": 20},
+    a_long_prompt_is_not_kept_out_by_those_behind_it: {"blocks": 20},
     without_a_prefix_cache_nothing_is_hit: {"blocks": 32, "caches": False},
     windows_are_hit_where_each_group_has_them: {"blocks": 128, "groups": WINDOWS},
     windows_that_have_left_are_computed_again: {"blocks": 41, "groups": WINDOWS},
@@ -164,4 +174,32 @@ MORE_SCENES |= {
     groups_of_two_block_sizes_hit_at_edges_of_both: {"blocks": 128, "groups": TWO_SIZES},
     without_a_prefix_cache_windows_move_on: {"blocks": 90, "groups": WINDOWS, "caches": False},
     drafts_with_few_blocks_preempt_who_came_last: {"blocks": 24, "drafts": 3},
+}
+
+
+def states_are_hit_where_blocks_end(stage: Stage) -> None:
+    windows_are_hit_where_each_group_has_them(stage)
+
+
+def states_alone_are_hit_where_blocks_end(stage: Stage) -> None:
+    windows_are_hit_where_each_group_has_them(stage)
+
+
+def states_of_who_is_preempted_are_hit_again(stage: Stage) -> None:
+    for number in range(4):
+        stage.add(str(number), text(number, 14), new=20)
+
+
+def states_go_on_in_passes_shorter_than_a_block(stage: Stage) -> None:
+    for number in range(3):
+        stage.add(str(number), text(number, 41), new=9)
+    stage.run()
+    stage.add("again", text(1, 41) + text(5, 9))
+
+
+STATE_SCENES: Final[dict[Any, dict[str, Any]]] = {
+    states_are_hit_where_blocks_end: {"blocks": 128, "groups": STATES},
+    states_alone_are_hit_where_blocks_end: {"blocks": 64, "groups": (("state", 4, 0),)},
+    states_of_who_is_preempted_are_hit_again: {"blocks": 36, "groups": STATES},
+    states_go_on_in_passes_shorter_than_a_block: {"blocks": 64, "groups": LONG_BLOCKS, "budget": 9},
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from more_scenes import CHUNKS, MORE_SCENES, WINDOWS
+from more_scenes import CHUNKS, MORE_SCENES, STATE_SCENES, STATES, WINDOWS
 from stage import Cast, Stage, text
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
@@ -158,6 +158,7 @@ SCENES: dict[Any, dict[str, Any]] = {
     a_cache_is_reset_only_while_nobody_runs: {"blocks": 64},
     running_requests_can_be_preempted_for_a_reset: {"blocks": 64},
     **MORE_SCENES,
+    **STATE_SCENES,
 }
 
 
@@ -167,6 +168,7 @@ RANDOM: dict[str, dict[str, Any]] = {
     "200 blocks": {"blocks": 200, "share": 0.3},
     "windows": {"blocks": 110, "share": 0.3, "groups": WINDOWS},
     "chunks": {"blocks": 80, "share": 0.3, "groups": CHUNKS},
+    "states": {"blocks": 110, "share": 0.3, "groups": STATES},
 }
 
 

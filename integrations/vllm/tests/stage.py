@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -32,6 +33,7 @@ BLOCK: Final = 4
 TOKENS_MAX: Final = 256
 FULL: Final = ("full", BLOCK, 0)  # a group: what its layers read, tokens of a block, and of a window
 IMAGE_TOKENS: Final = 6
+STATE_SLOT: Final = 0  # of a block that has a state; what else the block had is gone
 
 
 class Cast(NamedTuple):
@@ -84,6 +86,8 @@ class Stage:
         sizes = [size for _, size, _ in groups]
         config.cache_config.block_size = max(sizes)
         config.cache_config.num_gpu_blocks = blocks
+        if any(kind == "state" for kind, _, _ in groups):
+            config.cache_config.mamba_cache_mode = "align"
         specs = [group_spec(*group, config.model_config.dtype) for group in groups]
         named = [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]
         self.scheduler = cast.scheduler(
@@ -164,6 +168,9 @@ class Stage:
         tokens = known + drafts
         for group, (kind, size, window) in enumerate(self._groups):
             table = self._tables[name][group]
+            if kind == "state":
+                self._compute_state(name, tokens, group, before, count)
+                continue
             for position in range(first_read(kind, window, before), before):
                 seen = self._slots.get((table[position // size], position % size))
                 assert seen == (group, self._content(name, tokens, position)), f"{name} reads another at {position}"
@@ -179,6 +186,16 @@ class Stage:
                 break
             sampled.append(next_token((*known, *sampled)))
         return sampled
+
+    def _compute_state(self, name: str, tokens: tuple[int, ...], group: int, before: int, count: int) -> None:
+        """Takes the state of the last token before from its block, as vLLM's worker does, and leaves the new one in
+        that of the last token."""
+        table, size, last = self._tables[name][group], self._groups[group][1], before + count - 1
+        if before:
+            seen = self._slots.get((table[(before - 1) // size], STATE_SLOT))
+            assert seen == (group, self._content(name, tokens, before - 1)), f"{name} goes on from another state"
+        assert table[last // size] > 0, "block 0 is vLLM's"
+        self._slots[table[last // size], STATE_SLOT] = (group, self._content(name, tokens, last))
 
     def _content(self, name: str, tokens: tuple[int, ...], position: int) -> int:
         """What attention over a token and all before it has cached, images among them."""
@@ -226,6 +243,8 @@ class Stage:
 
 def group_spec(kind: str, size: int, window: int, dtype: Any) -> Any:
     """vLLM's specification of a group."""
+    if kind == "state":
+        return MambaSpec(size, shapes=((1,),), dtypes=(dtype,), mamba_cache_mode="align")
     common = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": dtype}
     if kind == "sliding":
         return SlidingWindowSpec(**common, sliding_window=window)

@@ -43,6 +43,7 @@ SCENES: Final = (
     "what_was_granted_anew_is_not_hit",
     "what_a_prompt_hits_is_not_evicted_for_the_rest_of_it",
     "a_prompt_that_hits_waits_for_room_for_the_rest",
+    "a_long_prompt_is_not_kept_out_by_those_behind_it",
     "without_a_prefix_cache_nothing_is_hit",
     "windows_are_hit_where_each_group_has_them",
     "windows_alone_are_hit_to_their_last_block",
@@ -61,7 +62,13 @@ SCENES: Final = (
     "an_answer_ends_at_the_longest_length",
 )
 DRAFTS: Final = "drafts_are_taken_as_far_as_they_are_right"
-RANDOM: Final = ("40 blocks", "80 blocks", "200 blocks", "windows", "chunks")
+STATES: Final = (  # passes of prompts end at each block, which vLLM's own do not
+    "states_are_hit_where_blocks_end",
+    "states_alone_are_hit_where_blocks_end",
+    "states_of_who_is_preempted_are_hit_again",
+    "states_go_on_in_passes_shorter_than_a_block",
+)
+RANDOM: Final = ("40 blocks", "80 blocks", "200 blocks", "windows", "chunks", "states")
 RANDOM_REQUESTS: Final = 1_000
 OURS: Final = "quire_vllm.QuireScheduler"
 
@@ -114,12 +121,24 @@ def test_drafts_end_the_same_and_what_was_right_of_the_last_is_hit(
     assert ours["hits"]["goes on"] == theirs["hits"]["goes on"] + 4, "vLLM caches what its last pass was asked for"
 
 
+@pytest.mark.parametrize("scene", STATES)
+def test_states_go_on_from_where_they_were_and_hit_no_less(
+    scene: str, stock: dict[str, Any], embedded: dict[str, Any], remote: dict[str, Any]
+) -> None:
+    theirs = stock[scene]
+    for ours in (embedded[scene], remote[scene]):
+        assert ours["lengths"] == theirs["lengths"]
+        assert all(ours["hits"][name] >= hits for name, hits in theirs["hits"].items())
+        assert (ours["usage"], ours["held"]) == (0.0, 0)
+
+
 def test_the_scenes_are_all_there_are_and_show_what_they_are_about(stock: dict[str, Any]) -> None:
-    assert set(stock) == {*SCENES, DRAFTS, *(f"random: {name}" for name in RANDOM)}
+    assert set(stock) == {*SCENES, *STATES, DRAFTS, *(f"random: {name}" for name in RANDOM)}
     assert stock["salts_part_caches"]["hits"] == {"a": 0, "b": 12, "c": 0, "d": 0}
     assert sum(len(preempted) for _, preempted in stock["who_came_last_is_preempted"]["turns"]) > 0
     assert stock["of_one_prompt_the_end_leaves_the_cache_first"]["hits"]["again"] > 0
     assert stock["images_part_caches"]["hits"] == {"red": 0, "red again": 28, "blue": 8, "red a third time": 28}
+    assert stock["states_are_hit_where_blocks_end"]["hits"]["goes on"] > 0
     assert stock["windows_are_hit_where_each_group_has_them"]["hits"]["goes on"] > 0
 
 

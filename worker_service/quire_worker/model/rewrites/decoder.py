@@ -4,8 +4,8 @@ Where every layer goes straight to the kernels, all run in one call of `quire_de
 tables of its group. That saves ten calls from Python a layer; more than that, while it runs the model's thread needs
 nothing of the interpreter, so that the event loop can hand out the last tokens meanwhile.
 
-Of a prompt, logits are wanted after its last token alone. What the last layer would do to the others after its attention
-is for nobody, and left out.
+Of a prompt, logits are wanted after its last token alone. What the last layer would do to the others, after its
+attention, is for nobody, and left out.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Decoder(torch.nn.Module):
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: Step, kept: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns what the last layer gives, `[1, tokens, hidden_size]`, before the last norm; of the tokens `kept` alone
-        where these are given, int64 `[kept]`, in rising order."""
+        """Returns what the last layer gives, `[1, tokens, hidden_size]`, before the last norm; of the tokens `kept`
+        alone where these are given, int64 `[kept]`, in rising order."""
         if kept is not None and kept.shape[0] == input_ids.shape[1]:
             kept = None
         hidden: torch.Tensor = self.embed_tokens.forward(input_ids).contiguous()

@@ -12,6 +12,7 @@ from quire_worker.attention import PagedAttention
 from quire_worker.sampling.choice import are_finite, probabilities_of, sample
 from quire_worker.sampling.params import SAMPLE_COUNT_MAX, SamplingParams
 from quire_worker.sampling.random_numbers import new_generator
+from quire_worker.sampling.sampler import Sampler, draw
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -91,6 +92,19 @@ def test_greedy_takes_the_largest_and_leaves_the_generator_alone() -> None:
     before = [generator.get_state() for generator in generators]
     assert sample(logits, [SamplingParams()] * 3, generators).tolist() == logits.argmax(dim=-1).tolist()
     assert all(torch.equal(generator.get_state(), old) for generator, old in zip(generators, before, strict=True))
+
+
+def test_only_who_draws_has_random_numbers() -> None:
+    drawn = SamplingParams(temperature=1.0, seed=3)
+    samplers = [
+        Sampler.of(params, 0, prompt=[1], eos_token_ids=[], vocabulary=VOCABULARY)
+        for params in (SamplingParams(), drawn, SamplingParams(seed=3))
+    ]
+    forks = [sampler.copy(1) for sampler in samplers]
+    assert [each.generator is None for each in (*samplers, *forks)] == [True, False, True] * 2
+    logits = random_logits(3)
+    expected = sample(logits[1:2], [drawn], [new_generator(3, 0)]).tolist()
+    assert draw(logits, samplers).tokens[1:2] == expected
 
 
 def test_top_k_of_one_is_greedy() -> None:

@@ -37,7 +37,7 @@ def are_finite(logits: torch.Tensor) -> torch.Tensor:
 def sample(
     logits: torch.Tensor,
     params: Sequence[SamplingParams],
-    generators: Sequence[torch.Generator],
+    generators: Sequence[torch.Generator | None],
     choose: Choose | None = None,
 ) -> torch.Tensor:
     """Returns one token per row, int32 or int64 `[rows]`, on the device of the logits: nobody waits for it yet. Random
@@ -46,7 +46,7 @@ def sample(
     Args:
         logits: float32 `[rows, vocabulary]`; of rows that are not `are_finite` the token is of no use.
         params: per row, valid.
-        generators: per row, from `new_generator`; greedy rows leave theirs untouched.
+        generators: per row, from `new_generator`; greedy rows leave theirs untouched, and need none.
         choose: the device's way (`PagedAttention.choose`); `choose_by_sorting` if not given.
 
     Raises:

@@ -34,7 +34,7 @@ class Sampler:
 
     Attributes:
         params: of its request.
-        generator: of its random numbers.
+        generator: of its random numbers; None where it is greedy and takes none.
         edits: of single logits; None if there are none.
         allowed: int32 `[words]`, which tokens may be chosen; None if all.
         matcher: of what the text has to be; None if it may be anything.
@@ -42,7 +42,7 @@ class Sampler:
     """
 
     params: SamplingParams
-    generator: torch.Generator
+    generator: torch.Generator | None
     edits: TokenEdits | None = None
     allowed: np.ndarray | None = None
     matcher: Matcher | None = None
@@ -69,7 +69,7 @@ class Sampler:
             vocabulary: tokens of the model.
             matcher: of a text that has not begun, of which the sampler takes a copy; None if it may be anything.
         """
-        sampler = cls(params, new_generator(params.seed, index))
+        sampler = cls(params, _generator_of(params, index))
         sampler.matcher = None if matcher is None else matcher.copy()
         if TokenEdits.are_needed(params):
             stops = [token for token in (*eos_token_ids, *params.stop_token_ids) if token < vocabulary]
@@ -100,12 +100,16 @@ class Sampler:
         """Returns the sampler of another sample that goes on from here, with the random numbers of that index."""
         return Sampler(
             self.params,
-            new_generator(self.params.seed, index),
+            _generator_of(self.params, index),
             None if self.edits is None else self.edits.copy(),
             self.allowed,
             None if self.matcher is None else self.matcher.copy(),
             self.logprob_count,
         )
+
+
+def _generator_of(params: SamplingParams, index: int) -> torch.Generator | None:
+    return None if params.is_greedy else new_generator(params.seed, index)
 
 
 class Drawn(NamedTuple):

@@ -119,7 +119,7 @@ class LayersInC:
         if step.before_kernels is not None:
             step.before_kernels()
         attention.library.functions.quire_decoder(ctypes.byref(arguments))
-        return hidden[:, :kept_count]
+        return hidden if kept is None else hidden[:, :kept_count]
 
     def _bind(self, step: PagedStep) -> bool:
         """Points every layer to its pages and to the batch as its group has it."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from quire import Client, FinishReason, InvalidArgumentError
+from quire import Client, FinishReason, InvalidArgumentError, QuireError
+from quire.v1 import worker_pb2 as pb
+from quire_worker.messages import sampling_of
+from quire_worker.sampling.params import SamplingParams
 
 from tests.fuzz.test_worker_over_grpc import worker
 from tests.fuzz.wire import in_a_thread
@@ -45,6 +48,18 @@ def test_the_best_samples_keep_to_a_choice(client: Client) -> None:
     generation = client.generate(TEXT, choice=["yes", "no", "perhaps"], n=2, best_of=4, temperature=1.0, seed=1)
     assert {sample.text for sample in generation.samples} <= {"yes", "no", "perhaps"}
     assert len(generation.samples) == 2
+
+
+def test_the_same_parameters_are_the_same_again_and_wrong_ones_wrong_again() -> None:
+    for _ in range(2):
+        assert sampling_of(pb.SamplingParams(max_tokens=7, temperature=1.5), 300) == SamplingParams(7, 1.5)
+        for vocabulary, biases in ((300, {299: 1.0}), (299, None)):  # what is right for one model is not for another
+            message = pb.SamplingParams(logit_bias_token_ids=[299], logit_bias=[1.0])
+            if biases is None:
+                with pytest.raises(QuireError, match="vocabulary"):
+                    sampling_of(message, vocabulary)
+            else:
+                assert sampling_of(message, vocabulary).logit_bias == biases
 
 
 def test_what_is_wrong_is_said_by_name(client: Client) -> None:

@@ -139,7 +139,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_model(options.model, Path(temporary) / "model")
-        options.dtype = options.dtype or json.loads((folder / "config.json").read_text())["dtype"]
+        saved = json.loads((folder / "config.json").read_text())
+        options.dtype = options.dtype or saved.get("dtype") or saved["torch_dtype"]  # its older name
         workloads = [WORKLOADS[name](options.prompt_tokens) for name in options.workloads]
         with QuireTrees(folder, options.dtype, CACHE_TOKENS) as quire:
             for workload in workloads:

@@ -34,12 +34,11 @@ from quire_allocator.session.machine import SessionMachine, pool_digest
 
 from tests.fuzz.look import deeply_seen_of, seen_of
 from tests.fuzz.messages import Malformer
-from tests.fuzz.requests import GROW, Plausible, method_of, pool_of
+from tests.fuzz.requests import GROW, READING, Plausible, method_of, pool_of
 from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import Quiet
 
 UNARY = ("OpenSession", "KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "DropCache", "CloseSession")
-READING = ("MatchPrefix", "ListPools", "GetPool")
 INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # accepted requests, messages
 
 

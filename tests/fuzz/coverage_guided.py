@@ -16,7 +16,8 @@ from google.protobuf.message import DecodeError, Message
 with atheris.instrument_imports(include=["quire_allocator", "quire.protocol.steps", "quire.protocol.state_digest"]):
     from quire.v1 import allocator_pb2 as pb
 
-    from tests.fuzz.allocator import READING, UNARY, Episode, Seen
+    from tests.fuzz.allocator import UNARY, Episode, Seen
+    from tests.fuzz.requests import READING
 
 METHODS = ("Session", *UNARY, *READING)
 SEED = 11

@@ -15,6 +15,7 @@ from quire_allocator.core.pool import Pool
 GROW = pb.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # of a sequence that nobody has
 TEXTS_MAX = 6
 PLACES = 256
+READING = ("MatchPrefix", "ListPools", "GetPool")
 
 
 class Plausible:
@@ -118,6 +119,8 @@ def method_of(request: Message) -> str:
 
 
 def pool_of(request: Message) -> str:
-    """Returns the pool that a unary request may change: an operator may drop what is cached of any, and all others are
-    the unary session's."""
-    return request.pool if isinstance(request, pb.DropCacheRequest) else "unary"
+    """Returns the pool that a unary request may change, "" for none: an operator may drop what is cached of any, nobody
+    changes anything by reading, and all others are the unary session's."""
+    if isinstance(request, pb.DropCacheRequest):
+        return request.pool
+    return "" if method_of(request) in READING else "unary"

@@ -117,7 +117,8 @@ async def test_it_waits_no_longer_than_a_moment(thread: ModelThread) -> None:
     first, second = submit(thread, one, two)
     one.let_end()
     two.let_end()
-    await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)
+    found = await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)  # nobody tells it to go on
+    assert found == [one.result, two.result]
 
 
 async def test_a_pass_that_finds_the_thread_idle_has_begun_when_its_kernels_do(thread: ModelThread) -> None:
@@ -174,9 +175,13 @@ async def test_one_that_nobody_waits_for_any_more_has_begun_too(thread: ModelThr
     (first,) = submit(thread, one)
     one.let_end()
     await asyncio.wait_for(first, WAIT_S)
-    (second,) = submit(thread, Batch("two", is_behind=False))
+    two = Batch("two", is_behind=False)
+    (second,) = submit(thread, two)
     second.cancel()
+    two.let_end()  # the thread may have been faster
     await asyncio.wait_for(thread.begun(), WAIT_S)
+    assert second.cancelled()
+    assert thread._begun_count == 2
 
 
 async def test_a_pass_that_never_reaches_kernels_tells_of_the_one_before_it_too(thread: ModelThread) -> None:

@@ -1,4 +1,5 @@
 """How much of prompts vLLM's scheduler hits with its own block manager and with Quire's, on a trace of requests.
+Quire's is measured twice: in the process, and with an allocator in another one.
 
     python benchmarks/vllm_cache.py --trace FILE [--sizes 1000 3000 10000] [--requests 3000]
                                     [--layers full windows chunks] [--json]
@@ -15,9 +16,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+from quire.local import ServerProcess
 from report import Goal, add_output_arguments, publish
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,8 +30,21 @@ SOURCES = ("integrations/vllm", "allocator_service", "client")
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Runs both managers on the layers of each model at each size, in one process."""
+    """Runs the managers on the layers of each model at each size, in one process beside an allocator."""
+    with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+        command = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
+        allocator = ServerProcess("quire_allocator", command, folder=Path(folder), log=Path(folder) / "log")
+        try:
+            allocator.wait_ready(deadline=time.monotonic() + 30)
+            return measure_beside(allocator.address, options)
+        finally:
+            allocator.stop()
+
+
+def measure_beside(allocator: str, options: argparse.Namespace) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """Does it beside this allocator."""
     job = {
+        "allocator": allocator,
         "model": str(options.model.resolve()),
         "trace": str(options.trace.resolve()),
         "requests": options.requests,
@@ -78,7 +95,10 @@ def main() -> None:
             row = {"layers": layers, "blocks": int(size), "side": side}
             row |= {"prompt_tokens": own["asked"], "hit_tokens": own["hits"]}
             rows.append({**row, "hit_ratio": round(ratios[side], 4)})
-        goals.append(Goal(f"hit ratio, {layers}, {size} blocks", ratios["embedded"], ratios["stock"], "higher"))
+        goals += [
+            Goal(f"hit ratio, {layers}, {size} blocks, {side}", ratios[side], ratios["stock"], "higher")
+            for side in ("embedded", "remote")
+        ]
     publish("vLLM's scheduler on a trace", rows, goals, as_json=options.json, csv_file=options.csv)
 
 

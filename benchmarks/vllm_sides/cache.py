@@ -36,7 +36,7 @@ from vllm.v1.structured_output import StructuredOutputManager  # type: ignore[im
 
 BLOCK = 4  # tokens that stand for the 512 of a block of the trace
 WINDOW = 32  # tokens, which stand for 4,096
-SIDES = {"stock": Scheduler, "embedded": QuireScheduler}
+SIDES = {"stock": Scheduler, "embedded": QuireScheduler, "remote": QuireScheduler}
 
 
 def groups_of(layers: str, dtype: Any) -> list[Any]:
@@ -58,6 +58,7 @@ def scheduler_of(side: str, job: dict[str, Any], blocks: int) -> Any:
         skip_tokenizer_init=True,
         enforce_eager=True,
         async_scheduling=False,
+        additional_config={"quire": {"allocator": job["allocator"], "pool": "cache"} if side == "remote" else {}},
     ).create_engine_config()
     config.cache_config.block_size, config.cache_config.num_gpu_blocks = BLOCK, blocks
     groups = groups_of(job["layers"], config.model_config.dtype)
@@ -106,6 +107,9 @@ def run(side: str, job: dict[str, Any], blocks: int, requests: list[tuple[list[i
         index = {name: place for place, name in enumerate(names)}
         scheduler.update_from_output(output, ModelRunnerOutput(names, index, sampled))
         living = {name: request for name, request in living.items() if not request.is_finished()}
+        if side == "remote":  # a pass would take longer than an answer
+            for sent in scheduler.kv_cache_manager.pool._under_way:
+                sent.answer.result(10.0)
     scheduler.shutdown()
     return {"asked": asked, "hits": hits}
 

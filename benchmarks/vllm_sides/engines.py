@@ -125,9 +125,9 @@ def speed(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return rounds
 
 
-def chats(job: dict[str, Any]) -> dict[str, Any]:
-    """Chats in turn over a cache too small for all: hit tokens of prompt tokens."""
-    engines = sides(job, job["chat_blocks"], "chats")
+def chats(job: dict[str, Any], blocks: int) -> dict[str, Any]:
+    """Chats in turn over a cache of so many blocks: hit tokens of prompt tokens."""
+    engines = sides(job, blocks, f"chats-{blocks}")
     hits = dict.fromkeys(engines, 0)
     asked = 0
     histories: dict[str, list[list[int]]] = {}
@@ -152,4 +152,5 @@ def chats(job: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     chosen = json.loads(sys.argv[1])
-    print("RESULT " + json.dumps({"speed": speed(chosen), "chats": chats(chosen)}), flush=True)
+    told = {"speed": speed(chosen), "chats": {blocks: chats(chosen, blocks) for blocks in chosen["chat_blocks"]}}
+    print("RESULT " + json.dumps(told), flush=True)

@@ -106,6 +106,10 @@ class EmbeddedPool:
         needed = sum([-(-count // size) for count in token_counts for size in sizes])
         return needed <= self.pool.blocks.free_count
 
+    def is_let_in(self, _key: str) -> bool:
+        """Tells that nobody is let in before it is asked for."""
+        return False
+
     def forget(self, _key: str) -> None:
         """Nothing was asked for: every answer came at once."""
 

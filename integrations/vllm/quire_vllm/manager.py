@@ -167,8 +167,8 @@ class QuireCacheManager(KVCacheManager):
 
     def _would_take_room(self, request: Request) -> bool:
         """Tells whether a request would overtake one that is passed over, and there is no room for both: vLLM's manager
-        lets them in by their order. An allocator elsewhere is asked for all prompts of a turn at once."""
-        if not self._passed_over or self.pool.asks_ahead:
+        lets them in by their order."""
+        if not self._passed_over or self.pool.is_let_in(request.request_id):
             return False
         return not self.pool.has_room_for([request.num_tokens, *self._passed_over.values()])
 

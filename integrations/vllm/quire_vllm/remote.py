@@ -9,6 +9,10 @@ The stream is `quire.blocking`, in a thread of its own; the scheduler's thread s
 
 So a dead allocator costs a turn no more than `WAIT_S` once; requests run on for about `AHEAD_TOKENS` tokens, and on
 when it, or its successor, which is told what the pages hold, answers again.
+
+Who gets what is as if each prompt were asked for in its turn: a refusal counts for one turn, and is asked anew where
+as many blocks are free as were missing; nobody is let in behind who was refused; and room ahead takes no more than a
+part of the pool, as blocks that it takes could be hit until then.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from quire_vllm.releases import UnsupportedError
 
 WAIT_S: Final = 0.02
 UNANSWERED_MAX: Final = 2  # steps, beyond which nothing is said that can wait
+AHEAD_SHARE: Final = 16  # one block of so many may be taken ahead
 
 
 class PoolLostError(RuntimeError):
@@ -39,16 +44,16 @@ class PoolLostError(RuntimeError):
 
 
 class Table:
-    """What one sequence has: its blocks in each group, those that vLLM does not know yet, and how many tokens it may
-    hold or has asked for."""
+    """What one sequence has: its blocks in each group, those that vLLM does not know yet, how many tokens it may hold
+    or has asked for, and how many blocks must be free for what it was refused; 0 where it was not."""
 
-    __slots__ = ("asked", "blocks", "is_refused", "new", "room")
+    __slots__ = ("asked", "blocks", "enough", "new", "room")
 
     def __init__(self, blocks: Sequence[Sequence[int]], room: int) -> None:
         self.blocks = blocks
         self.new = [list[int]() for _ in blocks]
         self.room = self.asked = room
-        self.is_refused = False
+        self.enough = 0
 
 
 class Sent(NamedTuple):
@@ -98,7 +103,8 @@ class RemotePool:
                 f"within {self._options.open_timeout_s:g} s: it is down, or another engine has the pool"
             ) from None
         self._tables: dict[int, Table] = {}
-        self._prompts: dict[str, GrowOutcome | None] = {}  # by request: asked for, and the answer if there is one
+        # By request: asked for, and the answer if there is one; a refusal is forgotten when the next turn begins.
+        self._prompts: dict[str, GrowOutcome | None] = {}
         self._dropped: set[str] = set()  # asked for, and not wanted any more
         self._enough: dict[str, int] = {}  # of refused prompts: free blocks that it takes
         self._commits: dict[int, tuple[int, bytes]] = {}
@@ -107,6 +113,7 @@ class RemotePool:
         self._under_way: deque[Sent] = deque()
         self._is_silent = False
         self._free_block_count = self.shape.block_count
+        self._ahead_tokens = AHEAD_TOKENS
 
     # -- a turn --------------------------------------------------------------------------------------------------------
 
@@ -114,17 +121,18 @@ class RemotePool:
         """Says and asks what there is to, in one step; returns the running sequences that have no room yet, and no
         answer."""
         self._take()
+        self._prompts = {key: grown for key, grown in self._prompts.items() if grown is None or grown.result}
+        self._ahead_tokens = self._tokens_ahead(len(self._tables))
         decoding, lacking = [], []
         for need in needs:
             table = self._tables[need.sequence_id]
-            table.is_refused = False
+            table.enough = 0
             decoding.append(Decoding(need.sequence_id, max(table.room, table.asked), need.token_count, need.last))
             if need.token_count > table.room:
                 lacking.append(need)
         if len(self._under_way) < UNANSWERED_MAX:
-            free = 0 if upcoming else self._free_block_count
-            prompts = [prompt for prompt in upcoming if self._is_to_ask(prompt.key)]
-            asks = needs_of(decoding, free, ahead_tokens=AHEAD_TOKENS, increment=self._increment)
+            asks = self._asks(decoding, 0 if upcoming else self._free_block_count)
+            prompts = self._to_ask(upcoming, self._free_block_count - len(asks) * self._increment.block_count)
             if asks or prompts or self._commits or self._frees:
                 self._submit(asks, prompts)
         if lacking:
@@ -134,7 +142,37 @@ class RemotePool:
     def is_short(self, sequence_id: int, token_count: int, last: int) -> bool:
         """Tells whether a sequence that is to hold so many tokens next has less room ahead than it is to have."""
         table = self._tables[sequence_id]
-        return max(table.room, table.asked) < min(token_count + AHEAD_TOKENS, last) or table.room < token_count
+        ahead = max(1, self._ahead_tokens)
+        return max(table.room, table.asked) < min(token_count + ahead, last) or table.room < token_count
+
+    def _tokens_ahead(self, sequence_count: int) -> int:
+        """Returns how many tokens ahead each of so many sequences may have room for; asked for is a block more."""
+        blocks = self.shape.block_count // AHEAD_SHARE // max(1, sequence_count)
+        return min(AHEAD_TOKENS, max(0, blocks // self._increment.block_count - 1) * self._increment.token_count)
+
+    def _asks(self, decoding: Sequence[Decoding[int]], free: int) -> list[tuple[int, int]]:
+        """Returns what running sequences ask for; where the pool is too small for room ahead, what the next turn needs,
+        so that it need not wait."""
+        if free and not self._ahead_tokens:
+            soon = [each._replace(length=min(each.length + 1, each.last)) for each in decoding]
+            needed = sum(each.lacks_room for each in soon) * self._increment.block_count
+            if needed <= min(free, self.shape.block_count // AHEAD_SHARE):
+                decoding = soon
+        return needs_of(decoding, free, ahead_tokens=self._ahead_tokens, increment=self._increment)
+
+    def _to_ask(self, upcoming: Sequence[Prompt], free: int) -> list[Prompt]:
+        """Returns the prompts to ask for by the step of a turn: the first that may fit, and those behind it that do in
+        any case. One that was let in behind one that was refused would keep its room from that one; whoever is not
+        asked for here is when its turn comes."""
+        prompts, left = list[Prompt](), free - self.shape.watermark_block_count
+        for prompt in upcoming:
+            if prompt.key in self._prompts:
+                continue
+            left -= self._increment.blocks(prompt.token_count)
+            if not self._is_to_ask(prompt.key) or (prompts and left < 0):
+                break
+            prompts.append(prompt)
+        return prompts
 
     def _waits(self, need: Need) -> bool:
         table = self._tables[need.sequence_id]
@@ -160,8 +198,7 @@ class RemotePool:
             return 0, Waiting(True)
         del self._prompts[key]
         if grown.result is not Result.OK:
-            if grown.result is Result.NO_SPACE:
-                self._enough[key] = self._free_block_count + grown.shortfall
+            if grown.result is not Result.PENDING:
                 self._unblock()
             return 0, Waiting(grown.result is Result.PENDING)
         self._enough.pop(key, None)
@@ -178,6 +215,11 @@ class RemotePool:
     def has_room_for(self, token_counts: Sequence[int]) -> bool:
         """Tells whether new sequences of so many tokens would all fit, as of the last answer."""
         return self._increment.blocks(sum(token_counts)) <= self._free_block_count
+
+    def is_let_in(self, key: str) -> bool:
+        """Tells whether a prompt has its blocks already, as this turn's step has asked for it."""
+        grown = self._prompts.get(key)
+        return grown is not None and grown.result is Result.OK
 
     def drop_upcoming(self) -> bool:
         """Takes back the blocks of a prompt that was let in before anybody has asked for it, the newest first. Returns
@@ -205,7 +247,7 @@ class RemotePool:
         tokens; None if there are too few, or there is no answer in time."""
         table = self._tables[sequence_id]
         if table.room < token_count:
-            if table.is_refused and not self._frees:
+            if table.enough > self._free_block_count and not self._frees:
                 return None
             if table.asked < token_count or self._frees:
                 self._submit([(sequence_id, token_count)])
@@ -271,7 +313,7 @@ class RemotePool:
         for sequence_id, token_count in grows:
             step.grow(sequence_id, token_count)
             self._tables[sequence_id].asked = token_count
-            self._tables[sequence_id].is_refused = False
+            self._tables[sequence_id].enough = 0
         for prompt in upcoming:
             self._last_id += 1
             self._dropped.discard(prompt.key)
@@ -332,8 +374,10 @@ class RemotePool:
             del self._prompts[key]
             if grown.result is Result.OK:
                 self.free(grown.sequence_id)
-        else:
-            self._prompts[key] = grown
+            return
+        self._prompts[key] = grown
+        if grown.result is Result.NO_SPACE:
+            self._enough[key] = self._free_block_count + grown.shortfall
 
     def _take_room(self, table: Table, grown: GrowOutcome) -> None:
         if grown.result is Result.OK:
@@ -342,7 +386,7 @@ class RemotePool:
             table.room = max(table.room, grown.token_count)
             table.asked = max(table.asked, table.room)
         else:
-            table.asked, table.is_refused = table.room, True
+            table.asked, table.enough = table.room, self._free_block_count + max(1, grown.shortfall)
 
     def _lost(self) -> PoolLostError:
         return PoolLostError(

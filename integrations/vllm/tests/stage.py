@@ -50,6 +50,9 @@ class Stage:
         turns: of each turn, the tokens scheduled by request and who was preempted.
         hits: of each request, the prompt's tokens that were cached when it ran first.
         statistics: vLLM's own count of queried and hit tokens.
+
+    Where `is_patient`, a pass takes longer than an allocator's answer, as a model's does; else the next turn begins at
+    once.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Stage:
         watermark: float = 0.0,
         long_prompt: int = 0,
         drafts: int = 0,
+        is_patient: bool = False,
     ) -> None:
         speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2} if drafts else None
         config = EngineArgs(
@@ -104,6 +108,7 @@ class Stage:
         self.statistics = [0, 0]
         self._groups = groups
         self._drafts = drafts
+        self._is_patient = is_patient
         self._tables: dict[str, list[list[int]]] = {}
         # Of each slot for which group it was written, and all tokens up to it.
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
@@ -160,6 +165,10 @@ class Stage:
                 self.statistics = [self.statistics[0] + stats.queries, self.statistics[1] + stats.hits]
         if self._drafts:
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, [self._draft(name) for name in names]))
+        if self._is_patient:
+            pool = getattr(self.scheduler.kv_cache_manager, "pool", None)
+            for sent in getattr(pool, "_under_way", ()):
+                sent.answer.result(10.0)
         return bool(names)
 
     def _compute(self, name: str, before: int, count: int, drafts: tuple[int, ...]) -> list[int]:

@@ -156,7 +156,7 @@ class Pool:
         self.blocks.namespaces[namespace] = space
         space.sequence_count += 1  # or it would be forgotten with its last cached block
         self.coordinator.note_prompt(space, hits, digests, prompt, junction)
-        boundaries = self.coordinator.boundaries(prompt, junction, turn_ends)
+        boundaries, early_end = self.coordinator.ends(prompt, matched, junction, turn_ends)
         sequence = self.coordinator.open(space, hits, matched, boundaries, priority)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
@@ -173,7 +173,9 @@ class Pool:
         else:
             self.queried_token_count += prompt
             self.matched_token_count += matched
-        return GrowResult(Result.OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
+        answer = GrowResult(_OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
+        answer.early_end_token_count = early_end
+        return answer
 
     def grow(self, sequence_id: int, token_count: int) -> GrowResult:
         """Makes room for `token_count` tokens; fewer than there are changes nothing.

@@ -129,8 +129,7 @@ class Pool:
         needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits)]
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         left = self.blocks.free_count - needed - revived
-        # Enough blocks stay free after the reserve, so nothing can refuse, not even TOO_LONG: what is held and what is
-        # free make up the pool. Admission is skipped.
+        # With enough blocks free behind the reserve nothing can refuse, not even TOO_LONG: admission is skipped.
         if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
             applicant = Applicant(
                 space, hits, matched, junction, chunk, prompt_token_count, priority, pending, defer_token_count
@@ -154,7 +153,6 @@ class Pool:
         self.admission.note_change()
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
-        space.sequence_count += 1  # or it would be forgotten with its last cached block
         self.coordinator.note_prompt(space, hits, digests, prompt, junction)
         boundaries, early_end = self.coordinator.ends(prompt, matched, junction, turn_ends)
         sequence = self.coordinator.open(space, hits, matched, boundaries, priority)

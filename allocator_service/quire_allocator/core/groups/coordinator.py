@@ -147,6 +147,7 @@ class Coordinator:
         self, space: Namespace, hits: Sequence[Hit], token_count: int, boundaries: tuple[int, ...], priority: int
     ) -> SequenceState:
         """Makes a sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
+        space.sequence_count += 1  # or it would be forgotten with its last cached block
         ends = boundaries
         if boundaries and self.retention is not None:
             ends = self.retention.with_steps(boundaries)

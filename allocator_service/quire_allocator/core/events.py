@@ -119,8 +119,8 @@ class EventLog:
         self.last_cursor += len(told)
         self._recorded, self._recorded_bytes = left, self._recorded_bytes - told_bytes
         while len(self._kept) > self.event_count_max or self._kept_bytes > self.digest_bytes_max:
-            *_, start, end = self._kept.popleft()
-            self._kept_bytes -= end - start
+            gone = self._kept.popleft()
+            self._kept_bytes -= gone[7] - gone[6]
         return True
 
     def removed_in(self, step: int, digest_count_max: int, scope_count_max: int) -> tuple[dict[Scope, bytearray], bool]:

@@ -270,7 +270,7 @@ class Candidates:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
-        self._early = (_Line(), _Line())  # of what is SPARE and ASIDE
+        self._early = [_Line(), _Line()]  # of what is SPARE and ASIDE
         self._late = _Line()  # of what is LED
         self._near: list[_Lane] = []
         self._bound = _NOTHING  # value of the best end outside `_near`: no other lane has a smaller one

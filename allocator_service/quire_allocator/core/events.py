@@ -32,7 +32,8 @@ class Change(enum.Enum):
     REMOVED = enum.auto()
 
 
-_STORED, _REMOVED = Change.STORED, Change.REMOVED
+_STORED: Final = Change.STORED
+_REMOVED: Final = Change.REMOVED
 
 
 class Event(NamedTuple):

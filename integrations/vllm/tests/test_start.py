@@ -108,7 +108,6 @@ told(full, MLAAttentionSpec(16, **kinds), CrossAttentionSpec(16, **kinds))
 told(full, long)
 told(full, hashes=8)
 told(full, replace(state, num_speculative_blocks=2))
-told(full, replace(state, num_prefill_checkpoint_blocks=1))
 told(full, replace(state, block_size=32))
 config.cache_config.use_replayssm = True
 told(full, state)
@@ -121,13 +120,12 @@ told(full)
 
 def test_what_needs_vllms_own_manager_is_refused_by_name() -> None:
     output = in_vllm("-c", REFUSED.format(model=MODEL), VLLM_LOGGING_LEVEL="ERROR")
-    taken, kinds, multiples, hashes, drafts, checkpoints, sizes, replayed, options = output.splitlines()[-9:]
+    taken, kinds, multiples, hashes, drafts, sizes, replayed, options = output.splitlines()[-8:]
     assert taken == "TAKEN"
     assert "KV cache groups of CrossAttentionSpec, MLAAttentionSpec" in kinds
     assert "blocks that are no multiples of the smallest" in multiples
     assert "hashes of 8 tokens for blocks of 16" in hashes
     assert "speculation with recurrent states" in drafts
-    assert "states inside of blocks (prefill checkpoints)" in checkpoints
     assert "states of other sizes than a block" in sizes
     assert "states that are replayed (use_replayssm)" in replayed
     for reason in ("KV connectors", "residency metrics", "EAGLE and MTP", "encoder-decoder", "context parallelism"):

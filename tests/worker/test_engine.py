@@ -14,9 +14,10 @@ import torch
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import EVERYTHING
 from quire.v1 import worker_pb2 as pb
+from quire_worker.attention import CpuPagedAttention
 from quire_worker.execution import layouts, run, runner
 from quire_worker.execution.sizing import PoolMemory
-from quire_worker.sampling.choice import are_finite
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.scheduling.plan import Plan, Work
 from quire_worker.scheduling.request import FinishReason
 from quire_worker.service import WorkerService
@@ -267,12 +268,14 @@ async def test_the_logits_of_a_pass_are_freed_when_it_ends_and_not_when_python_l
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[weakref.ref[torch.Tensor]] = []
+    forward = PagedModel.forward
 
-    def watched(logits: torch.Tensor) -> torch.Tensor:
+    def watched(model: PagedModel, *arguments: Any) -> torch.Tensor:
+        logits = forward(model, *arguments)
         seen.append(weakref.ref(logits))
-        return are_finite(logits)
+        return logits
 
-    monkeypatch.setattr(run, "are_finite", watched)
+    monkeypatch.setattr(PagedModel, "forward", watched)
     gc.disable()
     try:
         async with running(folders["llama"]) as harness:
@@ -282,6 +285,23 @@ async def test_the_logits_of_a_pass_are_freed_when_it_ends_and_not_when_python_l
         gc.enable()
     assert len(seen) >= 12
     assert alive <= 1  # a pass behind the last token may be under way
+
+
+async def test_greedy_passes_look_at_their_logits_once(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, looks = [], []
+    forward, look = PagedModel.forward, CpuPagedAttention.look
+    async with running(folders["llama"], batch_tokens=64, ahead_tokens=64) as harness:
+        monkeypatch.setattr(PagedModel, "forward", lambda *given: (passes.append(given), forward(*given))[1])
+        monkeypatch.setattr(CpuPagedAttention, "look", lambda *given: (looks.append(given), look(*given))[1])
+        for name in ("are_finite", "draw"):
+            monkeypatch.setattr(run, name, lambda *_: pytest.fail("looked at a second time"))
+        prompts = [prompt(length, seed=length) for length in (20, 150, 33)]  # one of them in chunks
+        outputs = await asyncio.gather(*(harness.generate(tokens, max_tokens=12) for tokens in prompts))
+    assert len(looks) == len(passes) >= 12
+    for tokens, output in zip(prompts, outputs, strict=True):
+        assert output.tokens[0] == reference_text(folders["llama"], tuple(tokens), 12)
 
 
 async def test_what_a_failed_forward_pass_did_not_write_is_never_published(folders: dict[str, Path]) -> None:

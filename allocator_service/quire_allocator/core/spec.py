@@ -204,12 +204,15 @@ class Grants:
             self.blocks.append(self._singles)
         self._singles.append(block)
 
-    def add_row(self, row: int, blocks: array[int]) -> None:
-        """Adds one block of each group for one grow, as most grows of a decoding batch take."""
+    def add_row(self, row: int, group_count: int) -> None:
+        """Adds one block of each group for one grow, as most grows of a decoding batch take: `fill_rows` has them."""
         self.rows.append(row)
-        if len(self._ones) != len(blocks):
-            self._ones = [1] * len(blocks)
+        if not self._ones:
+            self._ones = [1] * group_count
         self.counts += self._ones
+
+    def fill_rows(self, blocks: array[int]) -> None:
+        """Adds the blocks of rows that were added since other blocks were, group fastest."""
         self.blocks.append(blocks)
         self._singles = None
 

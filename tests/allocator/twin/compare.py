@@ -16,7 +16,7 @@ from quire_allocator.core.events import Change, Event
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
-from quire_allocator.core.readers.usage import block_states
+from quire_allocator.core.readers.usage import block_states, table_entry_count
 from quire_allocator.core.spec import CommitResult, GroupKind, GroupSpec, GrowResult, PoolSpec, Quota, Result
 
 from tests.allocator.core.compiled import what_if
@@ -171,7 +171,7 @@ class Comparison:
             assert ours.promised == twin.promised(theirs) * bool(theirs.prompt), f"promised to {sequence_id}"
             assert [list(table) for table in pool.tables(ours)] == twin.tables(sequence_id)
         tables = [table for sequence in twin.sequences.values() for table in sequence.tables]
-        assert pool.table_entry_count() == sum(len(slot.blocks) for table in tables for slot in table if slot)
+        assert table_entry_count(pool) == sum(len(slot.blocks) for table in tables for slot in table if slot)
         assert pool.last_sequence_id == twin.highest_id
         counters = (pool.granted_block_count, pool.copy_count, pool.queried_token_count, pool.matched_token_count)
         assert counters == (twin.granted, twin.copied, twin.queried, twin.hit)

@@ -172,18 +172,34 @@ class Coordinator:
         Returns:
             For each group its block.
         """
-        blocks = self._blocks.take(self.group_count)
+        self.raise_limit(sequence, token_count)
+        return self.append_rows([sequence])
+
+    def raise_limit(self, sequence: SequenceState, token_count: int) -> None:
+        """Notes that a sequence has one more block for every group, which `append_rows` hands out next."""
         sequence.token_count = token_count
         sequence.limit += self.digest_tokens
+
+    def append_rows(self, sequences: Sequence[SequenceState]) -> array[int]:
+        """Takes one more block for every group of each sequence, all of them at once.
+
+        Returns:
+            The blocks, group fastest.
+        """
+        blocks = self._blocks.take_rows(len(sequences), self.group_count)
         first = 0
-        for manager, part in zip(self.managers, sequence.parts):
-            end = first + len(manager.groups)
-            if end - first == 1:
-                manager.append(part, blocks[first])
-            else:
-                manager.append_row(part, blocks[first:end])
-            first = end
-        return array("I", [blocks[i] for i in self._places]) if self._places else blocks
+        for sequence in sequences:
+            for manager, part in zip(self.managers, sequence.parts):
+                end = first + len(manager.groups)
+                if end - first == 1:
+                    manager.append(part, blocks[first])
+                else:
+                    manager.append_row(part, blocks[first:end])
+                first = end
+        if self._places:
+            rows = range(0, len(blocks), self.group_count)
+            return array("I", [blocks[row + place] for row in rows for place in self._places])
+        return blocks
 
     def append_one(self, sequence: SequenceState, token_count: int) -> int:
         """Does the same for the only group of a pool, and returns its block."""

@@ -16,12 +16,15 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from ahead_scenes import AHEAD_SCENES
+from further_scenes import FURTHER_SCENES, LAYERS, layers_of_many_kinds
 from more_scenes import CHUNKS, MORE_SCENES, STATE_SCENES, STATES, WINDOWS
 from stage import Cast, Stage, text
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 # -- scenes ------------------------------------------------------------------------------------------------------------
@@ -159,6 +162,8 @@ SCENES: dict[Any, dict[str, Any]] = {
     running_requests_can_be_preempted_for_a_reset: {"blocks": 64},
     **MORE_SCENES,
     **STATE_SCENES,
+    **AHEAD_SCENES,
+    **FURTHER_SCENES,
 }
 
 
@@ -169,6 +174,11 @@ RANDOM: dict[str, dict[str, Any]] = {
     "windows": {"blocks": 110, "share": 0.3, "groups": WINDOWS},
     "chunks": {"blocks": 80, "share": 0.3, "groups": CHUNKS},
     "states": {"blocks": 110, "share": 0.3, "groups": STATES},
+    "ahead": {"blocks": 60, "share": 0.2, "ahead": 1, "is_async": True},
+    "ahead windows": {"blocks": 110, "share": 0.3, "groups": WINDOWS, "ahead": 1, "is_async": True},
+    "ahead states": {"blocks": 110, "share": 0.2, "groups": STATES, "ahead": 1, "is_async": True},
+    "windows as vLLM keeps them": {"blocks": 110, "share": 0.2, "groups": WINDOWS, "keeps": 0},
+    "states as vLLM keeps them": {"blocks": 110, "share": 0.2, "groups": STATES, "keeps": 0},
 }
 
 
@@ -208,13 +218,18 @@ def random_requests(cast: Cast, seed: int, count: int, **options: Any) -> dict[s
 def main() -> None:
     """See the module's docstring."""
     model, scheduler, count = sys.argv[1:4]
-    cast = Cast(Scheduler if scheduler == "null" else resolve_obj_by_qualname(scheduler), model)
+    cast = Cast(Scheduler, AsyncScheduler, model)
+    if scheduler != "null":
+        ahead = scheduler.replace("QuireScheduler", "QuireAsyncScheduler")
+        cast = Cast(resolve_obj_by_qualname(scheduler), resolve_obj_by_qualname(ahead), model)
     init_none_hash(sha256)
     told: dict[str, Any] = {}
-    for scene, options in SCENES.items():
+    plays = [(scene.__name__, scene, options) for scene, options in SCENES.items()]
+    plays += [(name, layers_of_many_kinds, {"blocks": 160, "groups": groups}) for name, groups in LAYERS.items()]
+    for name, scene, options in plays:
         stage = Stage(cast, **options)
         scene(stage)
-        told[scene.__name__] = stage.told()
+        told[name] = stage.told()
         stage.close()
     for name, options in RANDOM.items():
         share = options.pop("share")

@@ -129,8 +129,7 @@ class Pool:
         needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits)]
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         left = self.blocks.free_count - needed - revived
-        # Enough blocks stay free after the reserve, so nothing can refuse, not even TOO_LONG: what is held and what is
-        # free make up the pool. Admission is skipped.
+        # With enough blocks free behind the reserve nothing can refuse, not even TOO_LONG: admission is skipped.
         if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
             applicant = Applicant(
                 space, hits, matched, junction, chunk, prompt_token_count, priority, pending, defer_token_count
@@ -154,9 +153,8 @@ class Pool:
         self.admission.note_change()
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
-        space.sequence_count += 1  # or it would be forgotten with its last cached block
         self.coordinator.note_prompt(space, hits, digests, prompt, junction)
-        boundaries = self.coordinator.boundaries(prompt, junction, turn_ends)
+        boundaries, early_end = self.coordinator.ends(prompt, matched, junction, turn_ends)
         sequence = self.coordinator.open(space, hits, matched, boundaries, priority)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
@@ -173,7 +171,9 @@ class Pool:
         else:
             self.queried_token_count += prompt
             self.matched_token_count += matched
-        return GrowResult(Result.OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
+        answer = GrowResult(_OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
+        answer.early_end_token_count = early_end
+        return answer
 
     def grow(self, sequence_id: int, token_count: int) -> GrowResult:
         """Makes room for `token_count` tokens; fewer than there are changes nothing.

@@ -224,6 +224,8 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.
         matched_token_count: leading tokens shared with published blocks (allocate only).
         junction_token_count: as in `Match` (allocate only, OK and PENDING).
+        early_end_token_count: a boundary before the end of a new prompt (`groups/early_ends.py`; allocate only, OK); 0
+            where it has none.
         pending_token_count: tokens after those that another sequence is computing (allocate only).
         blocks: per group the last entries of the table, replacing what stood there; after allocate the whole table.
             Empty where nothing changed in any group.
@@ -236,6 +238,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
     __slots__ = (
         "blocks",
         "copies",
+        "early_end_token_count",
         "junction_token_count",
         "matched_token_count",
         "pending_token_count",
@@ -253,6 +256,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         copies: Sequence[Copy] = (),
         *,
         junction_token_count: int = 0,
+        early_end_token_count: int = 0,
         shortfall: int = 0,
         victim: Victim | None = None,
     ) -> None:
@@ -260,6 +264,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         self.matched_token_count = matched_token_count
         self.pending_token_count = pending_token_count
         self.junction_token_count = junction_token_count
+        self.early_end_token_count = early_end_token_count
         self.blocks = blocks
         self.copies = copies
         self.shortfall = shortfall
@@ -272,8 +277,9 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         return f"GrowResult{self._values()!r}"
 
     def _values(self) -> tuple[object, ...]:
-        counts = (self.matched_token_count, self.pending_token_count, self.junction_token_count)
-        return (self.result, *counts, self.blocks, list(self.copies), self.shortfall, self.victim)
+        counts = (self.matched_token_count, self.pending_token_count)
+        ends = (self.junction_token_count, self.early_end_token_count)
+        return (self.result, *counts, *ends, self.blocks, list(self.copies), self.shortfall, self.victim)
 
 
 class CommitResult(NamedTuple):

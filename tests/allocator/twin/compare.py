@@ -114,6 +114,7 @@ class Comparison:
             self.seen["pending"] += theirs[2] > 0
             self.seen["victim"] += theirs[6] is not None
             self.seen["junction"] += theirs[7] > 0
+            self.seen["early end"] += theirs[8] > 0
         if event == "drop":  # in which order the blocks of a subtree become empty is the pool's own affair
             self.seen["dropped"] += ours
             assert sorted(self.pool.blocks.empty) == sorted(self.twin.empty)
@@ -307,5 +308,6 @@ def plain(answer: Any, group_count: int) -> Any:
         copies = [tuple(copy) for copy in answer.copies]
         victim = tuple(answer.victim) if answer.victim is not None else None
         counts = (answer.matched_token_count, answer.pending_token_count)
-        return (answer.result.name, *counts, blocks, copies, answer.shortfall, victim, answer.junction_token_count)
+        ends = (answer.junction_token_count, answer.early_end_token_count)
+        return (answer.result.name, *counts, blocks, copies, answer.shortfall, victim, *ends)
     return answer

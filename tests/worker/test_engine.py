@@ -14,8 +14,7 @@ import torch
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import EVERYTHING
 from quire.v1 import worker_pb2 as pb
-from quire_worker.attention import CpuPagedAttention
-from quire_worker.execution import layouts, run, runner
+from quire_worker.execution import layouts, runner
 from quire_worker.execution.sizing import PoolMemory
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.scheduling.plan import Plan, Work
@@ -285,23 +284,6 @@ async def test_the_logits_of_a_pass_are_freed_when_it_ends_and_not_when_python_l
         gc.enable()
     assert len(seen) >= 12
     assert alive <= 1  # a pass behind the last token may be under way
-
-
-async def test_greedy_passes_look_at_their_logits_once(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes, looks = [], []
-    forward, look = PagedModel.forward, CpuPagedAttention.look
-    async with running(folders["llama"], batch_tokens=64, ahead_tokens=64) as harness:
-        monkeypatch.setattr(PagedModel, "forward", lambda *given: (passes.append(given), forward(*given))[1])
-        monkeypatch.setattr(CpuPagedAttention, "look", lambda *given: (looks.append(given), look(*given))[1])
-        for name in ("are_finite", "draw"):
-            monkeypatch.setattr(run, name, lambda *_: pytest.fail("looked at a second time"))
-        prompts = [prompt(length, seed=length) for length in (20, 150, 33)]  # one of them in chunks
-        outputs = await asyncio.gather(*(harness.generate(tokens, max_tokens=12) for tokens in prompts))
-    assert len(looks) == len(passes) >= 12
-    for tokens, output in zip(prompts, outputs, strict=True):
-        assert output.tokens[0] == reference_text(folders["llama"], tuple(tokens), 12)
 
 
 async def test_what_a_failed_forward_pass_did_not_write_is_never_published(folders: dict[str, Path]) -> None:

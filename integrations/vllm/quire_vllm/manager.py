@@ -297,6 +297,12 @@ class QuireCacheManager(KVCacheManager):
         else:
             self.pool.forget(request.request_id)
 
+    def give_up(self, request: Request) -> None:
+        """Takes the blocks of a request back that was let in and is not to run in this turn."""
+        held = self._held.get(request.request_id)
+        if held is not None and not held.has_run:
+            self._drop(held)
+
     def _drop(self, held: Held) -> None:
         del self._held[held.request.request_id]
         self.pool.free(held.sequence_id)

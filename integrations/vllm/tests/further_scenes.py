@@ -4,6 +4,7 @@ layers."""
 from __future__ import annotations
 
 from typing import Any, Final
+from unittest.mock import MagicMock
 
 import torch
 from more_scenes import STATES, WINDOWS, windows_are_hit_where_each_group_has_them
@@ -93,6 +94,20 @@ def who_was_passed_over_for_an_image_gives_its_room(stage: Stage) -> None:
     stage.allow_images(6)
     for number in range(4):
         stage.add(str(number), text(number, 18), new=12, mm_features=[image(f"i{number}", 0)])
+
+
+def a_prompt_waits_for_an_image_encoded_elsewhere(stage: Stage) -> None:
+    stage.allow_images(64)
+    elsewhere = MagicMock()
+    elsewhere.ensure_cache_available.side_effect = lambda _request, _count: len(stage.turns) > 3
+    elsewhere.has_cache_item.return_value = False
+    elsewhere.request_finished.return_value = (False, None)
+    elsewhere.take_unavailable_requests.return_value = ()
+    elsewhere.has_pending_push_work.return_value = False
+    stage.scheduler.ec_connector = elsewhere
+    stage.add("with an image", text(1, 30), mm_features=[image("i", 9)])
+    for number in range(3):
+        stage.add(str(number), text(number + 2, 20), new=8)
 
 
 def a_prompt_longer_than_its_windows_fits_the_smallest_pool(stage: Stage) -> None:
@@ -195,6 +210,7 @@ FURTHER_SCENES: Final[dict[Any, dict[str, Any]]] = {
     images_wait_for_room_at_the_encoder: {"blocks": 64},
     images_are_not_computed_in_parts: {"blocks": 64, "budget": 16, "disable_chunked_mm_input": True},
     who_was_passed_over_for_an_image_gives_its_room: {"blocks": 20},
+    a_prompt_waits_for_an_image_encoded_elsewhere: {"blocks": 22},
     a_prompt_longer_than_its_windows_fits_the_smallest_pool: SMALLEST,
     without_a_prefix_cache_a_long_prompt_fits_the_smallest_pool: {**SMALLEST, "caches": False},
     drafts_wait_for_the_end_of_a_prompt: {"blocks": 64, "drafts": 3, "budget": 16},

@@ -87,6 +87,7 @@ FURTHER: Final = (
     "images_wait_for_room_at_the_encoder",
     "images_are_not_computed_in_parts",
     "who_was_passed_over_for_an_image_gives_its_room",
+    "a_prompt_waits_for_an_image_encoded_elsewhere",
     "a_prompt_longer_than_its_windows_fits_the_smallest_pool",
     "without_a_prefix_cache_a_long_prompt_fits_the_smallest_pool",
     "drafts_wait_for_the_end_of_a_prompt",

@@ -59,7 +59,8 @@ class QuireSide:
             self.refused_count += 1
             return 0
         matched = answer.matched_token_count
-        is_done = self._compute(sequence, matched, prompt, answer.junction_token_count, digests)
+        told = [answer.junction_token_count, answer.early_end_token_count]
+        is_done = self._compute(sequence, matched, prompt, told, digests)
         is_done = is_done and self._decode(sequence, prompt, request.computed_token_count, digests)
         assert self.pool.free(sequence) is Result.OK
         if not is_done:
@@ -67,11 +68,11 @@ class QuireSide:
             return 0
         return matched
 
-    def _compute(self, sequence: int, done: int, prompt: int, junction: int, digests: bytes) -> bool:
-        """Computes a prompt chunk by chunk; tells whether there was room."""
+    def _compute(self, sequence: int, done: int, prompt: int, told: list[int], digests: bytes) -> bool:
+        """Computes a prompt chunk by chunk, with ends where the pool has `told` it; tells whether there was room."""
         last_edge = (prompt - 1) // self._edge_tokens * self._edge_tokens
         while done < prompt:
-            stops = [done + self._chunk_tokens, prompt, junction]
+            stops = [done + self._chunk_tokens, prompt, *told]
             if self._checkpoint_tokens:  # a chunk that runs over one of these leaves no state behind there
                 stops += [last_edge, (done // self._checkpoint_tokens + 1) * self._checkpoint_tokens]
             end = min(stop for stop in stops if stop > done)

@@ -61,10 +61,15 @@ def scheduler_of(side: str, job: dict[str, Any], blocks: int) -> Any:
         additional_config={"quire": {"allocator": job["allocator"], "pool": "cache"} if side == "remote" else {}},
     ).create_engine_config()
     config.cache_config.block_size, config.cache_config.num_gpu_blocks = BLOCK, blocks
-    groups = groups_of(job["layers"], config.model_config.dtype)
+    shape = KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups_of(job["layers"], config.model_config.dtype),
+        prefix_cache_retention_interval=config.cache_config.prefix_cache_retention_interval,
+    )
     return SIDES[side](
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        kv_cache_config=shape,
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK,
         hash_block_size=BLOCK,

@@ -243,6 +243,8 @@ class Allocation:
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
         junction_token_count: leading tokens that would have matched, had there been a checkpoint: a commit that ends
             there makes one. 0 where nothing would be gained.
+        early_end_token_count: where a commit makes one more checkpoint, some tokens before the end of a long prompt; 0
+            where it has none.
     """
 
     result: Result
@@ -253,6 +255,7 @@ class Allocation:
     pending_token_count: int
     victim: Victim | None
     junction_token_count: int = 0
+    early_end_token_count: int = 0
 
     @property
     def ok(self) -> bool:

@@ -147,10 +147,11 @@ def test_only_grows_that_changed_a_table_have_blocks_and_others_none() -> None:
     assert tables == [[[7], [8, NULL_BLOCK]], [[], []], [[1, 2, 3], []]]
 
 
-def test_results_shortfalls_victims_pending_tokens_and_junctions_belong_to_their_grows() -> None:
+def test_results_shortfalls_victims_pending_tokens_and_ends_of_passes_belong_to_their_grows() -> None:
     reply = pb.StepReply(
         grow_results=[pb.RESULT_NO_SPACE, pb.RESULT_PENDING, pb.RESULT_QUOTA],
         junction_token_counts=[0, 64, 0],
+        early_end_token_counts=[0, 0, 80],
         matched_token_counts=[0, 32, 0],
         pending_token_counts=[0, 32, 0],
         grow_shortfalls=[3, 0, 1],
@@ -160,9 +161,9 @@ def test_results_shortfalls_victims_pending_tokens_and_junctions_belong_to_their
     )
     outcome = read_reply(three_grows(), reply, 1)
     assert [grown[1:3] + grown[4:] for grown in outcome.grows] == [
-        (Result.NO_SPACE, 0, 3, 0, Victim(9, 40), 10, 0),
-        (Result.PENDING, 32, 0, 32, None, 32, 64),
-        (Result.QUOTA, 0, 1, 0, None, 30, 0),
+        (Result.NO_SPACE, 0, 3, 0, Victim(9, 40), 10, 0, 0),
+        (Result.PENDING, 32, 0, 32, None, 32, 64, 0),
+        (Result.QUOTA, 0, 1, 0, None, 30, 0, 80),
     ]
     assert outcome.expired_holds == [4, 6]
 
@@ -193,6 +194,7 @@ def test_swaps_name_the_sequence_of_their_commit() -> None:
         pb.StepReply(matched_token_counts=[1]),
         pb.StepReply(pending_token_counts=[1, 2]),
         pb.StepReply(junction_token_counts=[1, 2]),
+        pb.StepReply(early_end_token_counts=[1, 2]),
         pb.StepReply(grow_shortfalls=[1] * 4),
         pb.StepReply(victim_sequences=[1]),
         pb.StepReply(granted_grows=packed(0), block_counts=packed(1)),

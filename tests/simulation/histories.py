@@ -65,7 +65,7 @@ class Text:
     is_leaving: bool = False  # this and what follows: once the steps that are unanswered are answered
     committing: int = 0
     growing: int = 0
-    cut: int = 0  # where a pass ends: at the junction that the owner was told
+    cut: int = 0  # where a pass ends: at the junction or early end that its owner was told
 
     def __post_init__(self) -> None:
         self.answered()
@@ -229,7 +229,7 @@ class History:
             text = self.texts[sequence_id] = Text(
                 list(prompt), namespace, matched, matched, max(wanted, matched), len(prompt)
             )
-            text.cut = grown.junction_token_count
+            text.cut = grown.junction_token_count or grown.early_end_token_count
             self._read(text, ledger.sequences[sequence_id].tables, is_new=True)
         text.granted = max(text.granted, wanted)
 

@@ -97,6 +97,11 @@ def _the_ledger_misses_checkpoints(original: Any, self: Any, *args: Any) -> None
     return None
 
 
+@plant(Ledger, "_open")
+def _the_ledger_does_not_know_early_ends(original: Any, self: Any, grown: Any, *args: Any) -> None:
+    original(self, grown._replace(early_end_token_count=0), *args)
+
+
 @plant(Ledger, "_apply_commits")
 def _the_ledger_misses_swaps(original: Any, self: Any, commits: Any, outcome: Any) -> None:
     original(self, commits, outcome._replace(swaps=[]))

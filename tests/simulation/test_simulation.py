@@ -41,9 +41,9 @@ def test_nothing_is_violated_where_tables_are_append_only(kinds: str, seed: int)
     assert outcome.reports > 0
 
 
-@pytest.mark.parametrize(("kinds", "seed"), [("everything", 2)])
+@pytest.mark.parametrize(("kinds", "seed"), [("everything", 9)])
 def test_a_rebuilt_pool_keeps_what_quotas_let_it_keep(kinds: str, seed: int) -> None:
-    outcome = Simulation(seed, kinds=kinds).run(1_750)  # a checkpoint that a quota had emptied was reported at 1,720
+    outcome = Simulation(seed, kinds=kinds).run(700)  # what a quota had emptied would be reported at 618
     assert not outcome.violation, f"seed {seed}: {outcome.violation}"
     assert outcome.reports > 0
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from quire_cpu import ops
 from quire_cpu.library import Library
-from quire_cpu.ops import HeadNorms, PackedLinear
+from quire_cpu.ops import GreedyChoice, HeadNorms, PackedLinear
+from quire_worker.sampling.choice import FINITE_MAX, are_finite
 from torch.nn.functional import gelu, silu
 
 from tests.worker.attention_batches import implementation
@@ -144,14 +145,50 @@ def test_activations_have_the_limits_of_their_formulas(library: Library) -> None
         torch.testing.assert_close(packed(x).double(), activation(x.double()), rtol=2e-6, atol=1e-6, equal_nan=True)
 
 
-def test_the_greedy_choice_is_the_first_largest_and_a_nan_before_all(library: Library) -> None:
-    logits = drawn(40, 1003, dtype=torch.float32)
-    logits[3, 900] = logits[3, 17] = 9.0
-    logits[4] = -float("inf")
-    logits[5, 1002] = 20.0
-    logits[6, 500], logits[6, 400] = float("nan"), float("inf")
-    assert ops.greedy(library, logits).tolist() == logits.argmax(dim=1).tolist()
-    assert ops.greedy(library, logits[:, 1:]).tolist() == logits[:, 1:].argmax(dim=1).tolist()
+@pytest.mark.parametrize("vocabulary", [1, 3, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1003, 2048, 20_011])
+def test_the_greedy_choice_is_the_first_largest_and_a_nan_before_all(library: Library, vocabulary: int) -> None:
+    choose = GreedyChoice(library, FINITE_MAX)
+    for seed in range(12):
+        logits = peculiar(60, vocabulary, seed)
+        likeliest, flags = choose(logits)
+        assert likeliest == logits.argmax(dim=1).tolist()
+        assert flags == are_finite(logits).tolist()
+        odd = logits[1::3, vocabulary // 2 :]  # rows that lie apart, and begin anywhere
+        assert choose(odd) == (odd.argmax(dim=1).tolist(), are_finite(odd).tolist())
+
+
+def peculiar(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
+    """Logits of which many are equal, and rows with what no sum should become."""
+    generator = torch.Generator().manual_seed(1000 * vocabulary + seed)
+
+    def somewhere() -> int:
+        return int(torch.randint(vocabulary, (1,), generator=generator))
+
+    logits = torch.randn(rows, vocabulary, generator=generator)
+    logits[: rows // 2] = logits[: rows // 2].bfloat16().float()  # of which there are few between 3 and 4
+    logits[::4] = logits[::4].round()  # zeros of both signs among them
+    logits[1::4][logits[1::4] > 0.5] = -float("inf")  # ruled out
+    logits[0] = -float("inf")
+    logits[0, somewhere()] = -3e38
+    logits[1] = -float("inf")
+    logits[2], logits[2, somewhere()] = -0.0, 0.0
+    logits[3, somewhere()] = logits[3, somewhere()] = 99.0
+    for row, peculiarity in enumerate([float("nan"), float("inf"), -float("inf"), 3e38, 3.4e35, 3.5e35, -float("nan")]):
+        logits[4 + row, somewhere()] = peculiarity
+    logits[11, somewhere()], logits[11, somewhere()] = float("inf"), float("nan")
+    logits[12, vocabulary - 1] = 20.0
+    logits[13] = float("nan")
+    return logits
+
+
+def test_no_rows_have_no_greedy_choice_and_more_rows_than_before_find_room(library: Library) -> None:
+    choose = GreedyChoice(library, FINITE_MAX)
+    logits = drawn(300, 5000, dtype=torch.float32)
+    for rows in (0, 1, 40, 300, 2):
+        assert choose(logits[:rows]) == (logits[:rows].argmax(dim=1).tolist(), [True] * rows)
+    for refused in (logits.bfloat16(), logits[0], logits.t(), logits[:, :0]):
+        with pytest.raises(ValueError, match="dense rows of float32"):
+            choose(refused)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 15, 16, 255, 257, 1003, 20_000])

@@ -14,9 +14,9 @@ import torch
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import EVERYTHING
 from quire.v1 import worker_pb2 as pb
-from quire_worker.execution import layouts, run, runner
+from quire_worker.execution import layouts, runner
 from quire_worker.execution.sizing import PoolMemory
-from quire_worker.sampling.choice import are_finite
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.scheduling.plan import Plan, Work
 from quire_worker.scheduling.request import FinishReason
 from quire_worker.service import WorkerService
@@ -267,12 +267,14 @@ async def test_the_logits_of_a_pass_are_freed_when_it_ends_and_not_when_python_l
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[weakref.ref[torch.Tensor]] = []
+    forward = PagedModel.forward
 
-    def watched(logits: torch.Tensor) -> torch.Tensor:
+    def watched(model: PagedModel, *arguments: Any) -> torch.Tensor:
+        logits = forward(model, *arguments)
         seen.append(weakref.ref(logits))
-        return are_finite(logits)
+        return logits
 
-    monkeypatch.setattr(run, "are_finite", watched)
+    monkeypatch.setattr(PagedModel, "forward", watched)
     gc.disable()
     try:
         async with running(folders["llama"]) as harness:

@@ -25,7 +25,7 @@ def prompt(user: int) -> list[int]:
 
 
 def test_of_three_prompts_that_part_the_second_is_cut_where_they_do_and_the_third_hits() -> None:
-    worker = PretendedWorker(block_count=64, block_size=16, batch_tokens=256, groups=(full(16), STATE, STATE))
+    worker = PretendedWorker(block_count=64, block_size=16, batch_tokens=256, groups=(full(16), STATE, STATE, STATE))
     cached = []
     for user in range(3):
         request = worker.submit(prompt(user), max_tokens=3)
@@ -38,6 +38,23 @@ def test_of_three_prompts_that_part_the_second_is_cut_where_they_do_and_the_thir
         worker.check_text(request)
         cached.append((request.usage.cached_token_count, [end for _, end in passes]))
     assert cached == [(0, [80, 96]), (0, [64, 80, 96]), (64, [80, 96])]
+
+
+def test_a_long_prompt_is_cut_at_its_early_end_and_the_first_to_part_from_it_behind_that_hits() -> None:
+    worker = PretendedWorker(block_count=96, block_size=16, batch_tokens=512, groups=(full(16), STATE, STATE))
+    first = numbers(320, seed=1)
+    cached = []
+    for tokens in (first, first[:300] + numbers(20, seed=2)):
+        request = worker.submit(tokens, max_tokens=3)
+        ends = list[int]()
+        while not request.samples[0].output_token_count:
+            worker.turn()
+            ends.append(request.samples[0].computed)
+        worker.run()
+        worker.check_text(request)
+        cached.append((request.usage.cached_token_count, ends))
+    # Ends at 304; 38 before is 266. Of the second one a block is new behind its junction: it has no early end.
+    assert cached == [(0, [256, 304, 320]), (256, [288, 304, 320])]
 
 
 def test_a_prompt_that_comes_again_hits_the_checkpoint_at_its_end() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from quire.errors import QuireError, Reason
+from quire_worker.attention import CpuPagedAttention
 from quire_worker.scheduling.request import FinishReason
 
 from tests.worker.engine_harness import Output, prompt, reference_model, running
@@ -187,6 +188,7 @@ async def test_a_request_without_a_token_to_choose_fails_alone(folder: Path) -> 
 
 async def test_a_pass_of_simple_requests_is_waited_for_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each read waits for the device; the pages' dtype and place do not matter to how many there are."""
+    monkeypatch.setattr(CpuPagedAttention, "look", lambda *_: None)
     reads: list[str] = []
     to_list = torch.Tensor.tolist
 

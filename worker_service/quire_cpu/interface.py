@@ -167,6 +167,16 @@ class Decoder(ctypes.Structure):
     ]
 
 
+class Greedy(ctypes.Structure):
+    """Holds the arguments of `quire_greedy`."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("logits", "tokens", "are_bounded")],
+        *[(name, c_int64) for name in ("stride", "rows", "vocabulary")],
+        ("bound", c_float),
+    ]
+
+
 CALLS = {
     "quire_attend": Attend,
     "quire_append": Append,
@@ -179,6 +189,7 @@ CALLS = {
     "quire_scan": Scan,
     "quire_decoder": Decoder,
     "quire_draw": Draw,
+    "quire_greedy": Greedy,
 }
 
 
@@ -187,8 +198,6 @@ def declare(functions: ctypes.CDLL) -> None:
     for name, structure in CALLS.items():
         function = getattr(functions, name)
         function.argtypes, function.restype = [ctypes.POINTER(structure)], None
-    functions.quire_greedy.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p]
-    functions.quire_greedy.restype = None
     functions.quire_threads.argtypes, functions.quire_threads.restype = [c_void_p, ctypes.c_int], None
     functions.quire_use.argtypes, functions.quire_use.restype = [ctypes.c_char_p], ctypes.c_int
     functions.quire_instruction_sets.argtypes, functions.quire_instruction_sets.restype = [], ctypes.c_char_p

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from ctypes import byref
+from ctypes import POINTER, PYFUNCTYPE, byref
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from quire_cpu.interface import DTYPES, GATES, PANEL, Draw, Embed, Linear, Norm, Pack, Rotate
+from quire_cpu.interface import DTYPES, GATES, PANEL, Draw, Embed, Greedy, Linear, Norm, Pack, Rotate
 from quire_cpu.library import Library
+
+AT_ONCE_MAX = 1 << 20  # logits that are looked at without letting go of the interpreter: 50 us or so
 
 
 def norm(library: Library, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -91,16 +94,36 @@ def rotate_(
     library.functions.quire_rotate(byref(arguments))
 
 
-def greedy(library: Library, logits: torch.Tensor) -> torch.Tensor:
-    """Returns the first largest of each row of float32 `[rows, vocabulary]`, int64 `[rows]`; a NaN is larger than all
-    numbers."""
-    if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
-        raise ValueError(f"logits must be dense rows of float32, not {logits.dtype} {list(logits.shape)}")
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    library.functions.quire_greedy(
-        logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1], tokens.data_ptr()
-    )
-    return tokens
+class GreedyChoice:
+    """The greedy choice of rows of logits, and which rows have any; keeps its memory from call to call, so that two
+    calls may not run at once.
+
+    A thread that lets go of the interpreter gets it back when another one is done with it. A call that takes less than
+    that, which is most, keeps it.
+    """
+
+    def __init__(self, library: Library, bound: float) -> None:
+        """Takes the kernels, and how large a largest logit may be."""
+        self._choose = library.functions.quire_greedy
+        self._choose_at_once = PYFUNCTYPE(None, POINTER(Greedy))(("quire_greedy", library.functions))
+        self._arguments = Greedy(bound=bound)
+        self._reference = byref(self._arguments)
+        self._tokens = np.empty(0, dtype=np.int64)
+        self._are_bounded = np.empty(0, dtype=np.bool_)
+
+    def __call__(self, logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+        """Returns the place of the first largest of each row of float32 `[rows, vocabulary]`, and whether that is a
+        number from -bound to bound; a NaN is larger than all numbers."""
+        if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1 or not logits.shape[1]:
+            raise ValueError(f"logits must be dense rows of float32, not {logits.dtype} {list(logits.shape)}")
+        rows, arguments = logits.shape[0], self._arguments
+        if rows > len(self._tokens):
+            self._tokens, self._are_bounded = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.bool_)
+            arguments.tokens, arguments.are_bounded = self._tokens.ctypes.data, self._are_bounded.ctypes.data
+        arguments.logits, arguments.stride = logits.data_ptr(), logits.stride(0)
+        arguments.rows, arguments.vocabulary = rows, logits.shape[1]
+        (self._choose_at_once if logits.numel() <= AT_ONCE_MAX else self._choose)(self._reference)
+        return self._tokens[:rows].tolist(), self._are_bounded[:rows].tolist()
 
 
 def draw(library: Library, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

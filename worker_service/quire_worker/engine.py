@@ -44,7 +44,7 @@ from quire_worker.reception import Reception
 from quire_worker.samples import TokenIntake, begin_samples
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
-from quire_worker.scheduling.plan import Batch, Plan, Work
+from quire_worker.scheduling.plan import Batch, Plan, Work, is_for_first_tokens
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
@@ -101,7 +101,7 @@ class Engine:
         self._changed, self._turned = asyncio.Event(), asyncio.Event()  # a request was ended; set after each turn
         self.reception = Reception(model, cache, tokenizer, session, self._door, clock=clock)
         self._asked: Asked | None = None
-        self._sent_s = 0.0
+        self._sent_s, self._plans_beside = 0.0, model.device.type != "cpu"
         self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, drafter=drafter)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
@@ -138,13 +138,16 @@ class Engine:
 
     async def step(self) -> None:
         """Runs one turn: plan a pass and ask for what it needs, unless one is under way already; while it is computed,
-        ask for what later ones need and put the next one behind it; then take its tokens."""
+        ask for what later ones need and put the next one behind it; then take its tokens. On a CPU, where to plan and
+        to ask takes processors from the kernels, that comes after first tokens if the pass brings nothing else."""
         started = self._clock()
         self._door.end_hopeless(self._fail)
         if not self._passes and not await self._start():
             return
-        self._ask_ahead(self._passes[0].work)
-        await self._start_next()
+        work = self._passes[0].work
+        if self._plans_beside or self.scheduler.roster.waiting or not is_for_first_tokens(work):
+            self._ask_ahead(work)
+            await self._start_next()
         computed = await self._passes[0].result
         self._passes.popleft()
         self._end_failed(computed)

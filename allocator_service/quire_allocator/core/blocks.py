@@ -153,6 +153,16 @@ class Blocks:
         self._top = top + count
         return self._stack[top : top + count]
 
+    def take_rows(self, row_count: int, width: int) -> array[int]:
+        """Grants what so many takes of `width` blocks would, one after the other: evicting puts the blocks of one entry
+        on the stack, where the row that needed them finds them first."""
+        if row_count * width <= self.block_count - self._top:
+            return self.take(row_count * width)
+        rows = self.take(width)
+        for _ in range(row_count - 1):
+            rows.extend(self.take(width))
+        return rows
+
     def take_one(self) -> int:
         """Does the same for a single block."""
         top = self._top

@@ -32,7 +32,8 @@ class Change(enum.Enum):
     REMOVED = enum.auto()
 
 
-_STORED, _REMOVED = Change.STORED, Change.REMOVED
+_STORED: Final = Change.STORED
+_REMOVED: Final = Change.REMOVED
 
 
 class Event(NamedTuple):
@@ -119,8 +120,8 @@ class EventLog:
         self.last_cursor += len(told)
         self._recorded, self._recorded_bytes = left, self._recorded_bytes - told_bytes
         while len(self._kept) > self.event_count_max or self._kept_bytes > self.digest_bytes_max:
-            *_, start, end = self._kept.popleft()
-            self._kept_bytes -= end - start
+            gone = self._kept.popleft()
+            self._kept_bytes -= gone[7] - gone[6]
         return True
 
     def removed_in(self, step: int, digest_count_max: int, scope_count_max: int) -> tuple[dict[Scope, bytearray], bool]:

@@ -129,8 +129,7 @@ class Pool:
         needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits)]
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         left = self.blocks.free_count - needed - revived
-        # Enough blocks stay free after the reserve, so nothing can refuse, not even TOO_LONG: what is held and what is
-        # free make up the pool. Admission is skipped.
+        # With enough blocks free behind the reserve nothing can refuse, not even TOO_LONG: admission is skipped.
         if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
             applicant = Applicant(
                 space, hits, matched, junction, chunk, prompt_token_count, priority, pending, defer_token_count
@@ -154,9 +153,8 @@ class Pool:
         self.admission.note_change()
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
-        space.sequence_count += 1  # or it would be forgotten with its last cached block
         self.coordinator.note_prompt(space, hits, digests, prompt, junction)
-        boundaries = self.coordinator.boundaries(prompt, junction, turn_ends)
+        boundaries, early_end = self.coordinator.ends(prompt, matched, junction, turn_ends)
         sequence = self.coordinator.open(space, hits, matched, boundaries, priority)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
@@ -173,7 +171,9 @@ class Pool:
         else:
             self.queried_token_count += prompt
             self.matched_token_count += matched
-        return GrowResult(Result.OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
+        answer = GrowResult(_OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
+        answer.early_end_token_count = early_end
+        return answer
 
     def grow(self, sequence_id: int, token_count: int) -> GrowResult:
         """Makes room for `token_count` tokens; fewer than there are changes nothing.
@@ -216,8 +216,9 @@ class Pool:
             self.admission.enforce_cache_quota(sequence.namespace)
         return GrowResult(Result.OK, 0, 0, self.coordinator.added(sequence, granted) if needed else (), copies)
 
-    def _takes_next_blocks(self, sequence: SequenceState, token_count: int) -> bool:
-        """Tells whether this grow takes one free block for every group, at a block edge, as decoding does."""
+    def _takes_next_blocks(self, sequence: SequenceState, token_count: int, due_count: int = 0) -> bool:
+        """Tells whether this grow takes one free block for every group, at a block edge, as decoding does, while so
+        many others are due the same."""
         size = self.digest_tokens
         return (
             self.coordinator.in_step
@@ -225,7 +226,7 @@ class Pool:
             and token_count - sequence.limit <= size
             and not sequence.promised
             and sequence.namespace.quota is None
-            and self.blocks.free_count >= self.coordinator.group_count
+            and self.blocks.free_count >= (due_count + 1) * self.coordinator.group_count
         )
 
     def names_new(self, sequence_ids: array[int]) -> bool:
@@ -244,24 +245,32 @@ class Pool:
         """
         batch = self._batch.look_up(sequence_ids, self.sequences)
         grants, others, group_count = Grants(), [], self.coordinator.group_count
+        due: list[SequenceState] = []  # are let have their next blocks, which they get together
         for number, (sequence, token_count) in enumerate(zip(batch, token_counts)):
             if sequence is None:
                 others.append((number, GrowResult(Result.NOT_FOUND)))
             elif token_count > sequence.limit:
-                if self._takes_next_blocks(sequence, token_count):
+                if self._takes_next_blocks(sequence, token_count, len(due)):
                     self.admission.note_change()
                     self.granted_block_count += group_count
                     if group_count == 1:
                         grants.add_one(number, self.coordinator.append_one(sequence, token_count))
                     else:
-                        grants.add_row(number, self.coordinator.append(sequence, token_count))
+                        grants.add_row(number, group_count)
+                        self.coordinator.raise_limit(sequence, token_count)
+                        due.append(sequence)
                 else:
+                    if due:
+                        grants.fill_rows(self.coordinator.append_rows(due))
+                        due.clear()
                     grown = self._extend(sequence_ids[number], sequence, token_count)
                     if grown.blocks:
                         grants.add(number, grown.blocks)
                     others.append((number, grown))
             elif token_count > sequence.token_count:
                 sequence.token_count = token_count
+        if due:
+            grants.fill_rows(self.coordinator.append_rows(due))
         return grants, others
 
     def commit(
@@ -388,11 +397,3 @@ class Pool:
     def tables(self, sequence: SequenceState) -> tuple[array[int], ...]:
         """Returns one table for each group; `NULL_BLOCK` stands where a block was given back."""
         return self.coordinator.tables(sequence)
-
-    def table_entry_count(self) -> int:
-        """Counts the blocks in all tables, shared ones each time: what separate caches would hold."""
-        return sum(
-            manager.footprint(part, sequence.token_count)
-            for sequence in self.sequences.values()
-            for manager, part in zip(self.managers, sequence.parts)
-        )

@@ -27,7 +27,7 @@ class SequenceState:
         is_hold: nobody writes to it, and it ends by itself.
         is_named: each full block of what it committed came with its digest, and is published.
         boundaries: token counts, rising, at which a later prompt may part from this sequence: the last edge of the
-            prompt that leaves a token to compute, the junction, and ends of turns that the owner named.
+            prompt that leaves a token to compute, the junction, the early end, and ends of turns that the owner named.
         ends: its boundaries and, where a pool has learned that prompts part early, steps before the last of them: all
             token counts at which hits are to end; rising.
         is_before_end: one of its ends may be behind what is committed: false once none is, since commits ask for it.

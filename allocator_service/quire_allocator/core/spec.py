@@ -204,12 +204,15 @@ class Grants:
             self.blocks.append(self._singles)
         self._singles.append(block)
 
-    def add_row(self, row: int, blocks: array[int]) -> None:
-        """Adds one block of each group for one grow, as most grows of a decoding batch take."""
+    def add_row(self, row: int, group_count: int) -> None:
+        """Adds one block of each group for one grow, as most grows of a decoding batch take: `fill_rows` has them."""
         self.rows.append(row)
-        if len(self._ones) != len(blocks):
-            self._ones = [1] * len(blocks)
+        if not self._ones:
+            self._ones = [1] * group_count
         self.counts += self._ones
+
+    def fill_rows(self, blocks: array[int]) -> None:
+        """Adds the blocks of rows that were added since other blocks were, group fastest."""
         self.blocks.append(blocks)
         self._singles = None
 
@@ -221,6 +224,8 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.
         matched_token_count: leading tokens shared with published blocks (allocate only).
         junction_token_count: as in `Match` (allocate only, OK and PENDING).
+        early_end_token_count: a boundary before the end of a new prompt (`groups/early_ends.py`; allocate only, OK); 0
+            where it has none.
         pending_token_count: tokens after those that another sequence is computing (allocate only).
         blocks: per group the last entries of the table, replacing what stood there; after allocate the whole table.
             Empty where nothing changed in any group.
@@ -233,6 +238,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
     __slots__ = (
         "blocks",
         "copies",
+        "early_end_token_count",
         "junction_token_count",
         "matched_token_count",
         "pending_token_count",
@@ -250,6 +256,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         copies: Sequence[Copy] = (),
         *,
         junction_token_count: int = 0,
+        early_end_token_count: int = 0,
         shortfall: int = 0,
         victim: Victim | None = None,
     ) -> None:
@@ -257,6 +264,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         self.matched_token_count = matched_token_count
         self.pending_token_count = pending_token_count
         self.junction_token_count = junction_token_count
+        self.early_end_token_count = early_end_token_count
         self.blocks = blocks
         self.copies = copies
         self.shortfall = shortfall
@@ -269,8 +277,9 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         return f"GrowResult{self._values()!r}"
 
     def _values(self) -> tuple[object, ...]:
-        counts = (self.matched_token_count, self.pending_token_count, self.junction_token_count)
-        return (self.result, *counts, self.blocks, list(self.copies), self.shortfall, self.victim)
+        counts = (self.matched_token_count, self.pending_token_count)
+        ends = (self.junction_token_count, self.early_end_token_count)
+        return (self.result, *counts, *ends, self.blocks, list(self.copies), self.shortfall, self.victim)
 
 
 class CommitResult(NamedTuple):

@@ -20,7 +20,8 @@ COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination once m
 SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
 TAKEOVER_BYTES = 4 * NUMBER_BYTES  # sequence, group, index
 TABLE_BYTES = 16  # what protobuf wraps around one table
-GROW_BYTES = 9 * NUMBER_BYTES  # result, matched, pending, junction, shortfall, index, and 12 bytes for a victim
+# Result, matched, pending, junction, early end, shortfall, index, and 12 bytes for a victim.
+GROW_BYTES = 10 * NUMBER_BYTES
 
 
 SCOPE_BYTES = 160  # a namespace, and what protobuf wraps around it and its digests

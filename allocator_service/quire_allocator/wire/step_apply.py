@@ -110,7 +110,7 @@ def _grow(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
         if grown.copies:
             reply.copy_sources.extend([copy.source for copy in grown.copies])
             reply.copy_destinations.extend([copy.destination for copy in grown.copies])
-        if grown.result or grown.matched_token_count or grown.pending_token_count or grown.junction_token_count:
+        if grown.result or grown.matched_token_count or grown.pending_token_count or _is_told_an_end(grown):
             is_plain = False
     if not is_plain:
         _describe(columns, others, reply)
@@ -166,11 +166,17 @@ def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], re
             matched[number], pending[number] = grown.matched_token_count, grown.pending_token_count
         reply.matched_token_counts.extend(translate.omit_zeros(matched))
         reply.pending_token_counts.extend(translate.omit_zeros(pending))
-    if any(grown.junction_token_count for _, grown in others):
-        junctions = [0] * count
+    if any(_is_told_an_end(grown) for _, grown in others):
+        junctions, early_ends = [0] * count, [0] * count
         for number, grown in others:
-            junctions[number] = grown.junction_token_count
-        reply.junction_token_counts.extend(junctions)
+            junctions[number], early_ends[number] = grown.junction_token_count, grown.early_end_token_count
+        reply.junction_token_counts.extend(translate.omit_zeros(junctions))
+        reply.early_end_token_counts.extend(translate.omit_zeros(early_ends))
+
+
+def _is_told_an_end(grown: GrowResult) -> bool:
+    """Tells whether the owner is told where to end a pass."""
+    return grown.junction_token_count > 0 or grown.early_end_token_count > 0
 
 
 def _any_refused(results: Sequence[int]) -> bool:

@@ -234,6 +234,7 @@ def allocate_response(grown: GrowResult) -> pb.AllocateResponse:
         matched_token_count=grown.matched_token_count,
         pending_token_count=grown.pending_token_count,
         junction_token_count=grown.junction_token_count,
+        early_end_token_count=grown.early_end_token_count,
         tables=[block_table(blocks) for blocks in grown.blocks],
         copy_sources=[copy.source for copy in grown.copies],
         copy_destinations=[copy.destination for copy in grown.copies],

@@ -30,7 +30,7 @@ def summary(owner: Ownership, now: float) -> pb.PoolSummary:
         cached_block_count=blocks.cached_count,
         held_block_count=blocks.block_count - blocks.free_count,
         sequence_count=len(owner.pool.sequences),
-        table_entry_count=owner.pool.table_entry_count(),
+        table_entry_count=usage.table_entry_count(owner.pool),
         last_step=owner.steps.next_step - 1,
         groups=[
             pb.GroupUsage(group=g.group, held_block_count=g.held_block_count, cached_block_count=g.cached_block_count)

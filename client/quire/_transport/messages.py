@@ -240,6 +240,7 @@ def allocation(message: pb.AllocateResponse, group_count: int) -> types.Allocati
         pending_token_count=message.pending_token_count,
         victim=_victim(message),
         junction_token_count=message.junction_token_count,
+        early_end_token_count=message.early_end_token_count,
     )
 
 

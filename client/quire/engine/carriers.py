@@ -142,6 +142,7 @@ class CallCarrier(Carrier):
                     matched_token_count=matched,
                     pending_token_count=allocation.pending_token_count,
                     junction_token_count=allocation.junction_token_count,
+                    early_end_token_count=allocation.early_end_token_count,
                 )
             )
             copies += allocation.copies

@@ -100,6 +100,8 @@ class GrowOutcome(NamedTuple):
             the last entries of the tables are for the last of them.
         junction_token_count: leading tokens that would have matched, had there been a checkpoint: a commit that ends
             there makes one. 0 where nothing would be gained (new sequences only).
+        early_end_token_count: where a commit makes one more checkpoint, some tokens before the end of a long prompt; 0
+            where it has none (new sequences only).
     """
 
     sequence_id: int
@@ -111,6 +113,7 @@ class GrowOutcome(NamedTuple):
     victim: Victim | None = None
     token_count: int = 0
     junction_token_count: int = 0
+    early_end_token_count: int = 0
 
 
 class StepOutcome(NamedTuple):
@@ -226,6 +229,7 @@ def _grows(step: pb.Step, reply: pb.StepReply, group_count: int) -> list[GrowOut
         victims,
         token_counts,
         _optional(reply.junction_token_counts, count),
+        _optional(reply.early_end_token_counts, count),
         strict=True,
     )
     return list(map(GrowOutcome._make, columns))

@@ -322,7 +322,8 @@ class Ledger:
         sequence.chunk_token_count = chunk
         sequence.prompt_token_count = max(chunk, entry_uint32(grows.prompt_token_counts, row))
         if not self._keeps_prefixes:
-            ends = (sequence.prompt_token_count - 1, grown.junction_token_count, *turn_ends)
+            told = (grown.junction_token_count, grown.early_end_token_count)
+            ends = (sequence.prompt_token_count - 1, *told, *turn_ends)
             edges = {end // self._edge_tokens * self._edge_tokens for end in ends}
             sequence.boundaries = tuple(sorted(edges - {0}))
         sequence.tables = [array("I", table) for table in grown.blocks]

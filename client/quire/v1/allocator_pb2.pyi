@@ -54,8 +54,8 @@ class _GroupKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupKind.V
     """Recurrent state (mamba, linear attention): a block holds a state instead of tokens. A table has one entry, the
     running block, which every forward pass overwrites. A commit that leaves no granted token to compute publishes the
     running block as a checkpoint where it ends exactly at a multiple of `block_size`, or at a boundary of the
-    sequence: the last edge of the prompt that leaves a token to compute, the junction that its grow was told, or an end
-    of a turn that its owner named. The next grow then replaces the running block by a copy. A hit ends at a
+    sequence: the last edge of the prompt that leaves a token to compute, the junction or the early end that its grow was
+    told, or an end of a turn that its owner named. The next grow then replaces the running block by a copy. A hit ends at a
     checkpoint.
     """
 
@@ -80,8 +80,8 @@ GROUP_KIND_STATE: GroupKind.ValueType  # 4
 """Recurrent state (mamba, linear attention): a block holds a state instead of tokens. A table has one entry, the
 running block, which every forward pass overwrites. A commit that leaves no granted token to compute publishes the
 running block as a checkpoint where it ends exactly at a multiple of `block_size`, or at a boundary of the
-sequence: the last edge of the prompt that leaves a token to compute, the junction that its grow was told, or an end
-of a turn that its owner named. The next grow then replaces the running block by a copy. A hit ends at a
+sequence: the last edge of the prompt that leaves a token to compute, the junction or the early end that its grow was
+told, or an end of a turn that its owner named. The next grow then replaces the running block by a copy. A hit ends at a
 checkpoint.
 """
 Global___GroupKind: _TypeAlias = GroupKind  # noqa: Y015
@@ -833,8 +833,8 @@ class ReportedSequence(_message.Message):
     @_builtins.property
     def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token counts, rising, at which a later prompt may part from it: the last edge of its prompt that leaves a token to
-        compute, the junction that its grow was told, and ends of turns as in GrowPhase, each moved back to an edge: at
-        most 18. Empty where all groups are of full attention.
+        compute, the junction and the early end that its grow was told, and ends of turns as in GrowPhase, each moved back
+        to an edge: at most 19. Empty where all groups are of full attention.
         """
 
     def __init__(
@@ -1316,6 +1316,7 @@ class StepReply(_message.Message):
     VICTIM_SEQUENCES_FIELD_NUMBER: _builtins.int
     VICTIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     JUNCTION_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    EARLY_END_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     EXPIRED_HOLDS_FIELD_NUMBER: _builtins.int
     TAKEOVER_SEQUENCES_FIELD_NUMBER: _builtins.int
     TAKEOVER_GROUPS_FIELD_NUMBER: _builtins.int
@@ -1415,6 +1416,13 @@ class StepReply(_message.Message):
         """
 
     @_builtins.property
+    def early_end_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per grow of a new sequence: the early end, which is a boundary some tokens before the end of a long prompt that is
+        new to a pool with STATE groups: a commit that ends there makes a checkpoint, for those who will part from it soon
+        before its end. 0 where it has none. Empty when all are 0.
+        """
+
+    @_builtins.property
     def expired_holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Holds whose time was over: the server freed them before the first phase."""
 
@@ -1466,6 +1474,7 @@ class StepReply(_message.Message):
         victim_sequences: _abc.Iterable[_builtins.int] | None = ...,
         victim_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         junction_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        early_end_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         expired_holds: _abc.Iterable[_builtins.int] | None = ...,
         takeover_sequences: _abc.Iterable[_builtins.int] | None = ...,
         takeover_groups: _abc.Iterable[_builtins.int] | None = ...,
@@ -1480,7 +1489,7 @@ class StepReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "dropped_block_counts", b"dropped_block_counts", "emptied_blocks", b"emptied_blocks", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "is_removed_cut", b"is_removed_cut", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "pending_token_counts", b"pending_token_counts", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "dropped_block_counts", b"dropped_block_counts", "early_end_token_counts", b"early_end_token_counts", "emptied_blocks", b"emptied_blocks", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "is_removed_cut", b"is_removed_cut", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "pending_token_counts", b"pending_token_counts", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1739,6 +1748,7 @@ class AllocateResponse(_message.Message):
     PENDING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     VICTIM_FIELD_NUMBER: _builtins.int
     JUNCTION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    EARLY_END_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     result: Global___Result.ValueType
     """OK, NO_SPACE, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA."""
     matched_token_count: _builtins.int
@@ -1749,6 +1759,8 @@ class AllocateResponse(_message.Message):
     """Tokens of its prefix, after the matched ones, that other sequences are computing."""
     junction_token_count: _builtins.int
     """The junction, as in StepReply, where the result is OK or PENDING."""
+    early_end_token_count: _builtins.int
+    """The early end, as in StepReply, where the result is OK."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """The whole table of each group."""
@@ -1775,10 +1787,11 @@ class AllocateResponse(_message.Message):
         pending_token_count: _builtins.int = ...,
         victim: Global___Victim | None = ...,
         junction_token_count: _builtins.int = ...,
+        early_end_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["victim", b"victim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "junction_token_count", b"junction_token_count", "matched_token_count", b"matched_token_count", "pending_token_count", b"pending_token_count", "result", b"result", "shortfall", b"shortfall", "tables", b"tables", "victim", b"victim"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "early_end_token_count", b"early_end_token_count", "junction_token_count", b"junction_token_count", "matched_token_count", b"matched_token_count", "pending_token_count", b"pending_token_count", "result", b"result", "shortfall", b"shortfall", "tables", b"tables", "victim", b"victim"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -150,6 +150,8 @@ class QuireCacheManager(KVCacheManager):
             count = min(request.num_tokens_with_spec + request.num_output_placeholders + lookahead, most)
             if self.pool.shape.caches_states:
                 count = min(count, (request.num_computed_tokens // size + 1) * size)
+            elif self._windows:  # all of a long prompt at once may never fit, and has no need to
+                count = min(count, request.num_computed_tokens + self._pass_tokens + lookahead)
             counts.append(count)
             is_short = is_short or self.pool.is_short(held.sequence_id, count, held.last)
         if not is_short:
@@ -294,6 +296,12 @@ class QuireCacheManager(KVCacheManager):
             self._drop(held)
         else:
             self.pool.forget(request.request_id)
+
+    def give_up(self, request: Request) -> None:
+        """Takes the blocks of a request back that was let in and is not to run in this turn."""
+        held = self._held.get(request.request_id)
+        if held is not None and not held.has_run:
+            self._drop(held)
 
     def _drop(self, held: Held) -> None:
         del self._held[held.request.request_id]

@@ -42,10 +42,13 @@ class _OnQuire(Scheduler):
 
     def _ec_transfer_pending(self, request: Request, num_computed_tokens: int) -> bool:
         """Passes over, for this turn, a request whose prefix another one computes right now. vLLM asks this right after
-        each look-up, and nothing else at that place."""
+        each look-up, and nothing else at that place. Who waits for an image holds no blocks meanwhile."""
         if self.kv_cache_manager.is_passed_over(request):
             return True
-        return bool(super()._ec_transfer_pending(request, num_computed_tokens))
+        if not super()._ec_transfer_pending(request, num_computed_tokens):
+            return False
+        self.kv_cache_manager.give_up(request)
+        return True
 
     def _mamba_block_aligned_split(
         self,

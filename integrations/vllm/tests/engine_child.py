@@ -3,7 +3,8 @@
     python engine_child.py '{"model": "models/demo", "scheduler": null, "blocks": 64, "passes": [[[1, 2, 3]]], ...}'
 
 `scheduler` is a class for `--scheduler-cls`, or null for vLLM's own. Each pass is a list of prompts, as token ids;
-`adapters` has for each pass the folder of a LoRA adapter, or null.
+`adapters` has for each pass the folder of a LoRA adapter, or null; `images` has for each prompt of each pass the seed
+of an image.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         max_num_seqs=64,
         max_num_batched_tokens=job.get("batch_tokens_max", 2048),
         num_gpu_blocks_override=job["blocks"],
-        skip_tokenizer_init=True,
+        skip_tokenizer_init="images" not in job,
         scheduler_cls=job["scheduler"],
         async_scheduling=job.get("is_async", False),
         disable_log_stats=False,
@@ -55,10 +56,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     told_events = follow_events(scheduler.kv_cache_manager) if job.get("events") else None
     sampling = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)
     told: dict[str, Any] = {"scheduler": type(scheduler).__name__, "texts": [], "hits": [], "preemptions": []}
-    for prompts, adapter in zip(job["passes"], adapters_of(job), strict=True):
+    for prompts, adapter in zip(passes_of(job), adapters_of(job), strict=True):
         before = len(preemptions)
         answers = engine.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
+            prompts,
             sampling,
             use_tqdm=False,
             lora_request=adapter,
@@ -158,6 +159,23 @@ def index_of(pool: Any) -> list[str]:
                 told = map(maybe_convert_block_hash, digests)
                 found += [named(digest, group) for digest in told for group in manager.groups]
     return sorted(found)
+
+
+def passes_of(job: dict[str, Any]) -> list[list[Any]]:
+    """Returns the prompts of each pass, with their images."""
+    passes = [[{"prompt_token_ids": prompt} for prompt in prompts] for prompts in job["passes"]]
+    for prompts, seeds in zip(passes, job.get("images", ()), strict=False):
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            prompt["multi_modal_data"] = {"image": picture(seed)}
+    return passes
+
+
+def picture(seed: int) -> Any:
+    """Returns a picture of random colors."""
+    import numpy
+    from PIL import Image
+
+    return Image.fromarray(numpy.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype="uint8"))
 
 
 def adapters_of(job: dict[str, Any]) -> list[LoRARequest | None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from stage import FULL, TOKENS_MAX, Stage, image, next_token, text
+from pages import next_token
+from stage import FULL, TOKENS_MAX, Stage, image, text
 
 WINDOWS: Final = (FULL, ("sliding", 4, 10), ("sliding", 4, 10))
 CHUNKS: Final = (FULL, ("chunked", 4, 16))

@@ -16,12 +16,15 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from ahead_scenes import AHEAD_SCENES
+from further_scenes import FURTHER_SCENES, LAYERS, layers_of_many_kinds
 from more_scenes import CHUNKS, MORE_SCENES, STATE_SCENES, STATES, WINDOWS
 from stage import Cast, Stage, text
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 # -- scenes ------------------------------------------------------------------------------------------------------------
@@ -159,6 +162,8 @@ SCENES: dict[Any, dict[str, Any]] = {
     running_requests_can_be_preempted_for_a_reset: {"blocks": 64},
     **MORE_SCENES,
     **STATE_SCENES,
+    **AHEAD_SCENES,
+    **FURTHER_SCENES,
 }
 
 
@@ -169,6 +174,11 @@ RANDOM: dict[str, dict[str, Any]] = {
     "windows": {"blocks": 110, "groups": WINDOWS},
     "chunks": {"blocks": 80, "groups": CHUNKS},
     "states": {"blocks": 110, "groups": STATES},
+    "ahead": {"blocks": 60, "count": 200, "ahead": 1, "is_async": True},
+    "ahead windows": {"blocks": 110, "groups": WINDOWS, "ahead": 1, "is_async": True},
+    "ahead states": {"blocks": 110, "count": 200, "groups": STATES, "ahead": 1, "is_async": True},
+    "windows as vLLM keeps them": {"blocks": 110, "count": 200, "groups": WINDOWS, "keeps": 0},
+    "states as vLLM keeps them": {"blocks": 110, "count": 200, "groups": STATES, "keeps": 0},
     "in a hurry": {"blocks": 40, "seeds": 1, "is_patient": False},
 }
 
@@ -216,17 +226,22 @@ def random_requests(cast: Cast, seed: int, count: int, **options: Any) -> dict[s
 def main() -> None:
     """See the module's docstring."""
     model, scheduler = sys.argv[1:3]
-    cast = Cast(Scheduler if scheduler == "null" else resolve_obj_by_qualname(scheduler), model)
+    cast = Cast(Scheduler, AsyncScheduler, model)
+    if scheduler != "null":
+        ahead = scheduler.replace("QuireScheduler", "QuireAsyncScheduler")
+        cast = Cast(resolve_obj_by_qualname(scheduler), resolve_obj_by_qualname(ahead), model)
     init_none_hash(sha256)
     if os.environ.get("QUIRE_VLLM_ALLOCATOR"):  # on a busy machine turns, and so hits, would be others
         import quire_vllm.remote
 
         quire_vllm.remote.WAIT_S = 5.0  # type: ignore[misc]
     told: dict[str, Any] = {}
-    for scene, options in SCENES.items():
+    plays = [(scene.__name__, scene, options) for scene, options in SCENES.items()]
+    plays += [(name, layers_of_many_kinds, {"blocks": 160, "groups": groups}) for name, groups in LAYERS.items()]
+    for name, scene, options in plays:
         stage = Stage(cast, **options)
         scene(stage)
-        told[scene.__name__] = stage.told()
+        told[name] = stage.told()
         stage.close()
     for name, options in RANDOM.items():
         told[f"random: {name}"] = seeds_of_random_requests(cast, **options)

@@ -1,7 +1,7 @@
-"""A stage for vLLM's scheduler without a model: requests, turns, and in the place of a model a memory of pages.
+"""A stage for vLLM's scheduler without a model: requests and turns; a memory of pages (`pages.py`) is the model.
 
-Each turn writes its tokens where the block tables say, and everything that they read is read back first, as attention
-would: of each group what its window still has.
+With passes ahead a turn schedules the next pass before the one under way is taken in, as vLLM's engine does with its
+asynchronous scheduler, and with several stages of a pipeline.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import deque
 from typing import Any, Final, NamedTuple
 
+from pages import Pages
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -33,13 +35,17 @@ BLOCK: Final = 4
 TOKENS_MAX: Final = 256
 FULL: Final = ("full", BLOCK, 0)  # a group: what its layers read, tokens of a block, and of a window
 IMAGE_TOKENS: Final = 6
-STATE_SLOT: Final = 0  # of a block that has a state; what else the block had is gone
+CACHE_MODES: Final = {"state": "align", "states": "all"}  # vLLM's, of kinds of groups
+SAMPLING: Final = ("prompt_logprobs", "stop_token_ids", "skip_reading_prefix_cache")
+STATISTICS: Final = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
 
 class Cast(NamedTuple):
-    """Who plays: a class of schedulers, and the folder of a model whose configuration it reads."""
+    """Who plays: two classes of schedulers, the second of which schedules ahead, and the folder of a model whose
+    configuration they read."""
 
     scheduler: Any
+    async_scheduler: Any
     model: str
 
 
@@ -49,7 +55,8 @@ class Stage:
     Attributes:
         turns: of each turn, the tokens scheduled by request and who was preempted.
         hits: of each request, the prompt's tokens that were cached when it ran first.
-        statistics: vLLM's own count of queried and hit tokens.
+        statistics: vLLM's own counts of the prefix cache, by `STATISTICS`.
+        events: what vLLM's KV cache events tell of each block that could be hit.
 
     Where `is_patient`, a pass takes longer than an allocator's answer, as a model's does; else the next turn begins at
     once.
@@ -69,6 +76,10 @@ class Stage:
         long_prompt: int = 0,
         drafts: int = 0,
         is_patient: bool = False,
+        ahead: int = 0,
+        is_async: bool = False,
+        keeps: int | None = None,
+        **arguments: Any,
     ) -> None:
         speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2} if drafts else None
         config = EngineArgs(
@@ -82,7 +93,11 @@ class Stage:
             async_scheduling=False,
             enable_prefix_caching=caches,
             speculative_config=speculation,
+            prefix_cache_retention_interval=keeps,
+            **arguments,
         ).create_engine_config()
+        config.scheduler_config.async_scheduling = is_async  # vLLM's platform for CPUs switches it off
+        config.parallel_config.pipeline_parallel_size = 1 if is_async else ahead + 1
         config.scheduler_config.max_num_batched_tokens = budget
         config.scheduler_config.max_num_scheduled_tokens = budget
         config.scheduler_config.watermark = watermark
@@ -90,13 +105,14 @@ class Stage:
         sizes = [size for _, size, _ in groups]
         config.cache_config.block_size = max(sizes)
         config.cache_config.num_gpu_blocks = blocks
-        if any(kind == "state" for kind, _, _ in groups):
-            config.cache_config.mamba_cache_mode = "align"
+        for kind, _, _ in groups:
+            config.cache_config.mamba_cache_mode = CACHE_MODES.get(kind, config.cache_config.mamba_cache_mode)
         specs = [group_spec(*group, config.model_config.dtype) for group in groups]
         named = [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]
-        self.scheduler = cast.scheduler(
+        shape = KVCacheConfig(blocks, kv_cache_tensors=[], kv_cache_groups=named, prefix_cache_retention_interval=keeps)
+        self.scheduler = (cast.async_scheduler if is_async else cast.scheduler)(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=named),
+            kv_cache_config=shape,
             structured_output_manager=StructuredOutputManager(config),
             block_size=max(sizes),
             hash_block_size=min(sizes),
@@ -105,27 +121,28 @@ class Stage:
         self.turns: list[Any] = []
         self.hits: dict[str, int] = {}
         self.requests: dict[str, Request] = {}
-        self.statistics = [0, 0]
-        self._groups = groups
+        self.statistics = dict.fromkeys(STATISTICS, 0)
+        self.events: set[Any] = set()
+        self._pages = Pages(groups)
         self._drafts = drafts
         self._is_patient = is_patient
-        self._tables: dict[str, list[list[int]]] = {}
-        # Of each slot for which group it was written, and all tokens up to it.
-        self._slots: dict[tuple[int, int], tuple[int, int]] = {}
+        self._ahead = ahead
+        self._under_way: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._hasher = get_request_block_hasher(min(sizes), sha256) if caches else None
+        take = self.scheduler.kv_cache_manager.take_events
+        self.scheduler.kv_cache_manager.take_events = lambda: self._hear(take())
 
-    def add(self, name: str, tokens: list[int], new: int = 4, **options: Any) -> Request:
-        """A request for so many new tokens."""
-        stops = options.pop("stop_token_ids", None)
+    def add(self, name: str, tokens: list[int] | None, new: int = 4, **options: Any) -> Request:
+        """A request for so many new tokens; one more with the name of a session is its next input."""
         sampling = SamplingParams(
             max_tokens=new,
             ignore_eos=True,
-            prompt_logprobs=options.pop("prompt_logprobs", None),
-            stop_token_ids=stops,
+            **{key: options.pop(key) for key in SAMPLING if key in options},
         )
         sampling.update_from_generation_config({}, 0)
-        request = Request(name, list(tokens), sampling, None, block_hasher=self._hasher, **options)
-        self.requests[name] = request
+        prompt = None if tokens is None else list(tokens)
+        request = Request(name, prompt, sampling, None, block_hasher=self._hasher, **options)
+        self.requests.setdefault(name, request)
         self.scheduler.add_request(request)
         return request
 
@@ -134,92 +151,63 @@ class Stage:
         self.scheduler.max_num_encoder_input_tokens = token_count
         self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=token_count)
 
-    def turn(self) -> bool:
-        """Schedules, computes and takes in one pass; returns whether anything was scheduled."""
-        output = self.scheduler.schedule()
+    def turn(self, **options: Any) -> bool:
+        """Schedules and computes a pass, and takes in what is over; returns whether anything was scheduled."""
+        output = self.scheduler.schedule(**options)
         preempted = sorted(output.preempted_req_ids or ())
         for new in output.scheduled_new_reqs:
-            self._tables[new.req_id] = [list(table) for table in new.block_ids]
+            self._pages.start(self.requests[new.req_id], new.block_ids)
             self.hits.setdefault(new.req_id, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if name in cached.resumed_req_ids:
-                self._tables[name] = [list(table) for table in blocks]
+                self._pages.start(self.requests[name], blocks)
             elif blocks is not None:
-                for table, added in zip(self._tables[name], blocks, strict=True):
-                    table.extend(added)
+                self._pages.add(name, blocks)
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         drafts = output.scheduled_spec_decode_tokens
         sampled = [
-            self._compute(name, computed[name], count, tuple(drafts.get(name, ())))
+            self._pages.compute(self.requests[name], computed[name], count, tuple(drafts.get(name, ())))
             for name, count in output.num_scheduled_tokens.items()
         ]
-        self.turns.append([sorted(output.num_scheduled_tokens.items()), preempted])
         names = list(output.num_scheduled_tokens)
+        self.turns.append([sorted(output.num_scheduled_tokens.items()), preempted])
         index = {name: number for number, name in enumerate(names)}
-        told = self.scheduler.update_from_output(output, ModelRunnerOutput(names, index, sampled))
-        for each in told.values():
-            stats = each.scheduler_stats and each.scheduler_stats.prefix_cache_stats
-            if stats:
-                self.statistics = [self.statistics[0] + stats.queries, self.statistics[1] + stats.hits]
-        if self._drafts:
-            self.scheduler.update_draft_token_ids(DraftTokenIds(names, [self._draft(name) for name in names]))
+        self._under_way.append((output, ModelRunnerOutput(names, index, sampled)))
+        while self._under_way and (len(self._under_way) > self._ahead or not names):
+            self._take_in()
         if self._is_patient:
             pool = getattr(self.scheduler.kv_cache_manager, "pool", None)
             for sent in getattr(pool, "_under_way", ()):
                 sent.answer.result(10.0)
         return bool(names)
 
-    def _compute(self, name: str, before: int, count: int, drafts: tuple[int, ...]) -> list[int]:
-        """Reads what is there, writes what is new; returns the next tokens where the pass ends with the last one."""
-        known = tuple(self.requests[name].all_token_ids)
-        tokens = known + drafts
-        for group, (kind, size, window) in enumerate(self._groups):
-            table = self._tables[name][group]
-            if kind == "state":
-                self._compute_state(name, tokens, group, before, count)
+    def _take_in(self) -> None:
+        """Takes in the oldest pass under way."""
+        output, result = self._under_way.popleft()
+        told = self.scheduler.update_from_output(output, result)
+        for each in told.values():
+            stats = each.scheduler_stats and each.scheduler_stats.prefix_cache_stats
+            for name in STATISTICS if stats else ():
+                self.statistics[name] += getattr(stats, name)
+        if self._drafts:
+            names = [name for name in result.req_ids if not self.requests[name].is_finished()]
+            drafts = [self._pages.drafts(name, self._drafts) for name in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def _hear(self, events: list[Any]) -> list[Any]:
+        """Notes what is told of blocks that can be hit, and hands it on."""
+        for event in events:
+            if type(event).__name__ != "BlockStored":
                 continue
-            for position in range(first_read(kind, window, before), before):
-                seen = self._slots.get((table[position // size], position % size))
-                assert seen == (group, self._content(name, tokens, position)), f"{name} reads another at {position}"
-            for position in range(before, before + count):
-                slot = table[position // size], position % size
-                assert slot[0] > 0, "block 0 is vLLM's"
-                self._slots[slot] = (group, self._content(name, tokens, position))
-        if before + count < len(known):
-            return []
-        sampled = [next_token(known)]
-        for draft in drafts:
-            if draft != sampled[-1]:
-                break
-            sampled.append(next_token((*known, *sampled)))
-        return sampled
-
-    def _compute_state(self, name: str, tokens: tuple[int, ...], group: int, before: int, count: int) -> None:
-        """Takes the state of the last token before from its block, as vLLM's worker does, and leaves the new one in
-        that of the last token."""
-        table, size, last = self._tables[name][group], self._groups[group][1], before + count - 1
-        if before:
-            seen = self._slots.get((table[(before - 1) // size], STATE_SLOT))
-            assert seen == (group, self._content(name, tokens, before - 1)), f"{name} goes on from another state"
-        assert table[last // size] > 0, "block 0 is vLLM's"
-        self._slots[table[last // size], STATE_SLOT] = (group, self._content(name, tokens, last))
-
-    def _content(self, name: str, tokens: tuple[int, ...], position: int) -> int:
-        """What attention over a token and all before it has cached, images among them."""
-        request = self.requests[name]
-        images = [each.identifier for each in request.mm_features or () if each.mm_position.offset <= position]
-        adapter = request.lora_request and request.lora_request.lora_name
-        return hash((request.cache_salt, adapter, *images, tokens[: position + 1]))
-
-    def _draft(self, name: str) -> list[int]:
-        """As many drafts as there may be, of which the first few are right."""
-        tokens, drafts = tuple(self.requests[name].all_token_ids), list[int]()
-        right = len(tokens) % (self._drafts + 1)
-        while len(drafts) < self._drafts:
-            drafts.append(next_token((*tokens, *drafts)) + (len(drafts) >= right))
-        return drafts
+            size, kind = event.block_size, (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
+            for number, name in enumerate(event.block_hashes):
+                tokens = tuple(event.token_ids[number * size : (number + 1) * size])
+                keys = event.extra_keys and event.extra_keys[number]
+                told = (event.group_idx, *kind, size, event.lora_id, event.lora_name, event.medium)
+                self.events.add(str((name, tokens, keys, told)))
+        return events
 
     def run(self, seconds_max: float = 60.0) -> None:
         """Goes on until nobody is left; where nothing can be scheduled, it pauses as vLLM's engine does."""
@@ -236,13 +224,19 @@ class Stage:
     def told(self) -> dict[str, Any]:
         """What can be compared; nobody holds anything."""
         self.run()
+        held, manager = held_at_allocator(), self.scheduler.kv_cache_manager
+        deadline = time.monotonic() + 5
+        while getattr(getattr(manager, "pool", None), "_under_way", ()) and time.monotonic() < deadline:
+            manager.new_step_starts()  # what an allocator answers last has events, too
+        manager.take_events()
         return {
             "turns": self.turns,
             "hits": self.hits,
             "statistics": self.statistics,
+            "events": sorted(self.events),
             "lengths": {name: request.num_output_tokens for name, request in self.requests.items()},
-            "usage": self.scheduler.kv_cache_manager.usage,
-            "held": held_at_allocator(),
+            "usage": manager.usage,
+            "held": held,
         }
 
     def close(self) -> None:
@@ -252,26 +246,14 @@ class Stage:
 
 def group_spec(kind: str, size: int, window: int, dtype: Any) -> Any:
     """vLLM's specification of a group."""
-    if kind == "state":
-        return MambaSpec(size, shapes=((1,),), dtypes=(dtype,), mamba_cache_mode="align")
+    if kind in CACHE_MODES:
+        return MambaSpec(size, shapes=((1,),), dtypes=(dtype,), mamba_cache_mode=CACHE_MODES[kind])
     common = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": dtype}
     if kind == "sliding":
         return SlidingWindowSpec(**common, sliding_window=window)
     if kind == "chunked":
         return ChunkedLocalAttentionSpec(**common, attention_chunk_size=window)
     return FullAttentionSpec(**common)
-
-
-def first_read(kind: str, window: int, token_count: int) -> int:
-    """The first token that the one after so many others reads."""
-    if kind == "sliding":
-        return max(0, token_count - window + 1)
-    return token_count // window * window if kind == "chunked" else 0
-
-
-def next_token(tokens: tuple[int, ...]) -> int:
-    """What the model in our place says."""
-    return hash(tokens) % 1000 + 1
 
 
 def text(seed: int, length: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What else engines and requests may ask for, beside vLLM's own manager: prompt lookup, LoRA adapters.
+"""What else engines and requests may ask for, beside vLLM's own manager: prompt lookup, LoRA adapters, images.
 
 Run by `make test-vllm`.
 """
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 
-from integrations.vllm.tests.peers import MODEL, PYTHON, VOCABULARY, WHY_NOT, prompts, run_engines
+from integrations.vllm.tests.peers import MODEL, PYTHON, VOCABULARY, WHY_NOT, in_vllm, prompts, run_engines
 from tests.worker.adapter_folders import write_adapter
 
 pytestmark = [
@@ -65,3 +65,22 @@ def test_adapters_have_caches_of_their_own(tmp_path: Path) -> None:
     assert ours["texts"] == stock["texts"]
     assert ours["hits"] == stock["hits"]
     assert ours["hits"] == [0, 0, 0, 256, 256, 256]
+
+
+def test_images_have_caches_of_their_own(tmp_path: Path) -> None:
+    in_vllm("image_model.py", str(tmp_path))
+    same = [[token % 2000 + 3 for token in prompt] for prompt in prompts(3, 120)]  # no token that stands for an image
+    scene: dict[str, Any] = {
+        "model": str(tmp_path),
+        "blocks": 128,
+        "new_tokens": 16,
+        "tokens_max": 256,
+        "passes": [same] * 4,
+        "images": [[1] * 3, [2] * 3] * 2,
+    }
+    stock, ours, few = run_engines(
+        [{**scene, "scheduler": None}, {**scene, "scheduler": OURS}, {**scene, "scheduler": OURS, "blocks": 14}]
+    )
+    assert stock["texts"][0] != stock["texts"][1], "an image that changes nothing compares nothing"
+    assert ours["texts"] == few["texts"] == stock["texts"]
+    assert ours["hits"] == stock["hits"] == [0, 0, 384, 384]  # an image's 16 tokens and 112 of the text

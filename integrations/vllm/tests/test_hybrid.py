@@ -107,6 +107,19 @@ def test_an_allocator_that_is_killed_changes_no_text_of_windows(
     assert told["usage"] == 0.0
 
 
+def test_an_allocator_that_is_killed_changes_no_text_of_states(models: dict[str, str], tmp_path: Path) -> None:
+    scene = {"model": models["granite4"], "blocks": 64, "block_size": KERNEL_CHUNK, "tokens_max": 800}
+    scene |= {"new_tokens": 220, "passes": [prompts(6, 560, common=300)] * 2}
+    short = {**CACHE, "long_prefill_token_threshold": KERNEL_CHUNK}
+    (stock,) = run_engines([{**scene, "scheduler": None, "options": short}])
+    with allocator_process(tmp_path, "--check-invariants") as allocator:
+        told = told_across_a_kill({**scene, "scheduler": OURS, "options": CACHE}, allocator, tmp_path, "states")
+    assert len({tuple(text) for text in stock["texts"][0]}) == 6
+    assert told["texts"] == stock["texts"]
+    assert all(hits >= theirs for hits, theirs in zip(told["hits"], stock["hits"], strict=True))
+    assert told["usage"] == 0.0
+
+
 def test_windows_run_as_full_attention_by_vllms_option(models: dict[str, str]) -> None:
     options = {"disable_hybrid_kv_cache_manager": True}
     scene = {"model": models["gemma3"], "blocks": 256, "new_tokens": 24, "passes": [SHARED, SHARED], "options": options}

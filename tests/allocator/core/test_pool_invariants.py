@@ -221,7 +221,7 @@ def borrow_elsewhere(pool: Pool) -> None:
 
 
 def keep_the_key(pool: Pool) -> None:
-    part(pool, 1, 0).unit.key = (1, d("a"))
+    part(pool, 1, 0).unit.now_published(1, d("a"))
 
 
 def lose_the_state(pool: Pool) -> None:

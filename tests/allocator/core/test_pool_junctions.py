@@ -125,11 +125,11 @@ def test_a_checkpoint_before_the_junction_is_a_replay() -> None:
 def test_ends_of_turns_that_the_owner_names_are_boundaries_moved_back_to_an_edge() -> None:
     pool = make_pool(32, full(4), state(64))
     pool.allocate(1, 8, prompt_token_count=31, turn_ends=(9, 3, 22, 23, 40))
-    assert pool.sequences[1].boundaries == (8, 20, 28, 40)
+    assert pool.sequences[1].boundaries == (8, 20, 24, 28, 40)  # and its early end
     for end in (8, 20, 24, 28):
         pool.grow(1, end)
         commit(pool, 1, "abcdefg", end)
-    assert [pool.match("", d("abcdefg")[: 32 * count]) for count in range(8)] == [0, 0, 8, 8, 8, 20, 20, 28]
+    assert [pool.match("", d("abcdefg")[: 32 * count]) for count in range(8)] == [0, 0, 8, 8, 8, 20, 24, 28]
     assert make_pool(8).allocate(1, 4, turn_ends=(4,)).result is Result.OK  # full attention needs none
 
 
@@ -153,12 +153,13 @@ def checkpoints(pool: Pool, letters: str) -> list[int]:
 
 
 def test_checkpoints_between_boundaries_are_dropped_before_those_at_boundaries() -> None:
-    pool = make_pool(64, full(4), state(4, checkpoints_max=3))
+    pool = make_pool(64, full(4), state(4, checkpoints_max=4))
     pool.allocate(1, 4, prompt_token_count=31, turn_ends=(8,))
     for end in range(4, 33, 4):
         pool.grow(1, end)
         commit(pool, 1, "abcdefgh", end)
-    assert checkpoints(pool, "abcdefgh") == [2, 7, 8]  # the end of the turn, that of the prompt, and the latest
+    # The end of the turn, the early end, the end of the prompt, and the latest.
+    assert checkpoints(pool, "abcdefgh") == [2, 6, 7, 8]
 
 
 def test_the_first_boundary_is_dropped_last() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
+from quire_allocator.core.readers.usage import table_entry_count
 from quire_allocator.core.spec import Copy, GrowResult, Result, Swap
 
 from tests.allocator.core.pools import (
@@ -36,7 +37,7 @@ def test_a_fork_shares_the_half_filled_block_too() -> None:
     assert pool.fork(1, 2) is Result.OK
     assert blocks_of(pool, 2) == [0, 1]
     assert states(pool)[:3] == [3, 3, 0]
-    assert pool.table_entry_count() == 4
+    assert table_entry_count(pool) == 4
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])

@@ -89,8 +89,8 @@ def test_lookahead_that_is_given_back_with_the_commit_does_not_prevent_a_checkpo
 def test_the_end_of_a_prompt_is_a_checkpoint_too() -> None:
     # Digests cover 2 tokens. A prompt of 13 leaves a token to compute after 12, which is no multiple of 8.
     pool = make_pool(16, full(2), state(8))
-    pool.allocate(1, 8, prompt_token_count=13)
-    for end in (8, 10, 12, 13):
+    pool.allocate(1, 6, prompt_token_count=13)
+    for end in (6, 8, 12, 13):
         pool.grow(1, end)
         commit(pool, 1, "abcdef", end)
     assert checkpoints(pool, "abcdef") == [4, 6]

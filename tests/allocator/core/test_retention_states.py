@@ -13,6 +13,7 @@ from tests.allocator.core.pools import forget, full, make_pool, sliding, state
 from tests.allocator.core.test_retention import text
 
 HYBRID = (full(4), state(16), state(16))
+THREE_STATES = (full(4), *(state(16),) * 3)  # outweigh the attention of prompts of 24 tokens: no early ends
 
 
 def serve(pool: Pool, digests: bytes, token_count: int) -> int:
@@ -61,25 +62,25 @@ def test_beyond_what_a_cache_holds_the_hit_ratio_of_states_falls_without_a_cliff
 def test_checkpoints_between_boundaries_leave_before_all_else() -> None:
     pool = make_pool(26, *HYBRID)
     serve(pool, text(1, 8), 33)
-    assert worths(pool, text(1, 8)) == {16: SPARE, 32: LED}
+    assert worths(pool, text(1, 8)) == {16: SPARE, 28: ASIDE, 32: LED}  # with the early end
     pool.blocks.take(pool.blocks.empty_count + 1)
-    assert worths(pool, text(1, 8)) == {32: LED}
+    assert worths(pool, text(1, 8)) == {28: ASIDE, 32: LED}
     assert pool.match("", text(1, 8)) == 32
 
 
 def test_a_checkpoint_leaves_with_the_prefix_that_it_stands_behind() -> None:
-    pool = make_pool(40, *HYBRID)
+    pool = make_pool(40, *THREE_STATES)
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
     pool.blocks.take(pool.blocks.empty_count + 1)  # the last block before the older one's boundary: it is gone
     assert worths(pool, text(1, 4)) == {16: SPARE}
-    pool.blocks.take(pool.blocks.empty_count + 4)  # what is left of it: three blocks, and two of states
+    pool.blocks.take(pool.blocks.empty_count + 5)  # what is left of it: three blocks, and three of states
     assert worths(pool, text(1, 4)) == {}
     assert pool.match("", text(2, 4)) == 16
 
 
 def test_when_a_checkpoint_is_evicted_the_blocks_before_it_leave_next() -> None:
-    pool = make_pool(40, *HYBRID)
+    pool = make_pool(40, *THREE_STATES)
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
     forget(pool, 1, [4])
@@ -88,13 +89,13 @@ def test_when_a_checkpoint_is_evicted_the_blocks_before_it_leave_next() -> None:
     assert worth == {SPARE}
 
 
-def test_of_a_chats_turns_the_checkpoint_of_the_last_one_is_kept_and_two_before_it_aside() -> None:
-    pool = make_pool(200, *HYBRID)
+def test_of_a_chats_turns_the_checkpoint_of_the_last_one_is_kept_and_two_before_it_and_the_first_aside() -> None:
+    pool = make_pool(200, *THREE_STATES)
     chat = text(1, 40)
     for turn in range(1, 6):
         serve(pool, chat, 20 * turn + 1)
     kept = {tokens: worth for tokens, worth in worths(pool, chat).items() if worth != SPARE}
-    assert kept == {60: ASIDE, 80: ASIDE, 100: LED}
+    assert kept == {20: ASIDE, 60: ASIDE, 80: ASIDE, 100: LED}
 
 
 def test_a_path_has_no_more_checkpoints_than_it_may_however_many_turns_it_has() -> None:
@@ -127,7 +128,7 @@ def test_where_paths_part_a_checkpoint_stays_however_long_they_go_on() -> None:
 def test_where_only_tails_are_cached_checkpoints_between_boundaries_are_empty_at_once() -> None:
     pool = make_pool(60, *HYBRID, retention="tail")
     serve(pool, text(1, 10), 41)
-    assert worths(pool, text(1, 10)) == {40: LED}
+    assert worths(pool, text(1, 10)) == {32: ASIDE, 40: LED}  # at 32 is the early end, at 16 there was one
     assert pool.blocks.namespaces[""].scopes[1].spare == 0
 
 
@@ -183,7 +184,7 @@ def burdens(pool: Pool, digests: bytes) -> list[int]:
     return [run.burden for run in hit.runs]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("block_count", "burden"), [(1, 2), (2, 2), (3, 1), (6, 1), (7, 0), (40, 0)])
+@pytest.mark.parametrize(("block_count", "burden"), [(1, 2), (2, 2), (3, 1), (6, 1), (7, 0), (11, 0)])
 def test_a_run_bears_the_checkpoint_that_leaves_with_it(block_count: int, burden: int) -> None:
     pool = make_pool(200, *HEAVY)
     serve(pool, text(1, block_count), 4 * block_count + 1)
@@ -192,28 +193,28 @@ def test_a_run_bears_the_checkpoint_that_leaves_with_it(block_count: int, burden
 
 def test_of_two_prompts_the_one_that_leads_more_for_each_of_its_blocks_leaves_first() -> None:
     pool = make_pool(80, *HEAVY, eviction_policy="reuse")
-    serve(pool, text(1, 16), 65)
+    serve(pool, text(1, 11), 45)
     serve(pool, text(2, 2), 9)
     pool.blocks.take(pool.blocks.empty_count + 1)
-    assert (pool.match("", text(1, 16)), pool.match("", text(2, 2))) == (64, 0)
+    assert (pool.match("", text(1, 11)), pool.match("", text(2, 2))) == (44, 0)
 
 
 def test_what_a_prompt_has_since_the_boundary_before_bears_its_checkpoint() -> None:
     pool = make_pool(200, *HEAVY)
-    shared = text(0, 20)
+    shared = text(0, 9)
     for user in (1, 2, 3):
-        serve(pool, shared + text(user, 2), 89)
-    # The third one hit the 20 shared blocks, which lead as much: so do the two behind them, for themselves alone.
+        serve(pool, shared + text(user, 2), 45)
+    # The third one hit the 9 shared blocks, which lead as much: so do the two behind them, for themselves alone.
     assert burdens(pool, shared + text(3, 2))[-2:] == [0, 2]
 
 
 def test_a_boundary_that_is_gone_leaves_its_blocks_to_the_one_behind() -> None:
     pool = make_pool(200, *HEAVY)
-    shared = text(0, 20)
+    shared = text(0, 9)
     for user in (1, 2, 3):
-        serve(pool, shared + text(user, 2), 89)
-    forget(pool, 1, [20])
-    serve(pool, shared + text(3, 2), 89)
+        serve(pool, shared + text(user, 2), 45)
+    forget(pool, 1, [9])
+    serve(pool, shared + text(3, 2), 45)
     assert burdens(pool, shared + text(3, 2))[-1] == 0
 
 
@@ -221,14 +222,14 @@ def test_a_boundary_that_is_gone_leaves_its_blocks_to_the_one_behind() -> None:
 
 
 def test_what_is_kept_and_what_is_spare_is_told_of_the_groups_of_each_specification() -> None:
-    pool = make_pool(60, full(4), sliding(4, 8), *(state(16),) * 2)
+    pool = make_pool(80, full(4), sliding(4, 8), *(state(16),) * 5)
     serve(pool, text(1, 8), 33)
     pool.allocate(1 + pool.last_sequence_id, 4)
     # Of the window the last two blocks and one aside are kept; of the checkpoints after 16 and 32 tokens, the latter.
     assert usage.retention(pool) == [
         ("full_attention 4", 1, 8, 0),
         ("sliding_window 4 8", 1, 3, 5),
-        ("state 16", 2, 2, 2),
+        ("state 16", 5, 5, 5),
     ]
 
 

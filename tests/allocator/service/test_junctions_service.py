@@ -77,7 +77,7 @@ async def test_a_router_is_told_of_a_pool_that_serves_nothing_yet_but_its_juncti
         assert matches == (("b", 64, 0), ("a", 0, 64))
 
 
-async def test_by_steps_the_junction_survives_an_allocator_that_lost_the_pool(
+async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that_lost_the_pool(
     allocator: Allocator, client: AsyncAllocatorClient
 ) -> None:
     session = client.session("a", PoolSpec(64, (FULL, STATE), retention="tail", chunk_token_count_max=96))
@@ -86,19 +86,20 @@ async def test_by_steps_the_junction_survives_an_allocator_that_lost_the_pool(
     async def done(*operations: tuple[str, tuple[object, ...], dict[str, object]]) -> StepOutcome:
         return await session.step(step_of(*operations))
 
-    await done(("allocate", (1, 96, d("abcdwx")), {"turn_ends": (33, 90)}))
+    (first,) = (await done(("allocate", (1, 96, d("abcdwx")), {"turn_ends": (33, 90)}))).grows
+    assert first.early_end_token_count == 64
     await done(("commit", (1, 96, d("abcdwx")), {}))
     (told,) = (await done(("allocate", (2, 96, d("abcdyz")), {}))).grows
     assert (told.matched_token_count, told.junction_token_count) == (0, 64)
     before = allocator.service.directory.pool("a")
-    assert [sequence.boundaries for sequence in before.pool.sequences.values()] == [(32, 80), (64, 80)]
+    assert [sequence.boundaries for sequence in before.pool.sequences.values()] == [(32, 64, 80), (64, 80)]
 
     before.stream.end("SESSION_UNKNOWN", "lost on purpose")  # type: ignore[union-attr]
     allocator.service.sessions.drop(before)
     await done(("commit", (2, 64, d("abcd")), {"keep_token_count": 64}), ("grow", (2, 96), {}))
     after = allocator.service.directory.pool("a")
     assert after is not before
-    assert [sequence.boundaries for sequence in after.pool.sequences.values()] == [(32, 80), (64, 80)]
+    assert [sequence.boundaries for sequence in after.pool.sequences.values()] == [(32, 64, 80), (64, 80)]
     assert (after.spec.retention, after.spec.chunk_token_count_max) == ("tail", 96)
     (hit,) = (await done(("allocate", (3, 96, d("abcduv")), {}))).grows
     assert (hit.matched_token_count, hit.junction_token_count) == (64, 0)

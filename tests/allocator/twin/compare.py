@@ -16,7 +16,7 @@ from quire_allocator.core.events import Change, Event
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
-from quire_allocator.core.readers.usage import block_states
+from quire_allocator.core.readers.usage import block_states, table_entry_count
 from quire_allocator.core.spec import CommitResult, GroupKind, GroupSpec, GrowResult, PoolSpec, Quota, Result
 
 from tests.allocator.core.compiled import what_if
@@ -114,6 +114,7 @@ class Comparison:
             self.seen["pending"] += theirs[2] > 0
             self.seen["victim"] += theirs[6] is not None
             self.seen["junction"] += theirs[7] > 0
+            self.seen["early end"] += theirs[8] > 0
         if event == "drop":  # in which order the blocks of a subtree become empty is the pool's own affair
             self.seen["dropped"] += ours
             assert sorted(self.pool.blocks.empty) == sorted(self.twin.empty)
@@ -171,7 +172,7 @@ class Comparison:
             assert ours.promised == twin.promised(theirs) * bool(theirs.prompt), f"promised to {sequence_id}"
             assert [list(table) for table in pool.tables(ours)] == twin.tables(sequence_id)
         tables = [table for sequence in twin.sequences.values() for table in sequence.tables]
-        assert pool.table_entry_count() == sum(len(slot.blocks) for table in tables for slot in table if slot)
+        assert table_entry_count(pool) == sum(len(slot.blocks) for table in tables for slot in table if slot)
         assert pool.last_sequence_id == twin.highest_id
         counters = (pool.granted_block_count, pool.copy_count, pool.queried_token_count, pool.matched_token_count)
         assert counters == (twin.granted, twin.copied, twin.queried, twin.hit)
@@ -307,5 +308,6 @@ def plain(answer: Any, group_count: int) -> Any:
         copies = [tuple(copy) for copy in answer.copies]
         victim = tuple(answer.victim) if answer.victim is not None else None
         counts = (answer.matched_token_count, answer.pending_token_count)
-        return (answer.result.name, *counts, blocks, copies, answer.shortfall, victim, answer.junction_token_count)
+        ends = (answer.junction_token_count, answer.early_end_token_count)
+        return (answer.result.name, *counts, blocks, copies, answer.shortfall, victim, *ends)
     return answer

@@ -46,7 +46,7 @@ class TwinPool(TwinCheckpoints):
         junction = self.junction(namespace, shareable, matched)
         answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
         if "TOO_LONG" not in answer[0] and 0 < defer_token_count <= pending:
-            return ("PENDING", matched, pending, [], [], 0, None, junction)
+            return ("PENDING", matched, pending, [], [], 0, None, junction, 0)
         if answer[0] in ("QUOTA", "NO_SPACE") and take_over(self):
             answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
         if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nobody to wait for: do without the hit
@@ -62,7 +62,7 @@ class TwinPool(TwinCheckpoints):
                 turn_ends=turn_ends,
             )
         if answer[0] != "OK":
-            return (answer[0], 0, pending, [], [], answer[1], answer[2], 0)
+            return (answer[0], 0, pending, [], [], answer[1], answer[2], 0, 0)
         sequence = TwinSequence(namespace, matched, matched, tables, priority)
         for slot in [slot for table in tables for slot in table if slot is not None]:
             sequence.last[slot.kind] = slot
@@ -70,8 +70,8 @@ class TwinPool(TwinCheckpoints):
             self._used(slot)
         if prompt > token_count:
             sequence.prompt, sequence.chunk = prompt, token_count
-        if not all(kind.keeps_prefixes for kind in self.kinds):
-            self.set_ends(sequence, shareable, max(matched, junction), [prompt - 1, junction, *turn_ends])
+        ends = [prompt - 1, junction, *turn_ends]
+        early_end = self.set_ends(sequence, shareable, max(matched, junction), ends)
         self.prompts.append((namespace, [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens <= prompt]))
         token_count = max(token_count, matched)
         if len(shareable) * self.digest_tokens > matched:
@@ -87,7 +87,7 @@ class TwinPool(TwinCheckpoints):
         else:
             self.queried += prompt
             self.hit += matched
-        return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None, junction)
+        return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None, junction, early_end)
 
     def grow(self, sequence_id: int, token_count: int) -> Grown:
         """Room for more tokens."""
@@ -95,13 +95,13 @@ class TwinPool(TwinCheckpoints):
         if sequence is None:
             return refused("NOT_FOUND")
         if token_count <= sequence.token_count:
-            return ("OK", 0, 0, [[] for _ in range(self.group_count)], [], 0, None, 0)
+            return ("OK", 0, 0, [[] for _ in range(self.group_count)], [], 0, None, 0, 0)
         after = 0
         for kind, table in zip(self.kinds, sequence.tables, strict=True):
             after += kind.width * (kind.entries(token_count) - table.count(None))
         if after > self.block_count:
             result, over = self.too_long(after, token_count, 1)
-            return (result, 0, 0, [], [], over, None, 0)
+            return (result, 0, 0, [], [], over, None, 0, 0)
         needed = sum(self._needs(sequence, token_count))
         copied = [slot for slot in self._foreign(sequence) if slot is not None]
         let_go = sum(len(slot.blocks) for slot in copied if self.holders(slot) == 1)
@@ -109,18 +109,18 @@ class TwinPool(TwinCheckpoints):
         if (over > 0 or needed > self.free_count()) and take_over(self):
             over = self.over_quota(sequence.namespace, needed - let_go)
         if over > 0:
-            return ("QUOTA", 0, 0, [], [], over, None, 0)
+            return ("QUOTA", 0, 0, [], [], over, None, 0, 0)
         missing = needed - self.free_count()
         if missing > 0:
             own = [s for s in copied if s.key and self.kinds[s.kind].name == "state" and self.holders(s) == 1]
             if missing > sum(len(slot.blocks) for slot in own):
-                return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id), 0)
+                return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id), 0, 0)
             for slot in own:  # a checkpoint is given up before anybody is refused
                 self._not_published(slot)
                 sequence.tables[slot.kind] = [Slot(slot.kind, slot.namespace, slot.blocks)]
         blocks, copies = self._grant(sequence, token_count)
         self._enforce_quota(sequence.namespace)
-        return ("OK", 0, 0, blocks, copies, 0, None, 0)
+        return ("OK", 0, 0, blocks, copies, 0, None, 0, 0)
 
     def commit(
         self, sequence_id: int, until: int, digests: Sequence[bytes] = (), keep_token_count: int = 0

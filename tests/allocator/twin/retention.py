@@ -85,12 +85,17 @@ class TwinRetention(TwinPartings):
 
     # -- how boundaries come and go ------------------------------------------------------------------------------------
 
-    def set_ends(self, sequence: TwinSequence, digests: Sequence[bytes], length: int, ends: Sequence[int]) -> None:
-        """Where hits can end in a new sequence, of which so many tokens are published; it parts behind them."""
+    def set_ends(self, sequence: TwinSequence, digests: Sequence[bytes], length: int, ends: Sequence[int]) -> int:
+        """Where hits can end in a new sequence, of which so many tokens are published; it parts behind them. Returns
+        its early end."""
+        if all(kind.keeps_prefixes for kind in self.kinds):
+            return 0
         is_whole = length == self.edge_before(ends[0])
         self.note_parting(sequence.namespace, digests, length, self.boundaries, is_whole=is_whole)
-        sequence.boundaries = {self.edge_before(end) for end in ends} - {0}
+        early_end = self.early_end(self.edge_before(ends[0]), length)
+        sequence.boundaries = {self.edge_before(end) for end in (*ends, early_end)} - {0}
         sequence.steps = self.steps_before(max(sequence.boundaries, default=0))
+        return early_end
 
     def make(self, sequence: TwinSequence, token_count: int) -> None:
         """Hits can end after so many tokens, if the sequence has what they take."""
@@ -260,9 +265,11 @@ class TwinRetention(TwinPartings):
 
     def _end_old(self, boundary: TwinBoundary | None) -> None:
         count, most = 0, CONTINUED_MAX + STEP_COUNT * self.are_inside
+        has_states = any(kind.name == "state" for kind in self.kinds)
         while boundary is not None:
             before = self.before(boundary.parent)
-            count += not boundary.is_parting
-            if count > most and not boundary.is_parting:
+            is_counted = not boundary.is_parting and not (has_states and before is None)
+            count += is_counted
+            if count > most and is_counted:
                 self.end(boundary)
             boundary = before

@@ -142,6 +142,30 @@ void check_attention(int dtype, long queries) {
     expect(queries > 2 ? "prompt" : "decode", dtype, y.wide, wanted);
 }
 
+void check_greedy(long vocabulary) {
+    const long rows = 6;
+    Tensor x(QUIRE_FLOAT32, rows * vocabulary);
+    for (float& value : x.wide) value = static_cast<int>(value * 8);  // of which many are equal
+    x.wide[vocabulary / 2] = NAN;
+    x.wide[vocabulary + vocabulary / 3] = INFINITY;
+    for (long j = 0; j < vocabulary; j++) x.wide[2 * vocabulary + j] = -INFINITY, x.wide[3 * vocabulary + j] = j ? 0.0f : -0.0f;
+    int64_t tokens[rows];
+    uint8_t are_bounded[rows];
+    const QuireGreedy greedy{x.wide.data(), tokens, are_bounded, vocabulary, rows, vocabulary, 100};
+    quire_greedy(&greedy);
+    std::vector<float> found;
+    std::vector<double> wanted;
+    for (long row = 0; row < rows; row++) {
+        const float* logits = x.wide.data() + row * vocabulary;
+        long best = 0;
+        for (long j = 1; j < vocabulary; j++)
+            if (logits[best] == logits[best] && (logits[j] != logits[j] || logits[j] > logits[best])) best = j;
+        found.push_back(tokens[row]), found.push_back(are_bounded[row]);
+        wanted.push_back(best), wanted.push_back(fabs(logits[best]) <= 100);
+    }
+    expect("greedy", QUIRE_FLOAT32, found, wanted);
+}
+
 }  // namespace
 
 int main() {
@@ -151,5 +175,6 @@ int main() {
         check_norm(dtype);
         for (long queries : {1, 2, 30}) check_attention(dtype, queries);
     }
+    for (long vocabulary : {1, 5, 16, 255, 1003}) check_greedy(vocabulary);
     return failures != 0;
 }

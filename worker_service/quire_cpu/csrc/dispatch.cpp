@@ -116,6 +116,4 @@ void quire_pack(const QuirePack* arguments) { chosen->pack(arguments); }
 void quire_convolve(const QuireConvolve* arguments) { chosen->convolve(arguments); }
 void quire_scan(const QuireScan* arguments) { chosen->scan(arguments); }
 void quire_draw(const QuireDraw* arguments) { chosen->draw(arguments); }
-void quire_greedy(const float* logits, int64_t stride, int64_t rows, int64_t vocabulary, int64_t* tokens) {
-    chosen->greedy(logits, stride, rows, vocabulary, tokens);
-}
+void quire_greedy(const QuireGreedy* arguments) { chosen->greedy(arguments); }

@@ -11,30 +11,65 @@ namespace QUIRE_ISA {
 
 constexpr long STRETCH = 256;  // tokens, whole vectors
 
-// The first place of the largest number; of the first NaN if there is one.
-inline int64_t greedy_row(const float* logits, long size) {
-    Vec most = broadcast(logits[0]);
-    Ints is_nan{};
-    long i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        const Vec x = load(logits + i);
-        is_nan |= x != x;
-        most = maximum(x, most);
+struct Largest {
+    long place;
+    float value;
+};
+
+// The first place of the largest number, and that number; of the first NaN if there is one.
+//
+// Each lane keeps the largest of its own numbers and the first stretch that had it, so that the second look is at one stretch.
+inline Largest largest_of(const float* logits, long size) {
+    constexpr int CHAINS = 4;  // of maxima side by side: one alone would wait for itself
+    Vec most = broadcast(-__builtin_inff());
+    Ints stretch_of_most{}, is_nan{};
+    for (long start = 0; start < size; start += STRETCH) {
+        Vec found[CHAINS];
+        for (Vec& each : found) each = broadcast(-__builtin_inff());
+        const long stop = smaller(size, start + STRETCH);
+        long i = start;
+        for (; i + CHAINS * LANES <= stop; i += CHAINS * LANES)
+            for (int c = 0; c < CHAINS; c++) {
+                const Vec x = load(logits + i + c * LANES);
+                is_nan |= x != x;
+                found[c] = maximum(x, found[c]);
+            }
+        for (; i < stop; i += LANES) {
+            float padded[LANES];
+            store(padded, broadcast(-__builtin_inff()));
+            memcpy(padded, logits + i, smaller(LANES, stop - i) * sizeof(float));
+            const Vec x = load(padded);
+            is_nan |= x != x;
+            found[0] = maximum(x, found[0]);
+        }
+        const Vec largest = maximum(maximum(found[0], found[1]), maximum(found[2], found[3]));
+        const Ints is_larger = largest > most;
+        most = maximum(largest, most);
+        stretch_of_most = (is_larger & (Ints{} + static_cast<int32_t>(start / STRETCH))) | (~is_larger & stretch_of_most);
     }
-    float best = maximum_of(most);
+    const float best = maximum_of(most);
     bool has_nan = false;
-    for (int lane = 0; lane < LANES; lane++) has_nan |= is_nan[lane] != 0;
-    for (; i < size; i++) {
-        has_nan |= logits[i] != logits[i];
-        best = logits[i] > best ? logits[i] : best;
+    long first = size;
+    for (int lane = 0; lane < LANES; lane++) {
+        has_nan |= is_nan[lane] != 0;
+        if (most[lane] == best) first = smaller(first, stretch_of_most[lane] * STRETCH);
     }
-    for (long j = 0; j < size; j++)
-        if (has_nan ? logits[j] != logits[j] : logits[j] == best) return j;
-    return 0;
+    if (has_nan) {
+        long place = 0;
+        while (logits[place] == logits[place]) place++;
+        return {place, logits[place]};
+    }
+    while (first + 1 < size && logits[first] != best) first++;
+    return {first, best};
 }
 
-inline void greedy(const float* logits, int64_t stride, int64_t rows, int64_t vocabulary, int64_t* tokens) {
-    for_each_row(rows, [&](long row) { tokens[row] = greedy_row(logits + row * stride, vocabulary); });
+inline void greedy(const QuireGreedy* arguments) {
+    const QuireGreedy& a = *arguments;
+    for_each_row_of(a.rows, a.vocabulary, [&](long row) {
+        const Largest found = largest_of(a.logits + row * a.stride, a.vocabulary);
+        a.tokens[row] = found.place;
+        a.are_bounded[row] = __builtin_fabsf(found.value) <= a.bound;
+    });
 }
 
 typedef double Doubles __attribute__((vector_size(LANES * 8)));
@@ -61,7 +96,7 @@ inline double weigh_stretch(const float* logits, float* weights, long count, flo
 
 // A row whose largest logit is no number gives some token.
 inline int64_t draw_row(const float* logits, long size, float temperature, double uniform) {
-    const int64_t likeliest = greedy_row(logits, size);
+    const long likeliest = largest_of(logits, size).place;
     if (temperature == 0.0f) return likeliest;
     const long stretches = (size + STRETCH - 1) / STRETCH;
     char* memory = workspace(stretches * sizeof(double) + size * sizeof(float));

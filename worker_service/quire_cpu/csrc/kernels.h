@@ -13,7 +13,7 @@ struct Kernels {
     void (*convolve)(const QuireConvolve*);
     void (*scan)(const QuireScan*);
     void (*draw)(const QuireDraw*);
-    void (*greedy)(const float*, int64_t, int64_t, int64_t, int64_t*);
+    void (*greedy)(const QuireGreedy*);
 };
 
 // Calls body(context, i) for every i below count, on as many threads as `quire_threads` said.

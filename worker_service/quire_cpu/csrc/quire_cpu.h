@@ -169,6 +169,16 @@ struct QuireDecoder {
     int32_t query_heads, kv_heads, head_dim, rotary_dim, dtype;
 };
 
+// The place of the first largest logit of each row, and whether that logit is a number within the bound; a NaN is larger
+// than all numbers.
+struct QuireGreedy {
+    const float* logits;           // [rows, vocabulary]
+    int64_t* tokens;               // [rows]
+    uint8_t* are_bounded;          // [rows], 0 or 1
+    int64_t stride, rows, vocabulary;
+    float bound;
+};
+
 // A token for each row: the greedy choice where the temperature is 0, else the first whose cumulative probability exceeds
 // `uniform`, of the softmax of the logits divided by the temperature.
 struct QuireDraw {
@@ -196,5 +206,4 @@ QUIRE_EXPORT void quire_convolve(const struct QuireConvolve*);
 QUIRE_EXPORT void quire_scan(const struct QuireScan*);
 QUIRE_EXPORT void quire_decoder(const struct QuireDecoder*);
 QUIRE_EXPORT void quire_draw(const struct QuireDraw*);
-// The first largest logit of each row; a NaN is larger than all numbers.
-QUIRE_EXPORT void quire_greedy(const float* logits, int64_t stride, int64_t rows, int64_t vocabulary, int64_t* tokens);
+QUIRE_EXPORT void quire_greedy(const struct QuireGreedy*);

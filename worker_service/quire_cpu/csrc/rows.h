@@ -15,6 +15,17 @@ void for_each_row(long rows, Body body) {
     });
 }
 
+// The same for rows so long that fewer of them are worth it.
+constexpr long NUMBERS_PER_THREAD = 1 << 18;
+template <class Body>
+void for_each_row_of(long rows, long size, Body body) {
+    const long some = larger(1, NUMBERS_PER_THREAD / size);
+    parallel((rows + some - 1) / some, [&](int64_t part) {
+        const long stop = smaller(rows, (part + 1) * some);
+        for (long row = part * some; row < stop; row++) body(row);
+    });
+}
+
 template <class T>
 void norm_row(const T* input, const T* weight, T* output, long size, float epsilon) {
     Vec squares{};

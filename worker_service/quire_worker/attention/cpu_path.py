@@ -22,6 +22,7 @@ from quire_worker.attention.interface import AttentionBatch, AttentionPlan, Page
 from quire_worker.attention.torch_path import TorchPagedAttention
 from quire_worker.cache import PageSpec
 from quire_worker.page_format import UNSCALED, Scales
+from quire_worker.sampling.choice import FINITE_MAX, Look
 from quire_worker.sampling.params import SamplingParams
 
 
@@ -32,6 +33,7 @@ class CpuPagedAttention(PagedAttention):
     def __init__(self, library: Library) -> None:
         self.library = library
         self._torch = TorchPagedAttention()
+        self._choose_greedily = ops.GreedyChoice(library, FINITE_MAX)
 
     def plan(self, batch: AttentionBatch, spec: PageSpec) -> AttentionPlan:
         if not spec.is_plain:
@@ -45,11 +47,14 @@ class CpuPagedAttention(PagedAttention):
     def copy_blocks(self, buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
         self._torch.copy_blocks(buffers, sources, destinations)
 
+    def look(self, logits: torch.Tensor) -> Look:
+        return Look(*self._choose_greedily(logits))
+
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         if all(row.is_greedy for row in params):
-            return ops.greedy(self.library, logits)
+            return torch.tensor(self._choose_greedily(logits)[0])
         if any(row.top_k or row.top_p < 1 or row.min_p for row in params):
             return self._torch.choose(logits, params, draw)
         temperatures = torch.tensor([0.0 if row.is_greedy else row.temperature for row in params])

@@ -17,6 +17,7 @@ import torch
 
 from quire_worker.cache import PageSpec
 from quire_worker.page_format import UNSCALED, Scales
+from quire_worker.sampling.choice import Look
 from quire_worker.sampling.params import SamplingParams
 
 
@@ -128,6 +129,15 @@ class PagedAttention(Protocol):
             ValueError: the lengths differ, a destination comes twice, or an id is outside the pool.
         """
         ...
+
+    def look(self, logits: torch.Tensor) -> Look | None:
+        """Returns the greedy choice of each row and whether it is finite, where that is one quick kernel and nobody has
+        to wait for the device; None where `choose` and `sampling.choice.are_finite` are the way.
+
+        Args:
+            logits: float32 `[rows, vocabulary]`.
+        """
+        return None
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]

@@ -24,6 +24,7 @@ from quire_worker.execution.failures import DeviceLostError, is_out_of_memory
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.ranks.crew import Crew, Ending, RankLostError
+from quire_worker.sampling.choice import Look
 from quire_worker.sampling.params import SamplingParams
 
 ResultT = TypeVar("ResultT")
@@ -125,6 +126,9 @@ class LeadingAttention(PagedAttention):
     def copy_blocks(self, buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
         pairs = [int(block) for block in sources], [int(block) for block in destinations]
         self._leader.together(Order.COPY, pairs, 0, lambda: self._inner.copy_blocks(buffers, sources, destinations))
+
+    def look(self, logits: torch.Tensor) -> Look | None:
+        return self._inner.look(logits)
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]

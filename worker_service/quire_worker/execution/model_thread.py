@@ -132,7 +132,8 @@ class ModelThread:
         except BaseException as error:
             result, goes_first, gives_way = error, True, False
         else:
-            goes_first, gives_way = computed.has_first_tokens, computed.has_first_tokens_alone
+            goes_first = computed.has_first_tokens
+            gives_way = goes_first and computed.has_first_tokens_alone
         self._announces_kernels = self._has_kernels
         self._done.append(Done(future, result, prepared))
         self._is_owed = True

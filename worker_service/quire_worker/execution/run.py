@@ -5,7 +5,11 @@
                 are of the tokens, so that a prompt may be cut as well, and what fails in the end is one token
     logits      looked at for every chunk, also where no token is sampled after it: through attention its last token
                 depends on all that it wrote, and what holds NaN must not be published
-    sampling    all at once; if that fails, in halves
+    sampling    all at once; if that fails, in halves; the likeliest tokens are known from the look at the logits, where
+                the device has a kernel for both
+
+A pass of which nothing but the likeliest tokens is wanted, and of which all is finite, is most passes: of it nothing is
+noted for each part.
 
 Computing again is safe: a pass writes the same tokens to the same slots, no token counts as computed before the runner
 returns, and sampling draws its random numbers last. So whoever was in a batch that failed gets the text that it would
@@ -16,7 +20,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from itertools import repeat
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import structlog
 import torch
@@ -53,15 +58,30 @@ from quire_worker.execution.parts import (
 )
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.sampling.choice import are_finite
+from quire_worker.sampling.choice import Look, are_finite
 from quire_worker.sampling.sampler import draw
-from quire_worker.scheduling.plan import Draw
+from quire_worker.scheduling.plan import Draw, Work
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.swap import SwapOut
 
 log = structlog.get_logger()
 # Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch.
 Shortcut: TypeAlias = Callable[[ForwardBatch], torch.Tensor | None]
+OfSample = TypeVar("OfSample", Part, Draw, Work, CandidateLogprobs, Continuations)
+
+
+class Row(NamedTuple):
+    """Where the logits after a token are.
+
+    Attributes:
+        logits: float32 `[rows, vocabulary]`.
+        number: of the row.
+        likeliest: the greedy choice of each row, where it is known.
+    """
+
+    logits: torch.Tensor
+    number: int
+    likeliest: list[int] | None
 
 
 class Run:
@@ -93,11 +113,21 @@ class Run:
         self._drafts: dict[Sample, tuple[int, ...]] = {}
         self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
         self._finiteness = Finiteness()
-        self._logits: dict[Sample, tuple[torch.Tensor, int]] = {}  # whose row is of the last token of each
+        self._rows: dict[Sample, Row] = {}  # after the last token of each
+        self._likeliest: list[int] | None = None  # after each part, of a pass that is greedy and finite
 
     def is_unharmed(self, sample: Sample) -> bool:
         """Tells whether what was computed of a sample is of use."""
         return sample.request not in self.failures and sample.request not in self._left_out
+
+    @property
+    def has_harmed(self) -> bool:
+        """Tells whether what was computed of some sample is of no use."""
+        return bool(self.failures or self._left_out)
+
+    def unharmed(self, items: list[OfSample]) -> list[OfSample]:
+        """Returns those of samples of which what was computed is of use."""
+        return [item for item in items if self.is_unharmed(item.sample)] if self.has_harmed else items
 
     def follow(self, before: Before, prepared: Prepared) -> None:
         """Puts in the tokens that the batch before has sampled, and leaves out whom it failed."""
@@ -106,14 +136,22 @@ class Run:
                 blocks = {block for sample in request.samples for block in sample.held_blocks()}
                 if request in before.failures or before.lost_blocks.keys() & blocks:
                     self._left_out.add(request)
-        for part in prepared.awaiting:
-            if self.is_unharmed(part.sample):
-                part.tokens[0] = before.tokens[part.sample]
-        if prepared.ids is not None and prepared.awaiting:
-            prepared.ids[prepared.places] = [part.tokens[0] for part in prepared.awaiting]
+        awaiting, ids = prepared.awaiting, prepared.ids
+        if not awaiting:
+            return
+        if self._left_out:  # who is not computed either
+            found = [before.tokens[part.sample] if self.is_unharmed(part.sample) else 0 for part in awaiting]
+        else:
+            found = [before.tokens[part.sample] for part in awaiting]
+        for part, token in zip(awaiting, found, strict=True):
+            part.tokens[0] = token
+        if ids is not None:
+            ids[prepared.places if len(found) < len(ids) else slice(None)] = found
 
     def move(self, moves: Sequence[Copy | SwapOut], restores: Sequence[Restore]) -> None:
         """Copies pages and swaps them out, in order; then swaps in."""
+        if not moves and not restores:
+            return
         copies = list[Copy]()
         for each in moves:
             if isinstance(each, Copy):
@@ -148,12 +186,16 @@ class Run:
             for block in self.lost_blocks.keys() & part.sample.held_blocks():
                 self._fail([part.sample], self.lost_blocks[block])
 
-    def forward(self, parts: Sequence[Part], layout: ForwardBatch | None = None) -> None:
-        """Computes parts, those of one sample in order; `layout` is of all of them."""
-        count, parts = len(parts), [part for part in parts if self.is_unharmed(part.sample)]
+    def forward(self, parts: Sequence[Part], layout: ForwardBatch | None = None, *, is_greedy: bool = False) -> None:
+        """Computes parts, those of one sample in order; `layout` is of all of them, and so is `is_greedy`, that of
+        `Prepared`."""
+        if self.has_harmed:
+            count, parts = len(parts), [part for part in parts if self.is_unharmed(part.sample)]
+            layout = layout if len(parts) == count else None
+            is_greedy = False
         if not parts:
             return
-        failure = self._try_forward(parts, layout if len(parts) == count else None)
+        failure = self._try_forward(parts, layout, is_greedy=is_greedy)
         if failure is None:
             return
         if any(part.draft for part in parts):
@@ -191,8 +233,8 @@ class Run:
             for drawn, token, _ in right:
                 draft = self._drafts.get(drawn.sample, ())
                 if count < len(draft) and draft[count] == token:
-                    logits, row = self._logits[drawn.sample]
-                    self._logits[drawn.sample] = logits, row + 1
+                    row = self._rows[drawn.sample]
+                    self._rows[drawn.sample] = row._replace(number=row.number + 1)
                     draws.append(Draw(drawn.sample, drawn.sample, count + 1))
             known = len(self.tokens)
             self.draw(draws)
@@ -235,31 +277,32 @@ class Run:
         self._free_memory_after(failure)
         return failure
 
-    def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None) -> Failure | None:
+    def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None, *, is_greedy: bool) -> Failure | None:
         try:
             forward = layout or layout_of(parts, self._cache)
             shortcut = None if forward.adapters else self._shortcut  # which knows of none
             logits = None if shortcut is None else shortcut(forward)  # [rows, vocabulary]
             if logits is None:
                 logits = self._model.forward(forward.on(self._model.device), self._cache, self._before_kernels)
-            is_finite = are_finite(logits)
+            look = self._model.attention.look(logits)
+            if look is not None and is_greedy and all(look.are_finite):
+                self._likeliest = look.likeliest
+                return None
             may_wait = all(part.may_wait for part in parts)
-            flags = None if may_wait else is_finite.tolist()
-            logprobs = [] if flags is None else scored(parts, logits, flags)
-            candidates = [] if flags is None else candidate_logprobs(parts, logits)
-            following = [] if flags is None else continuations(parts, logits)
+            unread = are_finite(logits) if look is None else None
+            flags = look.are_finite if look is not None else None
+            if unread is not None and not may_wait:
+                flags, unread = unread.tolist(), None
+            logprobs = [] if may_wait or flags is None else scored(parts, logits, flags)
+            candidates = [] if may_wait else candidate_logprobs(parts, logits)
+            following = [] if may_wait else continuations(parts, logits)
         except Exception as error:
             failure = self._judge(error, "forward pass", len(parts))
         else:
-            end = 0
-            for part in parts:
-                end += part.row_count
-                self._logits[part.sample] = logits, end - 1 - len(part.draft)
-                if part.draft:
-                    self._drafts[part.sample] = part.draft
-            if flags is None:
-                self._finiteness.add(parts, is_finite)
-            else:
+            self._note_rows(parts, logits, look)
+            if unread is not None:
+                self._finiteness.add(parts, unread)
+            elif flags is not None:
                 self._fail_not_finite(not_finite(parts, flags))
             self.prompt_logprobs += logprobs
             self.candidate_logprobs += candidates
@@ -268,9 +311,37 @@ class Run:
         self._free_memory_after(failure)
         return failure
 
+    def _note_rows(self, parts: Sequence[Part], logits: torch.Tensor, look: Look | None) -> None:
+        """Notes where the logits after each part are, but for drafted tokens, and what is drafted."""
+        end, likeliest = 0, None if look is None else look.likeliest
+        for part in parts:
+            end += part.row_count
+            self._rows[part.sample] = Row(logits, end - 1 - len(part.draft), likeliest)
+            if part.draft:
+                self._drafts[part.sample] = part.draft
+
+    def _known(self, draws: Sequence[Draw]) -> Iterable[int] | None:
+        """Returns the tokens to draw where all are the likeliest ones, and known; else None."""
+        if self._likeliest is not None:
+            return self._likeliest
+        if not all(each.sample.sampler.is_greedy for each in draws):
+            return None
+        known = []
+        for _, parent, _ in draws:
+            _, number, likeliest = self._rows[parent]
+            if likeliest is None:
+                return None
+            known.append(likeliest[number])
+        return known
+
     def _try_draw(self, draws: Sequence[Draw]) -> Failure | None:
+        known = self._known(draws)
+        if known is not None:
+            self.tokens += map(Token, draws, known, repeat(None))
+            return None
         try:
-            logits = rows_of([self._logits[draw.parent] for draw in draws])
+            rows = [self._rows[draw.parent] for draw in draws]
+            logits = rows_of([(row.logits, row.number) for row in rows])
             samplers = [each.sample.sampler for each in draws]
             drawn = draw(logits, samplers, self._model.attention.choose, self._finiteness.unread())
         except Exception as error:

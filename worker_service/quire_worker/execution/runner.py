@@ -23,6 +23,7 @@ from quire_worker.execution.parts import (
     Part,
     Prepared,
     Restore,
+    is_greedy,
     tables_of,
 )
 from quire_worker.execution.run import Run, Shortcut
@@ -83,7 +84,11 @@ class Runner:
         except Exception:  # who is to blame is found where the batch is computed
             layout = None
         ids = None if layout is None else layout.input_ids.numpy()[0]
-        return Prepared(batch, batch.draws(), restores, parts, awaiting, places, layout, ids, is_behind)
+        draws = batch.draws()
+        may_begin = any(draw.sample.request.first_token_s is None for draw in draws)
+        return Prepared(
+            batch, draws, restores, parts, awaiting, places, layout, ids, is_behind, is_greedy(parts, draws), may_begin
+        )  # fmt: skip
 
     def sketch(self, wanted: Iterable[tuple[Sample, int]]) -> None:
         """Lays out so many next tokens of each sample but for their blocks, for `prepare` to complete if these become
@@ -107,19 +112,19 @@ class Runner:
             run.follow(self._before, prepared)
         run.move(prepared.batch.moves, prepared.restores)
         run.drop_holders_of_lost_blocks(prepared.parts)
-        run.forward(prepared.parts, prepared.layout)
-        run.draw([draw for draw in prepared.draws if run.is_unharmed(draw.sample)])
+        run.forward(prepared.parts, prepared.layout, is_greedy=prepared.is_greedy)
+        run.draw(run.unharmed(prepared.draws))
         run.draw_after_drafts()
         run.read_rest()
         tokens = {each.draw.sample: each.token_id for each in run.tokens}
         self._before = Before(tokens, run.failures, run.lost_blocks)
         proposals = self._propose(prepared, run) if self._drafter is not None else {}
         return Computed(
-            [work for work in prepared.batch.work if run.is_unharmed(work.sample)],
-            [each for each in run.tokens if run.is_unharmed(each.draw.sample)],
+            run.unharmed(prepared.batch.work),
+            [each for each in run.tokens if run.is_unharmed(each.draw.sample)] if run.has_harmed else run.tokens,
             [each for each in run.prompt_logprobs if each.request not in run.failures],
-            [each for each in run.candidate_logprobs if run.is_unharmed(each.sample)],
-            [each for each in run.continuations if run.is_unharmed(each.sample)],
+            run.unharmed(run.candidate_logprobs),
+            run.unharmed(run.continuations),
             run.failures,
             run.lost_blocks,
             run.retry_count,
@@ -127,11 +132,11 @@ class Runner:
             run.swapped_block_count,
             run.swap_s,
             proposals,
+            prepared.may_begin,
         )
 
     def _propose(self, prepared: Prepared, run: Run) -> dict[Sample, Proposal]:
         """Lets the draft model read what the pass has computed, and say what may follow."""
         assert self._drafter is not None
         copies = [move for move in prepared.batch.moves if isinstance(move, Copy)]
-        parts = [part for part in prepared.parts if run.is_unharmed(part.sample)]
-        return self._drafter.propose(copies, parts, run.tokens)
+        return self._drafter.propose(copies, run.unharmed(prepared.parts), run.tokens)

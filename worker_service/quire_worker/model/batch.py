@@ -73,6 +73,8 @@ class ForwardBatch:
 
     def on(self, device: torch.device | str) -> ForwardBatch:
         """Returns the same with the model's inputs on a device; the host does not wait for the copies."""
+        if self.input_ids.device == device:
+            return self
         return replace(
             self,
             input_ids=upload_tensor(self.input_ids, device),

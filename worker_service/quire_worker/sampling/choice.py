@@ -12,7 +12,7 @@ whoever else is in the batch: the same logits and seed give the same text in any
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -23,6 +23,21 @@ from quire_worker.sampling.params import TEMPERATURE_MIN, SamplingParams
 Choose: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingParams], Callable[[], torch.Tensor]], torch.Tensor]
 
 
+FINITE_MAX = torch.finfo(torch.float32).max * TEMPERATURE_MIN  # of a largest logit: a number at any temperature
+
+
+class Look(NamedTuple):
+    """What one look at logits tells of each row, on the host.
+
+    Attributes:
+        likeliest: the greedy choice.
+        are_finite: see `are_finite`.
+    """
+
+    likeliest: list[int]
+    are_finite: list[bool]
+
+
 def are_finite(logits: torch.Tensor) -> torch.Tensor:
     """Returns which rows can be sampled from, bool `[rows]`: their largest logit is a number, and stays one at any
     temperature.
@@ -30,8 +45,7 @@ def are_finite(logits: torch.Tensor) -> torch.Tensor:
     Args:
         logits: float32 `[rows, vocabulary]`; -inf rules out a token, and does no harm unless it rules out all.
     """
-    bound = torch.finfo(torch.float32).max * TEMPERATURE_MIN
-    return logits.amax(dim=-1).abs() <= bound  # NaN is the largest, and below nothing
+    return logits.amax(dim=-1).abs() <= FINITE_MAX  # NaN is the largest, and below nothing
 
 
 def sample(

@@ -13,7 +13,7 @@ counts for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from quire_worker.sampling.token_edits import TokenEdits, apply_edits
 
 @dataclass(slots=True, eq=False)
 class Sampler:
-    """One sample's part of sampling.
+    """One sample's part of sampling. None of its attributes is ever another one.
 
     Attributes:
         params: of its request.
@@ -39,6 +39,9 @@ class Sampler:
         allowed: int32 `[words]`, which tokens may be chosen; None if all.
         matcher: of what the text has to be; None if it may be anything.
         logprob_count: likeliest tokens whose logprobs are told; None where none are, not even the chosen one's.
+        is_plain: whether the model's logits are what its tokens are chosen by.
+        is_simple: whether its token is all that has to be read for it.
+        is_greedy: whether, besides, it is the model's likeliest token.
     """
 
     params: SamplingParams
@@ -47,6 +50,15 @@ class Sampler:
     allowed: np.ndarray | None = None
     matcher: Matcher | None = None
     logprob_count: int | None = None
+    is_plain: bool = field(init=False)
+    is_simple: bool = field(init=False)
+    is_greedy: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Notes what is asked for every pass."""
+        self.is_plain = self.edits is None and self.allowed is None and self.matcher is None
+        self.is_simple = self.is_plain and self.logprob_count is None
+        self.is_greedy = self.is_simple and self.params.is_greedy
 
     @classmethod
     def of(
@@ -69,25 +81,18 @@ class Sampler:
             vocabulary: tokens of the model.
             matcher: of a text that has not begun, of which the sampler takes a copy; None if it may be anything.
         """
-        sampler = cls(params, _generator_of(params, index))
-        sampler.matcher = None if matcher is None else matcher.copy()
+        edits = None
         if TokenEdits.are_needed(params):
             stops = [token for token in (*eos_token_ids, *params.stop_token_ids) if token < vocabulary]
-            sampler.edits = TokenEdits(params, prompt, stops)
-        if params.allowed_token_ids:
-            sampler.allowed = pack(params.allowed_token_ids, vocabulary)
-        sampler.logprob_count = 0 if params.logprobs is None and params.is_best_of else params.logprobs
-        return sampler
-
-    @property
-    def is_plain(self) -> bool:
-        """Tells whether the model's logits are what its tokens are chosen by."""
-        return self.edits is None and self.allowed is None and self.matcher is None
-
-    @property
-    def is_simple(self) -> bool:
-        """Tells whether its token is all that has to be read for it."""
-        return self.is_plain and self.logprob_count is None
+            edits = TokenEdits(params, prompt, stops)
+        return cls(
+            params,
+            _generator_of(params, index),
+            edits,
+            pack(params.allowed_token_ids, vocabulary) if params.allowed_token_ids else None,
+            None if matcher is None else matcher.copy(),
+            0 if params.logprobs is None and params.is_best_of else params.logprobs,
+        )
 
     def take(self, token: int) -> None:
         """Follows the sample by one token."""

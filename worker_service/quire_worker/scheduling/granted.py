@@ -59,7 +59,7 @@ def take_grow(roster: Roster, plan: Plan, sample: Sample, token_count: int, grow
         sample.fallen = [group.first_read(sample.computed) // roster.block_size for group in roster.groups]
         if roster.has_states:
             sample.states = [own[0] for own in states]
-            boundaries = boundaries_of(sample, grown.junction_token_count, roster.block_size)
+            boundaries = boundaries_of(sample, grown, roster.block_size)
             restored = sample.swapped.end if sample.swapped is not None else 0  # no state is known before it
             sample.boundaries = tuple(each for each in boundaries if each > restored)
         if sample.swapped is not None and sample.computed >= sample.swapped.end:  # all of it was hit

@@ -3,7 +3,8 @@
 In a pool with recurrent states a commit makes a checkpoint only at a boundary, and only if nothing behind it was
 granted: a pass ends there, what the sample holds beyond is given back with its commit, and asked for again in the same
 step. Boundaries are the last block edge of the prompt that leaves a token to compute, where its next turn begins, and
-the junction, where the allocator says that other prompts part from this one (`GrowOutcome.junction_token_count`).
+what the allocator says: the junction, where other prompts part from this one (`GrowOutcome.junction_token_count`), and
+the early end of a long one, behind which others may part from it soon (`GrowOutcome.early_end_token_count`).
 
     prompt of 96 tokens, blocks of 16, junction 64:     [0, 64)  commit  [64, 80)  commit  [80, 96)
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
+
+from quire.protocol.outcomes import GrowOutcome
 
 from quire_worker.scheduling.plan import Work
 from quire_worker.scheduling.request import Sample
@@ -31,9 +34,10 @@ def standing(sample: Sample, work: Work | None) -> Standing:
     return Standing(work.end, len(sample.tokens) + work.is_complete)
 
 
-def boundaries_of(sample: Sample, junction_token_count: int, block_size: int) -> tuple[int, ...]:
+def boundaries_of(sample: Sample, grown: GrowOutcome, block_size: int) -> tuple[int, ...]:
     """Returns token counts at which a state of a sample that was just let in is worth keeping; rising."""
-    ends = {(len(sample.tokens) - 1) // block_size * block_size, junction_token_count}
+    end = (len(sample.tokens) - 1) // block_size * block_size
+    ends = {end, grown.junction_token_count, grown.early_end_token_count}
     return tuple(sorted(ends - {0}))
 
 

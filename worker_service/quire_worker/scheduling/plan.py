@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +36,13 @@ class Work(NamedTuple):
     def end(self) -> int:
         """Returns how many tokens of the sample are computed when it is done, without those that are drafted."""
         return self.start + self.token_count
+
+
+def is_for_first_tokens(work: Sequence[Work]) -> bool:
+    """Tells whether a pass brings first tokens of answers, and does nothing for anybody else. Those of a branch do not
+    count: what its request pays for depends on the room that is asked for while it is computed."""
+    is_complete = any(item.is_complete for item in work)
+    return is_complete and all(item.sample.request.first_token_s is None and not item.sample.rests for item in work)
 
 
 class Draw(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from typing import Final
 
 from quire_allocator.core.eviction.queue import BURDEN_MAX, LED, Candidates, Entry, EvictionPolicy, EvictionQueue
 from quire_allocator.core.eviction.reuse_model import Family, Ghost, Ghosts, ReuseModel
@@ -85,18 +86,18 @@ class RecomputeCost(LeastRecentlyUsed):
 # Families of entries that were never shared, by what they were stored below: 0 a single position of a window or state,
 # 1 a run that nobody has shared, 2 one shared 1 to 3 times, 3 one shared `_POPULAR_HITS` times or more. Each has four
 # kinds: prompts up to 0.5, 1 or 2 times the mean length, and longer.
-_NEW_FAMILIES = 4
-_POPULAR_HITS = 4
-_LENGTH_EDGES = (0.5, 1.0, 2.0)
-_LENGTH_MEMORY = 256  # the mean follows the last 256 new entries, about
-_LENGTHS = len(_LENGTH_EDGES) + 1
+_NEW_FAMILIES: Final = 4
+_POPULAR_HITS: Final = 4
+_LENGTH_EDGES = (0.5, 1.0, 2.0)  # not Final, as other tuples here: the compiler takes one of floats for unset
+_LENGTH_MEMORY: Final = 256  # the mean follows the last 256 new entries, about
+_LENGTHS: Final = len(_LENGTH_EDGES) + 1
 # Families of shared entries: 1, 2, 3 to 7, and more hits. Each has four kinds: the last wait was below a quarter of a
 # pool, one pool, four pools, or longer.
 _LEVELS = (1, 2, 7)
-_GAPS = 4
-_SHARED = _NEW_FAMILIES * _LENGTHS
-_LEFT = _SHARED + (len(_LEVELS) + 1) * _GAPS  # deep ends that prompts leave behind
-_KINDS = _LEFT + 1
+_GAPS: Final = 4
+_SHARED: Final = _NEW_FAMILIES * _LENGTHS
+_LEFT: Final = _SHARED + (len(_LEVELS) + 1) * _GAPS  # deep ends that prompts leave behind
+_KINDS: Final = _LEFT + 1
 # What is believed of each family at first: the share that returns per doubling of the age; soon outweighed.
 _BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
 _FAMILIES = (
@@ -107,7 +108,7 @@ _FAMILIES = (
     ),
     Family(range(_LEFT, _LEFT + 1), _BELIEFS[8]),
 )
-_LEFT_FAMILY = len(_FAMILIES) - 1
+_LEFT_FAMILY: Final = len(_FAMILIES) - 1
 
 
 class ReuseValue(EvictionPolicy):
@@ -296,4 +297,4 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": LeastRecentlyUsed,
     "cost": RecomputeCost,
 }
-DEFAULT_POLICY = "reuse"
+DEFAULT_POLICY: Final = "reuse"

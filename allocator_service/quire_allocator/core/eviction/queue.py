@@ -30,8 +30,8 @@ ASIDE: Final = 1  # a hit can end with it where a prompt was edited, which few a
 KEPT: Final = 2  # ranked by the policy
 LED: Final = 3  # of use for as long as another entry is, which the policy ranks
 BURDEN_MAX: Final = 4
-_NEAR = 2  # lanes whose ends are looked at between two full comparisons
-_NOTHING = -math.inf
+_NEAR: Final = 2  # lanes whose ends are looked at between two full comparisons
+_NOTHING: Final = -math.inf
 SWEEP_AFTER: Final = 128  # additions, and as many again as there were candidates
 
 
@@ -270,7 +270,7 @@ class Candidates:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
-        self._early = (_Line(), _Line())  # of what is SPARE and ASIDE
+        self._early = [_Line(), _Line()]  # of what is SPARE and ASIDE
         self._late = _Line()  # of what is LED
         self._near: list[_Lane] = []
         self._bound = _NOTHING  # value of the best end outside `_near`: no other lane has a smaller one

@@ -18,19 +18,19 @@ Time is a number of blocks. Everything here can be lost: it is learned again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-_AGE_BITS = 64
-AGES = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096) of 1/64 of the pool, and beyond
-_FAMILY_POOLS = 1.0  # weight of a family's estimate in that of one of its kinds, in pools of blocks
-_BELIEF_POOLS = 0.25  # weight of what is believed of a family
-_FORGET_POOLS = 64  # time after which what was learned counts half
+_AGE_BITS: Final = 64
+AGES: Final = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096) of 1/64 of the pool, and beyond
+_FAMILY_POOLS: Final = 1.0  # weight of a family's estimate in that of one of its kinds, in pools of blocks
+_BELIEF_POOLS: Final = 0.25  # weight of what is believed of a family
+_FORGET_POOLS: Final = 64  # time after which what was learned counts half
 # A family's values are computed anew after 4 waits that began in it; after each 8 times, one wait more is needed, up
 # to 64.
-_LEARN_FIRST = 4
-_LEARN_SLOWER = 8
-_LEARN_EVERY = 64
-_SEEN_MIN = 0.02  # below this share of the past nothing is concluded about an age
+_LEARN_FIRST: Final = 4
+_LEARN_SLOWER: Final = 8
+_LEARN_EVERY: Final = 64
+_SEEN_MIN: Final = 0.02  # below this share of the past nothing is concluded about an age
 
 
 class Family(NamedTuple):

@@ -13,6 +13,7 @@ from typing import cast
 from quire_allocator.core.blocks import Blocks, Namespace
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.eviction.queue import Candidates
+from quire_allocator.core.groups.early_ends import early_end
 from quire_allocator.core.groups.factory import make_managers
 from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.manager import Hit
@@ -52,6 +53,8 @@ class Coordinator:
         self._blocks = blocks
         keeps_all = spec.retention == "dense" or not self.settles
         self.retention = None if keeps_all else Retention(spec, self.managers, blocks, self.history)
+        self._has_early_ends = self.in_place and self.retention is not None
+        self._groups = spec.groups
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
         # The nameless namespace of a pool without quotas: forgotten, it is empty again and serves as the next new one.
         self._unnamed: Namespace | None = None
@@ -107,15 +110,25 @@ class Coordinator:
         junction = kept // self._edge_tokens * self._edge_tokens
         return junction if junction > matched else 0
 
-    def boundaries(self, prompt_token_count: int, junction: int, turn_ends: Sequence[int]) -> tuple[int, ...]:
-        """Returns what `SequenceState.boundaries` says of a new sequence. Ends of turns are moved back to the edges
-        before them, up to which prompts can be shared. Where all groups keep whole prefixes there are none."""
+    def ends(
+        self, prompt_token_count: int, matched: int, junction: int, turn_ends: Sequence[int]
+    ) -> tuple[tuple[int, ...], int]:
+        """Returns the boundaries of a new sequence, and its early end, which is one of them; 0 where it has none."""
+        early = 0
+        if self._has_early_ends:
+            early = early_end(self._groups, self._edge_tokens, prompt_token_count, max(matched, junction))
+        return self.boundaries(prompt_token_count, (junction, early, *turn_ends)), early
+
+    def boundaries(self, prompt_token_count: int, ends: Sequence[int]) -> tuple[int, ...]:
+        """Returns what `SequenceState.boundaries` says of a new sequence: the end of its prompt, and these ends. They
+        are moved back to the edges before them, up to which prompts can be shared. Where all groups keep whole prefixes
+        there are none."""
         if not self.settles:
             return ()
         edge = self._edge_tokens
-        ends = {(prompt_token_count - 1) // edge * edge, junction, *[end // edge * edge for end in turn_ends]}
-        ends.discard(0)
-        return tuple(sorted(ends))
+        edges = {(prompt_token_count - 1) // edge * edge, *[end // edge * edge for end in ends]}
+        edges.discard(0)
+        return tuple(sorted(edges))
 
     def note_prompt(
         self, space: Namespace, hits: Sequence[Hit], digests: bytes, prompt_token_count: int, junction: int
@@ -134,6 +147,7 @@ class Coordinator:
         self, space: Namespace, hits: Sequence[Hit], token_count: int, boundaries: tuple[int, ...], priority: int
     ) -> SequenceState:
         """Makes a sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
+        space.sequence_count += 1  # or it would be forgotten with its last cached block
         ends = boundaries
         if boundaries and self.retention is not None:
             ends = self.retention.with_steps(boundaries)
@@ -172,18 +186,34 @@ class Coordinator:
         Returns:
             For each group its block.
         """
-        blocks = self._blocks.take(self.group_count)
+        self.raise_limit(sequence, token_count)
+        return self.append_rows([sequence])
+
+    def raise_limit(self, sequence: SequenceState, token_count: int) -> None:
+        """Notes that a sequence has one more block for every group, which `append_rows` hands out next."""
         sequence.token_count = token_count
         sequence.limit += self.digest_tokens
+
+    def append_rows(self, sequences: Sequence[SequenceState]) -> array[int]:
+        """Takes one more block for every group of each sequence, all of them at once.
+
+        Returns:
+            The blocks, group fastest.
+        """
+        blocks = self._blocks.take_rows(len(sequences), self.group_count)
         first = 0
-        for manager, part in zip(self.managers, sequence.parts):
-            end = first + len(manager.groups)
-            if end - first == 1:
-                manager.append(part, blocks[first])
-            else:
-                manager.append_row(part, blocks[first:end])
-            first = end
-        return array("I", [blocks[i] for i in self._places]) if self._places else blocks
+        for sequence in sequences:
+            for manager, part in zip(self.managers, sequence.parts):
+                end = first + len(manager.groups)
+                if end - first == 1:
+                    manager.append(part, blocks[first])
+                else:
+                    manager.append_row(part, blocks[first:end])
+                first = end
+        if self._places:
+            rows = range(0, len(blocks), self.group_count)
+            return array("I", [blocks[row + place] for row in rows for place in self._places])
+        return blocks
 
     def append_one(self, sequence: SequenceState, token_count: int) -> int:
         """Does the same for the only group of a pool, and returns its block."""

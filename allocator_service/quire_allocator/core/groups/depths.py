@@ -5,6 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 
+class _Count:
+    """How often a position counts: changed in place, each time that a block is published."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1
+
+
 class Depths:
     """Positions, each with how often it counts.
 
@@ -16,21 +25,22 @@ class Depths:
 
     def __init__(self) -> None:
         self.positions: list[int] = []
-        self._counts: dict[int, int] = {}
+        self._counts: dict[int, _Count] = {}
 
     def add(self, position: int) -> None:
         """One more stands there."""
-        count = self._counts.get(position, 0)
-        self._counts[position] = count + 1
-        if not count:
+        count = self._counts.get(position)
+        if count is None:
+            self._counts[position] = _Count()
             insort(self.positions, position)
+        else:
+            count.value += 1
 
     def remove(self, position: int) -> None:
         """One fewer stands there."""
-        count = self._counts[position] - 1
-        if count:
-            self._counts[position] = count
-        else:
+        count = self._counts[position]
+        count.value -= 1
+        if not count.value:
             del self._counts[position]
             del self.positions[bisect_left(self.positions, position)]
 

@@ -7,12 +7,14 @@ where it agrees. A family keeps its root when that checkpoint is gone: it is the
 
 from __future__ import annotations
 
+from typing import Final
+
 from quire_allocator.core.blocks import Evictor, Namespace
 from quire_allocator.core.groups.depths import Depths
 from quire_allocator.core.groups.units import Unit, UnitKey, UnitScope
 from quire_allocator.core.spec import DIGEST_BYTES
 
-_TRIED_FIRST = 16  # of the deepest positions: whoever goes on from a prompt hits near its end
+_TRIED_FIRST: Final = 16  # of the deepest positions: whoever goes on from a prompt hits near its end
 
 
 class StateScope(UnitScope):

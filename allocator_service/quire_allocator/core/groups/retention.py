@@ -3,7 +3,8 @@
 When a boundary is made, if every group can serve it from what the sequence has or remembers:
 
     a hit ends there                  somebody asked for just this
-    a commit has reached it           the end of the prompt, a junction, the end of a turn that the owner named
+    a commit has reached it           the end of the prompt, a junction, an early end (`early_ends.py`), the end of a
+                                      turn that the owner named
     the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
                                       checkpoint): a turn has ended, and most prompts that go on do so from here
 
@@ -24,7 +25,8 @@ boundary.
     (a prompt that is edited inside its last block ends one block earlier), and 5 x 447 SPARE
 
 Of one path the boundaries where paths part stay, and of the others the last three (what a chat's last two turns leave:
-the end of the turn before, that of the last prompt and of its answer). While many prompts part from cached ones before
+the end of the turn before, that of the last prompt and of its answer); where there are states, the first one, too:
+without it whoever parts before the others would compute all. While many prompts part from cached ones before
 their end, further boundaries stand before the ends of prompts, and as many more stay (`partings.py`). Places at which
 only full attention needs a block, as between two chunks of chunked attention, need no boundary.
 
@@ -267,11 +269,11 @@ class Retention(Keeper):
         return is_near or self.partings.are_early
 
     def end_old(self, boundary: Boundary | None) -> None:
-        """Ends the boundaries of a path where no paths part, but for the last few."""
+        """Ends the boundaries of a path where no paths part, but for the last few and, of states, the first."""
         count, count_max = 0, CONTINUED_MAX + (STEP_COUNT if self.partings.are_inside else 0)
         while boundary is not None:
             before = boundary.parent = living(boundary.parent)
-            if not boundary.is_parting:
+            if not boundary.is_parting and not (self.states and before is None):
                 count += 1
                 if count > count_max:
                     self.end(boundary)

@@ -38,13 +38,13 @@ class Unit(Scoped):
     """The blocks of one position.
 
     Attributes:
-        key: what it is published as; None while it is private.
+        first_position, first_digest: what it is published as; the digest is empty while it is private.
         was_hit: a new sequence has begun with it.
         boundaries: those that need it or have it aside; None where there never was one.
         needed_count, aside_count: boundaries and live sequences that need it; that have it aside.
     """
 
-    __slots__ = ("aside_count", "blocks", "boundaries", "key", "needed_count", "was_hit")
+    __slots__ = ("_digest", "_position", "aside_count", "blocks", "boundaries", "needed_count", "was_hit")
 
     def __init__(self, scope: UnitScope, blocks: array[int]) -> None:  # made for every block: `super()` costs too much
         self.scope = scope
@@ -53,7 +53,7 @@ class Unit(Scoped):
         self.kind = None
         self.worth = KEPT
         self.blocks = blocks
-        self.key: UnitKey | None = None
+        self._position, self._digest = 0, b""
         self.was_hit = False
         self.boundaries: list[Boundary] | None = None
         self.needed_count = self.aside_count = 0
@@ -64,12 +64,22 @@ class Unit(Scoped):
 
     @property
     def first_position(self) -> int:
-        return self.key[0] if self.key else 0
+        return self._position
 
     @property
     def first_digest(self) -> bytes:
         """Returns its digest; empty while it is private."""
-        return self.key[1] if self.key else b""
+        return self._digest
+
+    @property
+    def key(self) -> UnitKey | None:
+        """Returns what it is published as; None while it is private."""
+        return (self._position, self._digest) if self._digest else None
+
+    def now_published(self, position: int, digest: bytes) -> None:
+        """Notes what it is published as from now on; without a digest it is private."""
+        self._position = position
+        self._digest = digest
 
 
 class UnitScope(Scope):
@@ -91,7 +101,7 @@ class UnitScope(Scope):
         """Publishes a unit, unless another one is published as that; returns the one that is."""
         published = self.index.setdefault(key, unit)
         if published is unit:
-            unit.key = key
+            unit.now_published(key[0], key[1])
             self.depths.add(key[0])
         return published
 
@@ -101,7 +111,7 @@ class UnitScope(Scope):
         assert key is not None
         del self.index[key]
         self.depths.remove(key[0])
-        unit.key = None
+        unit.now_published(0, b"")
 
 
 class UnitHit(Hit):
@@ -236,7 +246,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         unit.live -= 1
         if unit.live:
             return
-        if unit.key is not None:
+        if unit.first_digest:
             unit.worth = worth = self.worth(unit)
             if worth != SPARE:
                 self._blocks.now_cached(unit, self.width, is_candidate=True)
@@ -271,10 +281,9 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
 
     def _retract(self, unit: Unit) -> None:
         """Takes a unit out of the index: no prompt can hit it any more."""
-        assert unit.key is not None
         scope = unit.scope
         assert isinstance(scope, UnitScope)
-        self._log.removed(scope, unit.key[0], unit.key[1], 0, DIGEST_BYTES)
+        self._log.removed(scope, unit.first_position, unit.first_digest, 0, DIGEST_BYTES)
         scope.remove(unit)
 
     def _digest_at(self, digests: bytes, token_count: int, first_digest: int = 0) -> bytes:

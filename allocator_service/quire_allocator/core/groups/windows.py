@@ -125,7 +125,8 @@ class WindowManager(PublishingManager):
         stay = self._rule.first_needed(until) // size
         digests = digests if self._stride == 1 else filled(digests, self._stride, committed, size)
         named = begin + len(digests) // DIGEST_BYTES  # positions from there on have no digest, and stay private
-        if end - begin == 1 == named - begin and part.first < begin and stay <= begin and not scope.starts.has(begin):
+        is_next = end - begin == 1 == named - begin and part.first < begin and stay <= begin
+        if is_next and not (scope.stretches and scope.starts.has(begin)):
             self._commit_next(part, begin, digests, swaps)
             return
         path = Path(digests, DIGEST_BYTES, begin)
@@ -335,7 +336,7 @@ class WindowManager(PublishingManager):
         size, aside, unit, position = self.block_size, part.aside, part.units[0], part.first
         edge = committed // self.edge_tokens * self.edge_tokens
         earlier = edge - self.edge_tokens
-        if part.needed or len(aside) > 1 or unit.key is None or earlier < 0:
+        if part.needed or len(aside) > 1 or not unit.first_digest or earlier < 0:
             return False
         if position != self._rule.first_needed(earlier) // size or position >= earlier // size:
             return False  # where it is, what fell out before stands before all that is aside
@@ -389,4 +390,4 @@ class WindowManager(PublishingManager):
         if not offset or part.tail or position != part.first + len(part.units) - 1:
             return False
         unit = part.units[-1]
-        return unit.live > 1 or unit.key is not None
+        return unit.live > 1 or unit.first_digest != b""

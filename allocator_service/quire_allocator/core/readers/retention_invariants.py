@@ -37,7 +37,7 @@ def check(pool: Pool, spaces: Sequence[Namespace]) -> None:
             assert boundary.is_continued or not boundary.is_aside, "a boundary is aside where paths end or part"
             assert boundary.way_count == ways[id(boundary)], "a boundary counts other ways than there are"
             _check_boundary(space, key, boundary)
-            _check_path(boundary)
+            _check_path(boundary, CONTINUED_MAX + STEP_COUNT + bool(retention.states))
             (aside if boundary.is_aside else needed).update([id(unit) for unit in boundary.needed])
             aside.update([id(unit) for unit in boundary.aside])
     for sequence in pool.sequences.values():
@@ -66,15 +66,16 @@ def _check_boundary(space: Namespace, key: tuple[int, bytes], boundary: Boundary
         assert boundary in cast(Run, entry).boundaries, "a run does not know a boundary that stands in it"
 
 
-def _check_path(boundary: Boundary) -> None:
-    """The boundaries before it are above it, and few of them are there for no other reason than edits."""
+def _check_path(boundary: Boundary, count_max: int) -> None:
+    """The boundaries before it are above it, and few of them are there for no other reason than edits; of states the
+    first one besides."""
     count, below = 0, boundary.token_count + 1
     before: Boundary | None = boundary
     while before is not None:
         assert before.token_count < below, "a boundary is behind one that it comes before"
         count, below = count + (not before.is_parting), before.token_count
         before = living(before.parent)
-    assert count <= CONTINUED_MAX + STEP_COUNT, f"a path has {count} boundaries where none parts from it"
+    assert count <= count_max, f"a path has {count} boundaries where none parts from it"
 
 
 def _check_remembered(window: WindowManager, part: WindowPart, edge_count: int) -> None:

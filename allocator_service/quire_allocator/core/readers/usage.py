@@ -161,6 +161,15 @@ def most_shared_prefixes(pool: Pool, shown: Shown) -> list[PrefixUse]:
     return [_use(run, tree, holders[run], pool) for run, tree in most]
 
 
+def table_entry_count(pool: Pool) -> int:
+    """Counts the blocks in all tables, shared ones each time: what separate caches would hold."""
+    return sum(
+        manager.footprint(part, sequence.token_count)
+        for sequence in pool.sequences.values()
+        for manager, part in zip(pool.managers, sequence.parts)
+    )
+
+
 def run_counts(pool: Pool) -> tuple[int, int]:
     """Counts the runs of the pool, and the blocks in them."""
     sizes = [len(run.blocks) for run, _ in _runs(pool)]

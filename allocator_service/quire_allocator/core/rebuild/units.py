@@ -170,4 +170,4 @@ class StateBuilder(UnitBuilder):
 def boundaries(pool: Pool, sequence: ReportedSequence) -> tuple[int, ...]:
     """Returns where later prompts may part from a reported sequence: what its owner was told, and its prompt's end."""
     prompt = max(1, sequence.prompt_token_count)
-    return pool.coordinator.boundaries(prompt, 0, sequence.boundaries)
+    return pool.coordinator.boundaries(prompt, sequence.boundaries)

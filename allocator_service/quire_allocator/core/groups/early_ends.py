@@ -1,0 +1,44 @@
+"""Where a long prompt that is new to a pool with states leaves one more of them: an eighth before its end.
+
+A prompt leaves a state at its end. Whoever is the first to ask for the same with another end, as an edited chat or the
+second user of a system prompt, parts from it before that, finds none, and computes all of it again; only then is there
+a junction. With an early end the first one computes an eighth again.
+
+A state that nobody asks for takes room from what is asked for. So a prompt has an early end only where its new part is
+worth more: where the attention of it takes at least as many blocks as the two states, the one there and the one at the
+end of the prompt.
+
+    prompt of 4,096 tokens, blocks of 16, one group of full attention and three of states; its last boundary is 4,080
+        all is new          255 blocks of attention, 6 of two states: an early end at 3,568, an eighth of 4,080 before
+        4,000 were known      5 blocks of attention: none
+
+`docs/decisions/0056-early-ends.md` has what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from quire_allocator.core.spec import GroupKind, GroupSpec
+
+_EARLY_PART: Final = 8
+_STATES_OUTWEIGHED: Final = 2
+
+
+def early_end(groups: Sequence[GroupSpec], edge_tokens: int, prompt_token_count: int, known_token_count: int) -> int:
+    """Returns the early end of a prompt, which is at an edge; 0 where it has none.
+
+    Args:
+        groups: of the pool.
+        edge_tokens: boundaries are at multiples of this.
+        prompt_token_count: of the prompt.
+        known_token_count: leading tokens of it that were computed before: matched, or up to the junction.
+    """
+    end = (prompt_token_count - 1) // edge_tokens * edge_tokens
+    new = end - known_token_count
+    attention = sum([new // group.block_size for group in groups if group.kind is GroupKind.FULL_ATTENTION])
+    if attention < _STATES_OUTWEIGHED * sum([group.kind is GroupKind.STATE for group in groups]):
+        return 0
+    early = (end - new // _EARLY_PART) // edge_tokens * edge_tokens
+    return early if known_token_count < early < end else 0

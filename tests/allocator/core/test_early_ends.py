@@ -1,0 +1,94 @@
+"""The early end of a prompt: which prompts have one and where, and who hits there. Numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from quire_allocator.core.groups.early_ends import early_end
+from quire_allocator.core.groups.retention import CONTINUED_MAX
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
+from quire_allocator.core.spec import GroupSpec
+
+from tests.allocator.core.pools import full, make_pool, sliding, state
+from tests.allocator.core.test_retention import text
+from tests.allocator.core.test_retention_states import serve
+
+THREE_STATES = (full(16), *(state(1024),) * 3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "known", "expected"),
+    [
+        (4096, 0, 3568),  # ends at 4,080; 510 before is 3,570
+        (4097, 0, 3584),
+        (4096, 2048, 3824),  # 2,032 are new, 254 before the end is 3,826
+        (4096, 4000, 0),  # five blocks of attention are new
+        (4096, 3984, 4064),  # six are: as many as two times three states
+        (96, 0, 0),
+        (97, 0, 80),  # ends at 96; twelve before is 84
+        (1, 0, 0),
+    ],
+)
+def test_it_is_an_eighth_of_what_is_new_before_the_end_if_that_outweighs_two_states(
+    prompt: int, known: int, expected: int
+) -> None:
+    assert early_end(THREE_STATES, 16, prompt, known) == expected
+
+
+def test_it_is_at_an_edge_of_all_groups_but_those_of_states() -> None:
+    groups = (full(16), sliding(64, 128), state(1024))
+    assert early_end(groups, 64, 1000, 0) == 832  # ends at 960; 120 before is 840
+
+
+def test_there_is_none_so_near_to_the_end_that_no_edge_is_between() -> None:
+    assert early_end((full(16), state(1024)), 16, 49, 0) == 32  # ends at 48; six before is 42
+    assert early_end((full(2), state(1024)), 2, 7, 0) == 0  # ends at 6, and less than one before is no other edge
+
+
+@pytest.mark.parametrize(
+    ("groups", "retention"),
+    [
+        ((full(4),), ""),
+        ((full(4), sliding(4, 8)), ""),
+        ((state(4), state(64)), ""),
+        ((full(4), state(64)), "dense"),
+    ],
+)
+def test_pools_that_keep_no_states_or_all_of_them_or_no_attention_have_none(
+    groups: tuple[GroupSpec, ...], retention: str
+) -> None:
+    pool = make_pool(200, *groups, retention=retention)
+    assert pool.allocate(1, 129).early_end_token_count == 0
+
+
+def boundary_token_counts(pool: Pool) -> list[int]:
+    return sorted(count for count, _ in pool.blocks.namespaces[""].boundaries)
+
+
+def test_who_is_first_to_part_from_a_prompt_soon_before_its_end_hits_at_its_early_end() -> None:
+    pool = make_pool(200, full(4), state(1024))
+    first, edited = text(1, 32), text(1, 30) + text(2, 2)
+    assert serve(pool, first, 129) == 0
+    assert boundary_token_counts(pool) == [112, 128]
+    assert serve(pool, edited, 129) == 112
+    invariants.check(pool)
+
+
+def test_of_a_prompt_that_goes_on_from_another_only_what_is_new_counts() -> None:
+    pool = make_pool(300, full(4), state(1024))
+    serve(pool, text(1, 40), 129)
+    answer = pool.allocate(2, 161, text(1, 40), turn_ends=(144,))
+    assert (answer.matched_token_count, answer.junction_token_count) == (128, 0)
+    assert answer.early_end_token_count == 156  # eight blocks are new
+    assert pool.sequences[2].boundaries == (144, 156, 160)
+
+
+def test_the_first_boundary_of_a_path_stays_however_many_turns_come_behind_it() -> None:
+    pool = make_pool(400, full(4), state(1024))
+    chat = text(1, 80)
+    for turn in range(1, 9):
+        serve(pool, chat, 36 * turn + 1)
+        invariants.check(pool)
+    assert boundary_token_counts(pool) == [32, 252, 284, 288]
+    assert len(boundary_token_counts(pool)) == 1 + CONTINUED_MAX
+    assert serve(pool, text(1, 8) + text(2, 8), 65) == 32

@@ -22,7 +22,7 @@ SOON_S = 30.0
 # A greedy text that is under way still when a busy client has seen its first tokens, samples that are forked from a
 # half-filled block and append to it side by side, a long prompt.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("The import statement", {"max_tokens": 400}),
+    ("The import statement", {"max_tokens": 1_200}),
     ("def join(self, iterable):", {"max_tokens": 80, "n": 3, "temperature": 0.8, "seed": 7}),
     ("A class is " * 40, {"max_tokens": 120}),
 ]

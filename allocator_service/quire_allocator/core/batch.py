@@ -1,10 +1,15 @@
-"""The sequences of the latest batch of grows: an engine that decodes names the same ones step after step."""
+"""A batch of grows: the sequences of the latest one, and those of it that take a block for every group.
+
+An engine that decodes names the same sequences step after step, and every so many tokens each takes its next blocks.
+"""
 
 from __future__ import annotations
 
 from array import array
 
+from quire_allocator.core.groups.coordinator import Coordinator
 from quire_allocator.core.sequence import SequenceState
+from quire_allocator.core.spec import Grants
 
 
 class Batch:
@@ -36,3 +41,31 @@ class Batch:
     def items(self) -> list[tuple[int, SequenceState | None]]:
         """Returns the ids with the sequences that were found for them."""
         return list(zip(self._ids, self._sequences))
+
+
+class DueRows:
+    """Sequences of a batch that were granted a row, one block for every group, and get their rows together: to take
+    them one by one costs as much as all else that a grow does.
+
+    Attributes:
+        sequences: in the order of their rows.
+    """
+
+    __slots__ = ("_coordinator", "_grants", "sequences")
+
+    def __init__(self, coordinator: Coordinator, grants: Grants) -> None:
+        self._coordinator = coordinator
+        self._grants = grants
+        self.sequences: list[SequenceState] = []
+
+    def add(self, number: int, sequence: SequenceState, token_count: int) -> None:
+        """Grants a row to the sequence of grow `number`."""
+        self._grants.add_row(number, self._coordinator.group_count)
+        self._coordinator.raise_limit(sequence, token_count)
+        self.sequences.append(sequence)
+
+    def hand_out(self) -> None:
+        """Takes the rows and hands them out: before a grow that may take other blocks, and at the end."""
+        if self.sequences:
+            self._grants.fill_rows(self._coordinator.append_rows(self.sequences))
+            self.sequences = []

@@ -120,8 +120,8 @@ class EventLog:
         self.last_cursor += len(told)
         self._recorded, self._recorded_bytes = left, self._recorded_bytes - told_bytes
         while len(self._kept) > self.event_count_max or self._kept_bytes > self.digest_bytes_max:
-            gone = self._kept.popleft()
-            self._kept_bytes -= gone[7] - gone[6]
+            _, _, _, _, _, _, start, end = self._kept.popleft()  # `*_` would make a list, in each step of a full log
+            self._kept_bytes -= end - start
         return True
 
     def removed_in(self, step: int, digest_count_max: int, scope_count_max: int) -> tuple[dict[Scope, bytearray], bool]:

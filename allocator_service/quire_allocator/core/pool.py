@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from quire_allocator.core.admission import Admission, Applicant
-from quire_allocator.core.batch import Batch
+from quire_allocator.core.batch import Batch, DueRows
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.coordinator import Coordinator
@@ -165,15 +165,19 @@ class Pool:
             self.admission.promise(sequence)
         sequence.announcement = self.pending.announce(namespace, digests, place, limit)
         self.sequences[sequence_id], self.last_sequence_id = sequence, sequence_id
+        self._count_prompt(prompt, matched, is_return=is_return)
+        tables = self.tables(sequence)
+        return GrowResult(
+            _OK, matched, pending, tables, copies, junction_token_count=junction, early_end_token_count=early_end
+        )
+
+    def _count_prompt(self, token_count: int, matched: int, *, is_return: bool) -> None:
         if is_return:
-            self.returned_token_count += prompt
+            self.returned_token_count += token_count
             self.returned_matched_token_count += matched
         else:
-            self.queried_token_count += prompt
+            self.queried_token_count += token_count
             self.matched_token_count += matched
-        answer = GrowResult(_OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
-        answer.early_end_token_count = early_end
-        return answer
 
     def grow(self, sequence_id: int, token_count: int) -> GrowResult:
         """Makes room for `token_count` tokens; fewer than there are changes nothing.
@@ -245,32 +249,27 @@ class Pool:
         """
         batch = self._batch.look_up(sequence_ids, self.sequences)
         grants, others, group_count = Grants(), [], self.coordinator.group_count
-        due: list[SequenceState] = []  # are let have their next blocks, which they get together
+        due = DueRows(self.coordinator, grants)
         for number, (sequence, token_count) in enumerate(zip(batch, token_counts)):
             if sequence is None:
                 others.append((number, GrowResult(Result.NOT_FOUND)))
             elif token_count > sequence.limit:
-                if self._takes_next_blocks(sequence, token_count, len(due)):
+                if self._takes_next_blocks(sequence, token_count, len(due.sequences)):
                     self.admission.note_change()
                     self.granted_block_count += group_count
                     if group_count == 1:
                         grants.add_one(number, self.coordinator.append_one(sequence, token_count))
                     else:
-                        grants.add_row(number, group_count)
-                        self.coordinator.raise_limit(sequence, token_count)
-                        due.append(sequence)
+                        due.add(number, sequence, token_count)
                 else:
-                    if due:
-                        grants.fill_rows(self.coordinator.append_rows(due))
-                        due.clear()
+                    due.hand_out()
                     grown = self._extend(sequence_ids[number], sequence, token_count)
                     if grown.blocks:
                         grants.add(number, grown.blocks)
                     others.append((number, grown))
             elif token_count > sequence.token_count:
                 sequence.token_count = token_count
-        if due:
-            grants.fill_rows(self.coordinator.append_rows(due))
+        due.hand_out()
         return grants, others
 
     def commit(

@@ -295,6 +295,6 @@ def _is_idle(entry: Scoped) -> bool:
     return (
         isinstance(entry, Unit)
         and entry.live == 1
-        and entry.first_digest != b""
+        and entry.is_published
         and not (entry.needed_count or entry.aside_count or entry.hits)
     )

@@ -67,10 +67,10 @@ class Checkpoint(Unit):
     def path(self) -> list[Checkpoint]:
         """Returns those of its path that are published, the deepest first, and forgets the others."""
         found, last = list[Checkpoint](), self
-        if self.key is not None:
+        if self.is_published:
             found.append(self)
         while last.before is not None:
-            if last.before.key is None:
+            if not last.before.is_published:
                 last.before = last.before.before
             else:
                 last = last.before
@@ -159,7 +159,7 @@ class StateManager(UnitManager[StatePart]):
 
     def let_go(self, part: StatePart, token_count: int) -> int:
         """Counts the running block where it is a checkpoint that no other sequence holds."""
-        return self.width if part.unit is not None and part.unit.key is not None and part.unit.live == 1 else 0
+        return self.width if part.unit is not None and part.unit.is_published and part.unit.live == 1 else 0
 
     def give_up(self, part: StatePart) -> None:
         """Makes the running block private again where it is a checkpoint that no other sequence holds."""
@@ -220,7 +220,7 @@ class StateManager(UnitManager[StatePart]):
         units = {part.unit for part in parts if part.unit is not None}
         units |= {unit for scope in scopes for unit in scope.index.values()}
         for unit in units:
-            states.mark(unit.blocks, unit.live, published=unit.key is not None)
+            states.mark(unit.blocks, unit.live, published=unit.is_published)
 
     def tables(self, part: StatePart) -> list[array[int]]:
         blocks = part.unit.blocks if part.unit is not None else array("I")
@@ -250,7 +250,7 @@ class StateManager(UnitManager[StatePart]):
     def _is_private(self, part: StatePart) -> bool:
         """Tells whether the running block may be overwritten: it is neither shared nor published."""
         unit = part.unit
-        return unit is not None and unit.live == 1 and unit.key is None
+        return unit is not None and unit.live == 1 and not unit.is_published
 
     # -- what boundaries need ------------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class StateManager(UnitManager[StatePart]):
         """The sequence lets go of its running block, which may be a checkpoint that others can hit from now on."""
         part.unit = None
         self._release(unit)
-        if unit.key is not None and not unit.live and not unit.was_hit and not self._is_at_boundary(part, unit):
+        if unit.is_published and not unit.live and not unit.was_hit and not self._is_at_boundary(part, unit):
             self._between[unit] = None
             if len(self._between) > self._between_max:
                 self._drop(next(iter(self._between)))
@@ -289,7 +289,7 @@ class StateManager(UnitManager[StatePart]):
         own = part.checkpoints
         if len(own) <= self._checkpoints_max:
             return
-        own[:] = [unit for unit in own if unit.key is not None and not unit.was_hit]
+        own[:] = [unit for unit in own if unit.is_published and not unit.was_hit]
         while len(own) > self._checkpoints_max:
             unit = self._least_useful(part)
             if unit is part.unit:  # it is dropped when the sequence lets go of it

@@ -72,6 +72,11 @@ class Unit(Scoped):
         return self._digest
 
     @property
+    def is_published(self) -> bool:
+        """Tells whether prompts can hit it."""
+        return self._digest != b""
+
+    @property
     def key(self) -> UnitKey | None:
         """Returns what it is published as; None while it is private."""
         return (self._position, self._digest) if self._digest else None
@@ -154,9 +159,8 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         name = scope.namespace.name
         for unit in list(scope.index.values()):
-            if unit.key is not None:  # it is still published
-                position, digest = unit.key
-                yield IndexedStretch(name, self.groups, self.spec, b"", digest, position)
+            if unit.is_published:  # still
+                yield IndexedStretch(name, self.groups, self.spec, b"", unit.first_digest, unit.first_position)
 
     def evict(self, entry: Scoped, wanted: int) -> int:
         assert isinstance(entry, Unit)
@@ -246,7 +250,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         unit.live -= 1
         if unit.live:
             return
-        if unit.first_digest:
+        if unit.is_published:
             unit.worth = worth = self.worth(unit)
             if worth != SPARE:
                 self._blocks.now_cached(unit, self.width, is_candidate=True)
@@ -281,6 +285,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
 
     def _retract(self, unit: Unit) -> None:
         """Takes a unit out of the index: no prompt can hit it any more."""
+        assert unit.is_published
         scope = unit.scope
         assert isinstance(scope, UnitScope)
         self._log.removed(scope, unit.first_position, unit.first_digest, 0, DIGEST_BYTES)

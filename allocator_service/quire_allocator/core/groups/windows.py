@@ -298,9 +298,9 @@ class WindowManager(PublishingManager):
         first, units, found = part.first, part.units, list[Unit]()
         if positions and positions.start < first:
             fallen = [*part.aside, *part.needed, *[entry for entry in part.falling if isinstance(entry, Unit)]]
-            found = [unit for unit in fallen if unit.key is not None and unit.key[0] in positions]
+            found = [unit for unit in fallen if unit.is_published and unit.first_position in positions]
         found += [units[position - first] for position in positions if first <= position]
-        return [unit for unit in found if unit.key is not None]
+        return [unit for unit in found if unit.is_published]
 
     def digest_at(self, part: WindowPart, token_count: int) -> bytes:
         """Returns the digest of so many tokens of a sequence; empty where it lacks the block before."""
@@ -315,8 +315,8 @@ class WindowManager(PublishingManager):
         before = [*part.aside, *part.needed]
         old_needed, old_aside = part.needed, part.aside
         fallen = [*before, *[entry for entry in falling if isinstance(entry, Unit)]]
-        part.needed = [unit for unit in fallen if unit.key is not None and unit.key[0] in needed]
-        part.aside = [unit for unit in fallen if unit.key is not None and unit.key[0] in aside]
+        part.needed = [unit for unit in fallen if unit.is_published and unit.first_position in needed]
+        part.aside = [unit for unit in fallen if unit.is_published and unit.first_position in aside]
         for unit in part.needed:
             unit.needed_count += 1
         for unit in part.aside:
@@ -336,7 +336,7 @@ class WindowManager(PublishingManager):
         size, aside, unit, position = self.block_size, part.aside, part.units[0], part.first
         edge = committed // self.edge_tokens * self.edge_tokens
         earlier = edge - self.edge_tokens
-        if part.needed or len(aside) > 1 or not unit.first_digest or earlier < 0:
+        if part.needed or len(aside) > 1 or not unit.is_published or earlier < 0:
             return False
         if position != self._rule.first_needed(earlier) // size or position >= earlier // size:
             return False  # where it is, what fell out before stands before all that is aside
@@ -355,7 +355,7 @@ class WindowManager(PublishingManager):
         units = {unit for part in parts for unit in part.units}
         units |= {unit for scope in scopes for unit in scope.index.values()}
         for unit in units:
-            states.mark(unit.blocks, unit.live, published=unit.key is not None)
+            states.mark(unit.blocks, unit.live, published=unit.is_published)
         for scope in scopes:
             for stretch in cast(WindowScope, scope).stretches.values():
                 states.mark(stretch.blocks, 0, published=True)
@@ -390,4 +390,4 @@ class WindowManager(PublishingManager):
         if not offset or part.tail or position != part.first + len(part.units) - 1:
             return False
         unit = part.units[-1]
-        return unit.live > 1 or unit.first_digest != b""
+        return unit.live > 1 or unit.is_published

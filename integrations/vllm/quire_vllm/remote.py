@@ -121,7 +121,7 @@ class RemotePool:
         """Says and asks what there is to, in one step; returns the running sequences that have no room yet, and no
         answer."""
         self._take()
-        self._prompts = {key: grown for key, grown in self._prompts.items() if grown is None or grown.result}
+        self._prompts = {key: each for key, each in self._prompts.items() if each is None or each.result is Result.OK}
         self._ahead_tokens = self._tokens_ahead(len(self._tables))
         decoding, lacking = [], []
         for need in needs:
@@ -169,7 +169,7 @@ class RemotePool:
             if prompt.key in self._prompts:
                 continue
             left -= self._increment.blocks(prompt.token_count)
-            if not self._is_to_ask(prompt.key) or (prompts and left < 0):
+            if not self._may_fit(prompt.key) or (prompts and left < 0):
                 break
             prompts.append(prompt)
         return prompts
@@ -178,17 +178,16 @@ class RemotePool:
         table = self._tables[need.sequence_id]
         return table.room < need.token_count <= table.asked
 
-    def _is_to_ask(self, key: str) -> bool:
-        """Tells whether a prompt was not asked for yet, and there may be room for it by now."""
-        may_fit = self._enough.get(key, 0) <= self._free_block_count or not self._tables or bool(self._frees)
-        return key not in self._prompts and may_fit
+    def _may_fit(self, key: str) -> bool:
+        """Tells whether there may be room by now for a prompt that was refused, if it was."""
+        return self._enough.get(key, 0) <= self._free_block_count or not self._tables or bool(self._frees)
 
     def admit(self, prompt: Prompt) -> tuple[int, Admitted | Waiting]:
         """Asks for a new sequence, or looks for the answer to what was asked before, most often by this turn's step."""
         key = prompt.key
         self._dropped.discard(key)
         if key not in self._prompts:
-            if not self._is_to_ask(key):
+            if not self._may_fit(key):
                 self._unblock()
                 return 0, Waiting(False)
             self._submit([], [prompt])
@@ -208,7 +207,7 @@ class RemotePool:
     def _unblock(self) -> None:
         """Takes all blocks back where only prompts have any that were let in behind one that was refused: vLLM runs
         none of them before that one, and so nothing would ever become free."""
-        if len(self._tables) == sum(grown is not None and bool(grown.result) for grown in self._prompts.values()):
+        if len(self._tables) == sum(map(self.is_let_in, self._prompts)):
             while self.drop_upcoming():
                 pass
 
@@ -224,8 +223,8 @@ class RemotePool:
     def drop_upcoming(self) -> bool:
         """Takes back the blocks of a prompt that was let in before anybody has asked for it, the newest first. Returns
         whether there was one."""
-        for key, grown in reversed(self._prompts.items()):
-            if grown is not None and grown.result is Result.OK:
+        for key in reversed(self._prompts):
+            if self.is_let_in(key):
                 self.forget(key)
                 return True
         return False

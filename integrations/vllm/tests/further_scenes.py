@@ -4,10 +4,11 @@ layers."""
 from __future__ import annotations
 
 from typing import Any, Final
-from unittest.mock import MagicMock
 
 import torch
-from more_scenes import STATES, WINDOWS, windows_are_hit_where_each_group_has_them
+from ahead_scenes import ASYNC
+from images_elsewhere import ImagesElsewhere
+from more_scenes import STATES, WINDOWS
 from stage import FULL, Stage, image, text
 from vllm.config import KVEventsConfig
 from vllm.lora.request import LoRARequest
@@ -98,13 +99,7 @@ def who_was_passed_over_for_an_image_gives_its_room(stage: Stage) -> None:
 
 def a_prompt_waits_for_an_image_encoded_elsewhere(stage: Stage) -> None:
     stage.allow_images(64)
-    elsewhere = MagicMock()
-    elsewhere.ensure_cache_available.side_effect = lambda _request, _count: len(stage.turns) > 3
-    elsewhere.has_cache_item.return_value = False
-    elsewhere.request_finished.return_value = (False, None)
-    elsewhere.take_unavailable_requests.return_value = ()
-    elsewhere.has_pending_push_work.return_value = False
-    stage.scheduler.ec_connector = elsewhere
+    stage.scheduler.ec_connector = ImagesElsewhere(are_there=lambda: len(stage.turns) > 3)
     stage.add("with an image", text(1, 30), mm_features=[image("i", 9)])
     for number in range(3):
         stage.add(str(number), text(number + 2, 20), new=8)
@@ -195,7 +190,6 @@ def states_of_prompts_that_part_are_hit_no_less(stage: Stage) -> None:
 
 
 EVENTS: Final = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
-ASYNC: Final[dict[str, Any]] = {"ahead": 1, "is_async": True}
 LONG_STATES: Final = (("full", 16, 0), ("state", 16, 0))
 SMALLEST: Final = {"blocks": 49, "budget": 32, "groups": (FULL, ("sliding", 4, 16))}
 FURTHER_SCENES: Final[dict[Any, dict[str, Any]]] = {
@@ -244,8 +238,3 @@ LAYERS: Final[dict[str, tuple[tuple[str, int, int], ...]]] = {
     "full, long states": (FULL, ("states", 8, 0)),
     "full state full state": (FULL, STATE, FULL, STATE),
 }
-
-
-def layers_of_many_kinds(stage: Stage) -> None:
-    """Plays the same on whatever the layers are."""
-    windows_are_hit_where_each_group_has_them(stage)

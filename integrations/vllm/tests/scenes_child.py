@@ -17,8 +17,15 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from ahead_scenes import AHEAD_SCENES
-from further_scenes import FURTHER_SCENES, LAYERS, layers_of_many_kinds
-from more_scenes import CHUNKS, MORE_SCENES, STATE_SCENES, STATES, WINDOWS
+from further_scenes import FURTHER_SCENES, LAYERS
+from more_scenes import (
+    CHUNKS,
+    MORE_SCENES,
+    STATE_SCENES,
+    STATES,
+    WINDOWS,
+    windows_are_hit_where_each_group_has_them,
+)
 from stage import Cast, Stage, text
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
@@ -237,7 +244,8 @@ def main() -> None:
         quire_vllm.remote.WAIT_S = 5.0  # type: ignore[misc]
     told: dict[str, Any] = {}
     plays = [(scene.__name__, scene, options) for scene, options in SCENES.items()]
-    plays += [(name, layers_of_many_kinds, {"blocks": 160, "groups": groups}) for name, groups in LAYERS.items()]
+    for name, groups in LAYERS.items():
+        plays.append((name, windows_are_hit_where_each_group_has_them, {"blocks": 160, "groups": groups}))
     for name, scene, options in plays:
         stage = Stage(cast, **options)
         scene(stage)

@@ -1,0 +1,33 @@
+"""An encoder connector of vLLM's scheduler whose images come from another process, but for the transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata
+
+
+class ImagesElsewhere(ECConnectorBase):  # type: ignore[misc]
+    """Says when images are there; encoders here compute none of them. There is no worker that would load them."""
+
+    def __init__(self, *, are_there: Callable[[], bool]) -> None:  # its base asks for a configuration of transfers
+        self._are_there = are_there
+
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+        return self._are_there()
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return False
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        """Nothing is on its way."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
+        return ECConnectorMetadata()
+
+    def start_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
+        raise NotImplementedError("there is no worker")
+
+    def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
+        raise NotImplementedError("there is no worker")

@@ -101,7 +101,8 @@ class Engine:
         self._changed, self._turned = asyncio.Event(), asyncio.Event()  # a request was ended; set after each turn
         self.reception = Reception(model, cache, tokenizer, session, self._door, clock=clock)
         self._asked: Asked | None = None
-        self._sent_s, self._plans_beside = 0.0, model.device.type != "cpu"
+        self._sent_s = 0.0
+        self._plans_beside = model.device.type != "cpu"  # and asks, also beside a pass for first tokens alone
         self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, drafter=drafter)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
@@ -373,8 +374,7 @@ class Engine:
         return outcome
 
     def _end_failed(self, computed: Computed) -> None:
-        """Ends the requests that could not be computed, before anything counts as computed: of what they wrote nothing
-        is published."""
+        """Ends the requests that could not be computed, before anything counts as computed, and so is published."""
         self.telemetry.retry_count += computed.retry_count
         failures = dict(computed.failures)
         if computed.lost_blocks:  # also of samples that had no turn

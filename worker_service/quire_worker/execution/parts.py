@@ -122,7 +122,6 @@ class Computed(NamedTuple):
         swapped_block_count: blocks that were moved to host memory or back.
         swap_s: how long that took of it.
         proposals: of a draft model, for samples that go on.
-        may_begin: whether any token may be the first of an answer.
     """
 
     work: list[Work]
@@ -137,12 +136,11 @@ class Computed(NamedTuple):
     swapped_block_count: int = 0
     swap_s: float = 0.0
     proposals: Mapping[Sample, Proposal] = MappingProxyType({})
-    may_begin: bool = True
 
     @property
     def has_first_tokens(self) -> bool:
         """Tells whether somebody waits for the first token of an answer."""
-        return self.may_begin and any(token.draw.sample.request.first_token_s is None for token in self.tokens)
+        return any(token.draw.sample.request.first_token_s is None for token in self.tokens)
 
     @property
     def has_first_tokens_alone(self) -> bool:
@@ -168,7 +166,6 @@ class Prepared(NamedTuple):
         ids: the layout's `input_ids`, the same memory, which the model's thread writes without a call into torch.
         is_behind: it was planned while the batch before was under way.
         is_greedy: all that is wanted of each part is the likeliest token after it.
-        may_begin: whether any token may be the first of an answer.
     """
 
     batch: Batch
@@ -181,7 +178,6 @@ class Prepared(NamedTuple):
     ids: np.ndarray | None
     is_behind: bool
     is_greedy: bool
-    may_begin: bool
 
 
 def is_greedy(parts: Sequence[Part], draws: Sequence[Draw]) -> bool:

@@ -85,10 +85,8 @@ class Runner:
             layout = None
         ids = None if layout is None else layout.input_ids.numpy()[0]
         draws = batch.draws()
-        may_begin = any(draw.sample.request.first_token_s is None for draw in draws)
-        return Prepared(
-            batch, draws, restores, parts, awaiting, places, layout, ids, is_behind, is_greedy(parts, draws), may_begin
-        )  # fmt: skip
+        greedy = is_greedy(parts, draws)
+        return Prepared(batch, draws, restores, parts, awaiting, places, layout, ids, is_behind, greedy)
 
     def sketch(self, wanted: Iterable[tuple[Sample, int]]) -> None:
         """Lays out so many next tokens of each sample but for their blocks, for `prepare` to complete if these become
@@ -132,7 +130,6 @@ class Runner:
             run.swapped_block_count,
             run.swap_s,
             proposals,
-            prepared.may_begin,
         )
 
     def _propose(self, prepared: Prepared, run: Run) -> dict[Sample, Proposal]:

@@ -211,15 +211,16 @@ class PoolOwner:
         assert self.has_room, "the window is full"
         self._check_ids(operations)
         request = pb.SessionRequest()
-        operations.fill(request.step)
-        request.step.number = self.last_step + len(self._unanswered) + 1
+        step, number = request.step, self.last_step + len(self._unanswered) + 1
+        operations.fill(step)
+        step.number = number
         self._check_size("operations", operations.operation_count, self.limits.operations_per_step_max)
-        byte_count = request.step.ByteSize() + _SENT_WITH_BYTES
+        byte_count = step.ByteSize() + _SENT_WITH_BYTES
         self._check_size("bytes", byte_count, self.limits.step_bytes_max or MESSAGE_BYTES_MAX)
         self._unanswered.append(request)
         if self.phase is Phase.OPEN:
             self._send_step(request)
-        return int(request.step.number)
+        return number
 
     def _check_ids(self, operations: StepBuilder) -> None:
         """Refuses ids that are not new, or not known. On the wire an id alone says which: one that was meant to be new,
@@ -327,26 +328,29 @@ class PoolOwner:
         self.lease_s = opened.lease_ms / 1000 or math.inf
 
     def _send_step(self, request: pb.SessionRequest) -> None:
-        request.step.session_id, request.step.ack = self.session_id, self.last_step
+        step = request.step
+        step.session_id, step.ack = self.session_id, self.last_step
         self.outbox.append(request)
 
     def _take_answer(self, reply: pb.StepReply, now: float) -> Answer:
         if not self._unanswered:
             raise InternalError(f"an answer to step {reply.number}, which was not asked")
         step = self._unanswered[0].step
-        if (reply.session_id, reply.number) != (self.session_id, step.number):
-            raise InternalError(f"the answer to step {step.number} is one to step {reply.number}")
+        number = step.number
+        if reply.number != number or reply.session_id != self.session_id:
+            raise InternalError(f"the answer to step {number} is one to step {reply.number}")
         try:
-            outcome = read_reply(step, reply, len(self.spec.groups))
+            outcome = read_reply(step, reply, len(self.ledger.groups))
         except ValueError as error:
-            raise InternalError(f"the answer to step {step.number} does not fit it: {error}") from error
+            raise InternalError(f"the answer to step {number} does not fit it: {error}") from error
         self._unanswered.popleft()
-        self.last_step = step.number
+        self.last_step = number
         try:
             self.ledger.apply(step, outcome, now)
         except (LookupError, ValueError, OverflowError) as error:
-            raise LedgerLostError(f"the answer to step {step.number} cannot be true: {error!r}") from error
-        if reply.state_digest and reply.state_digest != self.ledger.digest_after(step.number):
+            raise LedgerLostError(f"the answer to step {number} cannot be true: {error!r}") from error
+        digest = reply.state_digest
+        if digest and digest != self.ledger.digest_after(number):
             self.disagreement_count += 1
             self.disown()
-        return Answer(step.number, outcome)
+        return Answer(number, outcome)

@@ -117,6 +117,7 @@ class PoolOwner:
         self._was_open = False
         self._misread_count = 0  # consecutive reports after which the allocator's state was not ours
         self._unanswered: deque[pb.SessionRequest] = deque()
+        self._unheard_heartbeats = 0
 
     @property
     def has_room(self) -> bool:
@@ -127,6 +128,12 @@ class PoolOwner:
     def unanswered_count(self) -> int:
         """Counts the steps that were submitted and not answered yet."""
         return len(self._unanswered)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Tells whether the allocator has nothing to say before it is sent something."""
+        is_answered = not self._unanswered and not self._unheard_heartbeats
+        return self.phase is Phase.OPEN and is_answered and not self.outbox
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -243,6 +250,7 @@ class PoolOwner:
     def heartbeat(self) -> None:
         """Keeps the lease, and lets watchers see what the last steps did."""
         if self.phase in (Phase.OPEN, Phase.REPORTING):
+            self._unheard_heartbeats += self.phase is Phase.OPEN  # a report is answered first
             self.outbox.append(pb.SessionRequest(heartbeat=pb.Heartbeat(ack=self.last_step)))
 
     def detach(self) -> None:
@@ -267,6 +275,7 @@ class PoolOwner:
             if kind == "step_reply" and self.phase is Phase.OPEN:
                 return self._take_answer(reply.step_reply, now)
             if kind == "heartbeat" and self.phase in (Phase.REPORTING, Phase.OPEN):
+                self._unheard_heartbeats = max(0, self._unheard_heartbeats - 1)
                 return None
             if kind == "resumed" and self.phase is Phase.ATTACHING:
                 self._resume(reply.resumed)
@@ -324,6 +333,7 @@ class PoolOwner:
 
     def _enter(self, opened: pb.Resumed | pb.Ready) -> None:
         self.phase, self._was_open = Phase.OPEN, True
+        self._unheard_heartbeats = 0
         self.limits = opened.limits
         self.lease_s = opened.lease_ms / 1000 or math.inf
 

@@ -96,7 +96,7 @@ class Run:
         shortcut: Shortcut | None,
         host_pages: HostPages | None,
     ) -> None:
-        """Takes what computes."""
+        """Takes what it is computed with."""
         self.failures: dict[Request, Failure] = {}
         self.lost_blocks: dict[int, Failure] = {}
         self.swapped_block_count = 0

@@ -131,7 +131,8 @@ async def one_thing(scene: Setting, dice: random.Random, held: list[int], ids: I
     if dice.random() < 0.05:
         scene.service.replies_to_lose += 1
     if dice.random() < 0.1:
-        await asyncio.sleep(0.01)  # a heartbeat
+        scene.session._owner.heartbeat()
+        await scene.session._flush()
     steps = []
     for _ in range(dice.choice([1, 1, 1, 3])):
         step = StepBuilder()

@@ -90,11 +90,7 @@ class Run:
     """A batch on its way. The methods are called once each, in order; `forward` and `draw` call themselves."""
 
     def __init__(
-        self,
-        model: PagedModel,
-        cache: KVCache,
-        shortcut: Shortcut | None,
-        host_pages: HostPages | None,
+        self, model: PagedModel, cache: KVCache, shortcut: Shortcut | None, host_pages: HostPages | None
     ) -> None:
         """Takes what it is computed with."""
         self.failures: dict[Request, Failure] = {}
@@ -131,11 +127,7 @@ class Run:
         return [item for item in items if self.is_unharmed(item.sample)] if self.has_harmed else items
 
     def follow(
-        self,
-        before: Before,
-        parts: Sequence[Part],
-        awaiting: Sequence[Awaiting],
-        ids: np.ndarray | None,
+        self, before: Before, parts: Sequence[Part], awaiting: Sequence[Awaiting], ids: np.ndarray | None
     ) -> None:
         """Puts in the tokens that the batch before has sampled, and leaves out whom it failed. The arguments are
         attributes of `Prepared`."""
@@ -246,6 +238,10 @@ class Run:
     def read_rest(self) -> None:
         """Finds out who is not finite of those that no draw has told of."""
         self._fail_not_finite(self._finiteness.read())
+
+    def let_go_of_logits(self) -> None:
+        """Frees what nobody reads any more: a run stays until the event loop has heard of it, beside the next pass."""
+        self._rows.clear()
 
     # -- one attempt at each: None, or why not -------------------------------------------------------------------------
 

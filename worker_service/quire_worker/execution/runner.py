@@ -131,6 +131,7 @@ class Runner:
         run.draw(run.unharmed(prepared.draws))
         run.draw_after_drafts()
         run.read_rest()
+        run.let_go_of_logits()
         tokens = {each.draw.sample: each.token_id for each in run.tokens}
         self._before = Before([tokens.get(each.sample, 0) for each in prepared.draws], run.failures, run.lost_blocks)
         proposals = self._propose(prepared, run) if self._drafter is not None else {}
@@ -155,7 +156,7 @@ class Runner:
             return result
         prepared, token_ids, seconds = result
         tokens = list(map(Token, prepared.draws, token_ids, repeat(None)))
-        return Computed(prepared.batch.work, tokens, [], [], [], {}, {}, prepared.run.retry_count, seconds)
+        return Computed(prepared.batch.work, tokens, [], [], [], {}, {}, 0, seconds)
 
     def _propose(self, prepared: Prepared, run: Run) -> dict[Sample, Proposal]:
         """Lets the draft model read what the pass has computed, and say what may follow."""

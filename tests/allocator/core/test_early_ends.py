@@ -94,7 +94,7 @@ def test_the_first_boundary_of_a_path_stays_however_many_turns_come_behind_it() 
     assert serve(pool, text(1, 8) + text(2, 8), 65) == 32
 
 
-# -- whose place a junction takes ---------------------------------------------------------------------------------------
+# -- whose place a junction takes --------------------------------------------------------------------------------------
 
 HEAVY = (full(4), *(state(1024),) * 20)  # what is new is no less than five blocks where there is an early end
 

@@ -193,7 +193,7 @@ class Retention(Keeper):
         self.end_old(boundary)
 
     def _take_place_of(self, early: Boundary, boundary: Boundary) -> None:
-        """A new boundary behind an early end has taken its place, if others that were right behind it are behind the new
+        """A new boundary behind an early end takes its place, if others that were right behind that are behind the new
         one now: prompts part there, and no sooner."""
         moved = [other for other in _behind(boundary) if living(other.parent) is early]
         if not moved:

@@ -29,7 +29,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import chain
 from pathlib import Path
@@ -44,6 +43,7 @@ from quire.protocol.steps import StepBuilder
 from quire.types import PoolSpec
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
+from quire_worker.execution.lane import Lane
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampling.params import SamplingParams
@@ -180,10 +180,8 @@ class Side:
 
 
 @asynccontextmanager
-async def side(
-    model: PagedModel, session: Any, tokenizer: Tokenizer, thread: ThreadPoolExecutor
-) -> AsyncIterator[Side]:
-    """An engine on that session and that thread."""
+async def side(model: PagedModel, session: Any, tokenizer: Tokenizer, lane: Lane) -> AsyncIterator[Side]:
+    """An engine on that session and that lane."""
     answers: Any = Answers(session)
     cache = KVCache(model.cache_spec, BLOCKS)
     engine = Engine(
@@ -200,7 +198,7 @@ async def side(
         ),
         telemetry=WorkerTelemetry(),
         waiting_max=1024,
-        thread=thread,
+        lane=lane,
     )
     try:
         yield Side(engine, answers)
@@ -267,14 +265,14 @@ async def made(
 ) -> AsyncIterator[dict[str, Side]]:
     """Both sides, with caches of their own, and one thread for both."""
     spec = PoolSpec.full_attention(block_count=BLOCKS, block_size=BLOCK_SIZE)
-    thread = ThreadPoolExecutor(1)
+    lane = Lane("model")
     async with AsyncAllocatorClient(address) as client, contextlib.AsyncExitStack() as stack:
         session = client.session("remote", spec)
         await session.open()
         sessions = [("another process", session), ("in process", DirectSession(spec))]
         sides = {}
         for name, each in sessions if is_remote_first else reversed(sessions):
-            sides[name] = await stack.enter_async_context(side(model, each, tokenizer, thread))
+            sides[name] = await stack.enter_async_context(side(model, each, tokenizer, lane))
         yield sides
 
 

@@ -72,7 +72,7 @@ def ledger_of(shape: Shape) -> Ledger:
         digests = b"".join(own.to_bytes(32, "little") for own in blocks)
         ledger.pages.publish(scope, 1 << 30, None, digests, blocks)
         if number % 3:
-            ledger.pages.release((1 << 62) + number, LARGEST, 1 << 30, blocks)
+            ledger.pages.release((1 << 62) + number, LARGEST, 1 << 30, blocks[::-1], begin=0, end=len(blocks))
     return ledger
 
 

@@ -53,18 +53,23 @@ class Scene:
 
     @asynccontextmanager
     async def company(self) -> AsyncIterator[None]:
-        """Others stream meanwhile; in the end they have their text, and every block is free."""
-        prompts = [prompt(100 + i) for i in range(3)]
-        tasks = [
-            asyncio.create_task(self.client.generate(tokens, max_tokens=LENGTH, ignore_eos=True)) for tokens in prompts
-        ]
-        while (await self.client.status()).running_count < len(prompts):
-            pass
-        yield
-        assert not all(task.done() for task in tasks), "they should still have been streaming"
-        for tokens, task in zip(prompts, tasks, strict=True):
+        """Others stream meanwhile, one text after the other; they have their text, and in the end every block is
+        free."""
+        prompts, is_over = [prompt(100 + i) for i in range(3)], asyncio.Event()
+
+        async def stream(tokens: list[int]) -> None:
             expected = reference_text(self.healthy, tuple(tokens), LENGTH)
-            assert (await task).samples[0].token_ids[: len(expected)] == expected
+            while not is_over.is_set():
+                told = await self.client.generate(tokens, max_tokens=LENGTH, ignore_eos=True)
+                assert told.samples[0].token_ids[: len(expected)] == expected
+
+        async with asyncio.TaskGroup() as group:
+            for tokens in prompts:
+                group.create_task(stream(tokens))
+            while (await self.client.status()).running_count < len(prompts):
+                pass
+            yield
+            is_over.set()
         while any(state > 1 for state in (await pool_of(self.place, "default")).block_states):
             pass
         assert self.process.process.poll() is None

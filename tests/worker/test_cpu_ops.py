@@ -152,9 +152,9 @@ def test_the_greedy_choice_is_the_first_largest_and_a_nan_before_all(library: Li
         logits = peculiar(60, vocabulary, seed)
         likeliest, flags = choose(logits)
         assert likeliest == logits.argmax(dim=1).tolist()
-        assert flags == are_finite(logits).tolist()
+        assert [*flags] == are_finite(logits).tolist()
         odd = logits[1::3, vocabulary // 2 :]  # rows that lie apart, and begin anywhere
-        assert choose(odd) == (odd.argmax(dim=1).tolist(), are_finite(odd).tolist())
+        assert choose(odd) == (odd.argmax(dim=1).tolist(), bytes(are_finite(odd).tolist()))
 
 
 def peculiar(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
@@ -185,7 +185,7 @@ def test_no_rows_have_no_greedy_choice_and_more_rows_than_before_find_room(libra
     choose = GreedyChoice(library, FINITE_MAX)
     logits = drawn(300, 5000, dtype=torch.float32)
     for rows in (0, 1, 40, 300, 2):
-        assert choose(logits[:rows]) == (logits[:rows].argmax(dim=1).tolist(), [True] * rows)
+        assert choose(logits[:rows]) == (logits[:rows].argmax(dim=1).tolist(), b"\1" * rows)
     for refused in (logits.bfloat16(), logits[0], logits.t(), logits[:, :0]):
         with pytest.raises(ValueError, match="dense rows of float32"):
             choose(refused)

@@ -28,7 +28,8 @@ class Batch:
         is_behind: bool = True,
         error: Exception | None = None,
     ) -> None:
-        self.result: Any = SimpleNamespace(name=name, has_first_tokens=is_first, has_first_tokens_alone=is_first_alone)
+        self.result: Any = SimpleNamespace(name=name)
+        self.has_first_tokens, self.has_first_tokens_alone = is_first, is_first_alone
         self.is_behind = is_behind
         self._has_kernels = has_kernels
         self._error = error

@@ -6,7 +6,7 @@ checked on the other side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from ctypes import POINTER, PYFUNCTYPE, byref
 from dataclasses import dataclass
@@ -105,25 +105,34 @@ class GreedyChoice:
     def __init__(self, library: Library, bound: float) -> None:
         """Takes the kernels, and how large a largest logit may be."""
         self._choose = library.functions.quire_greedy
+        self._call: Callable[..., None] = self._choose
         self._choose_at_once = PYFUNCTYPE(None, POINTER(Greedy))(("quire_greedy", library.functions))
         self._arguments = Greedy(bound=bound)
         self._reference = byref(self._arguments)
-        self._tokens = np.empty(0, dtype=np.int64)
-        self._are_bounded = np.empty(0, dtype=np.bool_)
+        self._tokens, self._are_bounded = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
+        self._shape: tuple[int, ...] = ()
+        self._strides: tuple[int, ...] = ()
 
-    def __call__(self, logits: torch.Tensor) -> tuple[list[int], list[bool]]:
-        """Returns the place of the first largest of each row of float32 `[rows, vocabulary]`, and whether that is a
-        number from -bound to bound; a NaN is larger than all numbers."""
+    def __call__(self, logits: torch.Tensor) -> tuple[list[int], bytes]:
+        """Returns the place of the first largest of each row of float32 `[rows, vocabulary]`, and for each 1 if that is
+        a number from -bound to bound, else 0; a NaN is larger than all numbers."""
+        if logits.shape != self._shape or logits.stride() != self._strides or logits.dtype != torch.float32:
+            self._fit(logits)
+        self._arguments.logits = logits.data_ptr()
+        self._call(self._reference)
+        return self._tokens.tolist(), self._are_bounded.tobytes()
+
+    def _fit(self, logits: torch.Tensor) -> None:
+        """Gets ready for logits of a shape; most are of that of the call before."""
         if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1 or not logits.shape[1]:
             raise ValueError(f"logits must be dense rows of float32, not {logits.dtype} {list(logits.shape)}")
-        rows, arguments = logits.shape[0], self._arguments
-        if rows > len(self._tokens):
-            self._tokens, self._are_bounded = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.bool_)
-            arguments.tokens, arguments.are_bounded = self._tokens.ctypes.data, self._are_bounded.ctypes.data
-        arguments.logits, arguments.stride = logits.data_ptr(), logits.stride(0)
-        arguments.rows, arguments.vocabulary = rows, logits.shape[1]
-        (self._choose_at_once if logits.numel() <= AT_ONCE_MAX else self._choose)(self._reference)
-        return self._tokens[:rows].tolist(), self._are_bounded[:rows].tolist()
+        rows, vocabulary = logits.shape
+        arguments = self._arguments
+        self._tokens, self._are_bounded = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.bool_)
+        arguments.tokens, arguments.are_bounded = self._tokens.ctypes.data, self._are_bounded.ctypes.data
+        arguments.stride, arguments.rows, arguments.vocabulary = logits.stride(0), rows, vocabulary
+        self._call = self._choose_at_once if rows * vocabulary <= AT_ONCE_MAX else self._choose
+        self._shape, self._strides = logits.shape, logits.stride()
 
 
 def draw(library: Library, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

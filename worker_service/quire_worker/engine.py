@@ -19,7 +19,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import structlog
@@ -32,6 +31,7 @@ from quire_worker.cache import KVCache
 from quire_worker.door import Door
 from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
+from quire_worker.execution.lane import Lane
 from quire_worker.execution.model_thread import ModelThread, Pass
 from quire_worker.execution.parts import Computed
 from quire_worker.execution.run import Shortcut
@@ -67,7 +67,7 @@ class Asked(NamedTuple):
 class Engine:
     """Runs requests. `submit`, `cancel` and `step` are for the event loop that `run` is on.
 
-    The model runs on `thread`, an executor with one thread that engines may share and that `close` shuts down.
+    The model runs on `lane`, a thread that engines may share and that `close` ends.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Engine:
         stream_interval_s: float = STREAM_INTERVAL_S,
         shortcut: Shortcut | None = None,
         drafter: Drafter | None = None,
-        thread: ThreadPoolExecutor | None = None,
+        lane: Lane | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
@@ -95,7 +95,7 @@ class Engine:
         self.adapters = Adapters(model)
         self._clock = clock
         self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
-        self._thread = ModelThread(thread)
+        self._thread = ModelThread(lane)
         self.wake = asyncio.Event()  # set by whoever changes the roster
         self._open: set[Request] = set()
         self._changed, self._turned = asyncio.Event(), asyncio.Event()  # a request was ended; set after each turn
@@ -149,7 +149,7 @@ class Engine:
         if self._plans_beside or self.scheduler.roster.waiting or not is_for_first_tokens(work):
             self._ask_ahead(work)
             await self._start_next()
-        computed = await self._passes[0].result
+        computed = self._runner.computed(await self._passes[0].result)
         self._passes.popleft()
         self._end_failed(computed)
         self.scheduler.advance(computed.work)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from quire.protocol.packing import unpack_uint32, unpack_uint64
 from quire.v1 import allocator_pb2 as pb
 
+_Told: TypeAlias = dict[str, Any]  # the fields of a reply that are not empty, by name
+_SELDOM_TOLD: Final = frozenset(
+    {"swap_operations", "copy_sources", "copy_destinations", "expired_holds", "takeover_sequences", "takeover_groups"}
+    | {"takeover_indices", "emptied_blocks", "outside_drops", "removed", "is_removed_cut"}
+)
 NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry without a block: it fell out of a window
 
 
@@ -152,32 +157,31 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
     Raises:
         ValueError: the reply does not fit the step.
     """
-    commits = unpack_uint64(step.commits.sequences) if step.HasField("commits") else ()
-    swaps = list[Swap]()
-    if reply.swap_operations:
-        if max(reply.swap_operations) >= len(commits):
-            raise ValueError("a swap of a commit that the step does not have")
-        rows = zip(reply.swap_operations, reply.swap_groups, reply.swap_indices, reply.swap_blocks, strict=True)
-        swaps = [Swap(commits[operation], *rest) for operation, *rest in rows]
-    # What a step does not have must not cost what its columns do: most steps have one phase or two.
+    # Asking a message for a field costs as much where it is empty, and most fields of most replies are.
+    told: _Told = {field.name: value for field, value in reply.ListFields()}
+    commit_ids = unpack_uint64(step.commits.sequences) if step.HasField("commits") else ()
+    commits = _results(told, "commit_results", len(commit_ids))
+    frees = _results(told, "free_results", len(step.frees.sequences) // 8 if step.HasField("frees") else 0)
+    forks = _results(told, "fork_results", len(step.forks.parents) // 8 if step.HasField("forks") else 0)
+    grows = _grows(step, told, group_count) if step.HasField("grows") or "granted_grows" in told else []
+    free_block_count = told.get("free_block_count", 0)
+    if told.keys().isdisjoint(_SELDOM_TOLD) and not step.drops:
+        return StepOutcome(commits, frees, forks, grows, [], [], free_block_count, [])
     return StepOutcome(
-        commits=_results(reply.commit_results, len(commits)),
-        frees=_results(reply.free_results, len(step.frees.sequences) // 8),
-        forks=_results(reply.fork_results, len(step.forks.parents) // 8),
-        grows=_grows(step, reply, group_count) if step.HasField("grows") or reply.granted_grows else [],
-        swaps=swaps,
-        copies=[Copy(*pair) for pair in zip(reply.copy_sources, reply.copy_destinations, strict=True)],
-        free_block_count=reply.free_block_count,
-        expired_holds=list(reply.expired_holds),
-        takeovers=[
-            Takeover(*row)
-            for row in zip(reply.takeover_sequences, reply.takeover_groups, reply.takeover_indices, strict=True)
-        ],
-        emptied=unpack_uint32(reply.emptied_blocks),
-        dropped=_dropped(step, reply) if step.drops else (),
-        outside_drops=tuple(map(read_drop, reply.outside_drops)),
-        removed=tuple(Removed(each.namespace, tuple(each.groups), each.digests) for each in reply.removed),
-        is_removed_cut=reply.is_removed_cut,
+        commits,
+        frees,
+        forks,
+        grows,
+        swaps=_swaps(told, commit_ids) if "swap_operations" in told else [],
+        copies=[Copy(*row) for row in _rows(told, "copy_sources", "copy_destinations")],
+        free_block_count=free_block_count,
+        expired_holds=list(told.get("expired_holds", ())),
+        takeovers=[Takeover(*row) for row in _rows(told, "takeover_sequences", "takeover_groups", "takeover_indices")],
+        emptied=unpack_uint32(told.get("emptied_blocks", b"")),
+        dropped=_dropped(step, told) if step.drops else (),
+        outside_drops=tuple(map(read_drop, told.get("outside_drops", ()))),
+        removed=tuple(Removed(each.namespace, tuple(each.groups), each.digests) for each in told.get("removed", ())),
+        is_removed_cut=told.get("is_removed_cut", False),
     )
 
 
@@ -187,58 +191,76 @@ def read_drop(drop: pb.CacheDrop) -> CacheDrop:
     return CacheDrop(namespace, drop.digests, drop.kept_digest_count)
 
 
-def _dropped(step: pb.Step, reply: pb.StepReply) -> Sequence[int]:
-    counts = list(reply.dropped_block_counts)
+def _rows(told: _Told, *columns: str) -> Iterator[tuple[Any, ...]]:
+    """Reads columns that have one entry for each row; raises ValueError where they differ in length."""
+    return zip(*[told.get(column, ()) for column in columns], strict=True)
+
+
+def _swaps(told: _Told, commit_ids: Sequence[int]) -> list[Swap]:
+    if max(told["swap_operations"]) >= len(commit_ids):
+        raise ValueError("a swap of a commit that the step does not have")
+    rows = _rows(told, "swap_operations", "swap_groups", "swap_indices", "swap_blocks")
+    return [Swap(commit_ids[operation], *rest) for operation, *rest in rows]
+
+
+def _dropped(step: pb.Step, told: _Told) -> Sequence[int]:
+    counts = list(told.get("dropped_block_counts", ()))
     if counts and len(counts) != len(step.drops):
         raise ValueError(f"{len(counts)} numbers for {len(step.drops)} drops")
     return counts or [0] * len(step.drops)
 
 
-def _results(values: Sequence[int], count: int) -> list[Result]:
+def _results(told: _Told, column: str, count: int) -> list[Result]:
     """Reads a column of results; an empty one means that every operation was OK."""
+    values: Sequence[int] = told.get(column, ())
     if values and len(values) != count:
         raise ValueError(f"{len(values)} results for {count} operations")
     return [Result(value) for value in values] if values else [Result.OK] * count
 
 
-def _optional(values: Sequence[int], count: int) -> Iterable[int]:
+def _optional(told: _Told, column: str, count: int) -> Iterable[int]:
     """Reads a column of numbers; an empty one means that every number is 0."""
+    values: Sequence[int] = told.get(column, ())
     if values and len(values) != count:
         raise ValueError(f"{len(values)} numbers for {count} grows")
     return values or repeat(0, count)
 
 
-def _grows(step: pb.Step, reply: pb.StepReply, group_count: int) -> list[GrowOutcome]:
+def _grows(step: pb.Step, told: _Told, group_count: int) -> list[GrowOutcome]:
     """Most grows of a step change nothing: what is not in the reply must not cost more than its outcome."""
     sequences = unpack_uint64(step.grows.sequences)
     count = len(sequences)
     token_counts: Iterable[int] = unpack_uint32(step.grows.token_counts)
-    if reply.matched_token_counts:
-        token_counts = map(max, token_counts, reply.matched_token_counts)
+    if "matched_token_counts" in told:
+        token_counts = map(max, token_counts, told["matched_token_counts"])
     victims: Iterable[Victim | None] = repeat(None, count)
-    if reply.victim_sequences:
-        lost = zip(_optional(reply.victim_sequences, count), _optional(reply.victim_token_counts, count), strict=True)
+    if "victim_sequences" in told:
+        lost = zip(
+            _optional(told, "victim_sequences", count), _optional(told, "victim_token_counts", count), strict=True
+        )
         victims = [Victim(*victim) if victim[0] else None for victim in lost]
     columns = zip(
         sequences,
-        _results(reply.grow_results, count),
-        _optional(reply.matched_token_counts, count),
-        _tables(reply, count, group_count),
-        _optional(reply.grow_shortfalls, count),
-        _optional(reply.pending_token_counts, count),
+        _results(told, "grow_results", count),
+        _optional(told, "matched_token_counts", count),
+        _tables(told, count, group_count),
+        _optional(told, "grow_shortfalls", count),
+        _optional(told, "pending_token_counts", count),
         victims,
         token_counts,
-        _optional(reply.junction_token_counts, count),
-        _optional(reply.early_end_token_counts, count),
+        _optional(told, "junction_token_counts", count),
+        _optional(told, "early_end_token_counts", count),
         strict=True,
     )
     return list(map(GrowOutcome._make, columns))
 
 
-def _tables(reply: pb.StepReply, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:
+def _tables(told: _Told, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:
     """Returns for each grow and group the table's last entries; empty where the reply does not name the grow."""
     tables: list[tuple[Sequence[int], ...]] = [((),) * group_count] * count
-    rows, sizes, blocks = map(unpack_uint32, (reply.granted_grows, reply.block_counts, reply.blocks))
+    rows, sizes, blocks = (
+        unpack_uint32(told.get(column, b"")) for column in ("granted_grows", "block_counts", "blocks")
+    )
     if len(sizes) != len(rows) * group_count or sum(sizes) != len(blocks):
         raise ValueError("the granted grows, their block counts and blocks do not fit together")
     if rows and max(rows) >= count:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from typing import Any, Final
 
+from google.protobuf.message import DecodeError
 from grpc import aio
 
 from quire._transport.channel import is_task_cancelled
 from quire.errors import QuireError, UnavailableError
 from quire.session.call_status import Ending
+from quire.session.exchange import exchange, may_exchange
 from quire.v1 import allocator_pb2 as pb
 
 LOOK_S: Final = 0.25  # seconds between two looks at whether an unconnected call was cancelled
@@ -29,12 +32,20 @@ class EndedError(Exception):
 
 
 class SessionCall:
-    """Writes and reads one stream of the Session RPC: one task at a time writes, another one reads."""
+    """Writes and reads one stream of the Session RPC: one task at a time writes, another one reads.
+
+    Who reads where nothing comes before something is sent waits in `answer`: what is sent then and what answers it cost
+    less than what is written and read.
+    """
 
     def __init__(self, call: aio.StreamStreamCall[pb.SessionRequest, pb.SessionReply]) -> None:
         self._call = call
         self._ending = Ending(call)
         self._is_cancelled = False
+        self._sending = asyncio.Lock()
+        self._asked: asyncio.Future[pb.SessionRequest | None] | None = None  # while `answer` waits for a question
+        self._is_asking = False
+        call.add_done_callback(lambda _call: self._read_on())
 
     async def connect(self) -> None:
         """Waits until there is a connection.
@@ -71,12 +82,54 @@ class SessionCall:
         if reply is aio.EOF:  # type: ignore[attr-defined]
             raise EndedError(await self._ending.error())
         if reply is None:  # grpc's word for bytes that are no message
-            raise EndedError(UnavailableError("what answers is no allocator, or its messages arrive spoiled"))
+            raise EndedError(_spoiled())
         message: pb.SessionReply = reply
         return message
 
-    async def write(self, message: pb.SessionRequest) -> bool:
-        """Sends one message. Returns False if the call is over; `read` says why."""
+    @property
+    def is_sending(self) -> bool:
+        """Tells whether a message is being written."""
+        return self._sending.locked()
+
+    async def send(self, outbox: deque[pb.SessionRequest], *, asks: bool) -> None:
+        """Sends all messages in turn, and takes them out; where the call ends meanwhile `read` says why.
+
+        Who `asks` sends nothing more until a message is answered: one by itself goes to `answer`, where that waits, and
+        until it returns others stay in the outbox.
+        """
+        if asks and len(outbox) == 1 and self._asked is not None and not self._asked.done():
+            self._is_asking = True
+            self._asked.set_result(outbox.popleft())
+            return
+        async with self._sending:
+            while outbox and not (self._is_cancelled or self._is_asking) and await self._write(outbox.popleft()):
+                pass
+
+    async def answer(self) -> pb.SessionReply:
+        """Waits until something is asked, or written, and returns the next message.
+
+        Raises:
+            EndedError: there is none.
+        """
+        if not may_exchange(self._call) or self._call.done() or self.is_sending:
+            return await self.read()
+        self._asked = asyncio.get_running_loop().create_future()
+        try:
+            question = await self._asked
+            reply = None if question is None else await exchange(self._call, question)
+        except DecodeError:
+            raise EndedError(_spoiled()) from None
+        finally:
+            self._asked, self._is_asking = None, False
+        return await self.read() if reply is None else reply
+
+    def _read_on(self) -> None:
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_result(None)
+
+    async def _write(self, message: pb.SessionRequest) -> bool:
+        """Sends one message. Returns False if the call is over."""
+        self._read_on()
         try:
             await self._call.write(message)
         except asyncio.CancelledError:
@@ -91,6 +144,10 @@ class SessionCall:
         """Ends the call; who reads it notices."""
         self._is_cancelled = True
         self._call.cancel()
+
+
+def _spoiled() -> UnavailableError:
+    return UnavailableError("what answers is no allocator, or its messages arrive spoiled")
 
 
 async def _connection(call: Any) -> None:

@@ -114,13 +114,13 @@ class Ledger:
         for sequence_id in outcome.expired_holds:
             self._next_operation()
             self._free(self.sequences.pop(sequence_id))
-        self._apply_commits(step.commits, outcome)
-        for sequence_id, result in zip(unpack_uint64(step.frees.sequences), outcome.frees, strict=True):
-            self._next_operation()
-            if result is Result.OK:
-                self._free(self.sequences.pop(sequence_id))
-        for each in step.drops:
-            self.pages.drop(read_drop(each), self.held_blocks(), self._full_groups)
+        if outcome.commits:
+            self._apply_commits(step.commits, outcome)
+        if outcome.frees:
+            self._apply_frees(step.frees, outcome)
+        if outcome.dropped:
+            for each in step.drops:
+                self.pages.drop(read_drop(each), self.held_blocks(), self._full_groups)
         if outcome.forks:
             self._apply_forks(step.forks, outcome, now)
         if outcome.takeovers:
@@ -169,8 +169,6 @@ class Ledger:
     # -- commits -------------------------------------------------------------------------------------------------------
 
     def _apply_commits(self, commits: pb.CommitPhase, outcome: StepOutcome) -> None:
-        if not commits.sequences:
-            return
         swaps: dict[int, list[Swap]] = {}
         for swap in outcome.swaps:
             swaps.setdefault(swap.sequence_id, []).append(swap)
@@ -247,13 +245,12 @@ class Ledger:
             begin -= 1
         if begin == end:
             return
+        self._release([sequence.path(group) for group in alike], begin, end)
         nulls = array("I", [NULL_BLOCK]) * (end - begin)
-        fallen = [sequence.path(group)[begin:end] for group in alike]
         for group in alike:
             sequence.tables[group][begin:end] = nulls
         if sequence.twins:
             sequence.twins = {at: twin for at, twin in sequence.twins.items() if at[0] not in alike or at[1] >= end}
-        self._release(fallen, end)
 
     def _apply_takeovers(self, takeovers: Sequence[Takeover]) -> None:
         """Notes that own blocks carry what their twins did, which are empty now."""
@@ -269,14 +266,19 @@ class Ledger:
 
     # -- frees and forks -----------------------------------------------------------------------------------------------
 
+    def _apply_frees(self, frees: pb.FreePhase, outcome: StepOutcome) -> None:
+        for sequence_id, result in zip(unpack_uint64(frees.sequences), outcome.frees, strict=True):
+            self._next_operation()
+            if result is Result.OK:
+                self._free(self.sequences.pop(sequence_id))
+
     def _free(self, sequence: LedgerSequence) -> None:
         """Releases a sequence's blocks, tail first, groups of one specification together."""
         if not self.pages.published:
             return
         for alike in self._managed:
             tables = [sequence.path(group) for group in alike]
-            begin = bisect_left(tables[0], True, key=_is_there)  # what fell out of a window comes first
-            self._release([table[begin:] for table in tables], len(tables[0]))
+            self._release(tables, _first_held(tables[0]), len(tables[0]))
 
     def _fork(self, parent: LedgerSequence, child_id: int, hold_until: float | None) -> None:
         length = parent.committed_token_count
@@ -350,7 +352,7 @@ class Ledger:
         """Releases the sources of one grow's copies, which are taken from the end of `copies`."""
         own = {block for table in grown.blocks for block in table}
         while copies and copies[-1].destination in own:
-            self._release([array("I", [copies.pop().source])], 0)
+            self._release([array("I", [copies.pop().source])], 0, 1)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -358,21 +360,25 @@ class Ledger:
         self._operation += 1
         self._rank = 0
 
-    def _release(self, columns: Sequence[array[int]], end: int) -> None:
-        """Releases the blocks before position `end` of the tables of groups of one specification, the deepest first and
-        at each position group by group."""
-        width, count = len(columns), len(columns[0])
-        for number, column in enumerate(columns):
-            self.pages.release(
-                self._step, self._operation, self._rank + number, column[::-1], position=end - 1, stride=width
-            )
-        self._rank += width * count
+    def _release(self, tables: Sequence[array[int]], begin: int, end: int) -> None:
+        """Releases the blocks of positions [begin, end) of the tables of groups of one specification, the deepest first
+        and at each position group by group."""
+        width = len(tables)
+        for number, table in enumerate(tables):
+            rank = self._rank + number
+            self.pages.release(self._step, self._operation, rank, table, begin=begin, end=end, stride=width)
+        self._rank += width * (end - begin)
 
     def _is_state(self, group: int) -> bool:
         return bool(self.groups[group].kind == _STATE)
 
     def _holder_count(self, group: int, block: int) -> int:
         return sum(sequence.tables[group][0] == block for sequence in self.sequences.values())
+
+
+def _first_held(table: array[int]) -> int:
+    """Returns where the blocks of a table begin: what fell out of a window comes first."""
+    return 0 if table and table[0] != NULL_BLOCK else bisect_left(table, True, key=_is_there)
 
 
 def _is_there(block: int) -> bool:

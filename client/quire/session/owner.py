@@ -117,6 +117,7 @@ class PoolOwner:
         self._was_open = False
         self._misread_count = 0  # consecutive reports after which the allocator's state was not ours
         self._unanswered: deque[pb.SessionRequest] = deque()
+        self._unheard_heartbeats = 0
 
     @property
     def has_room(self) -> bool:
@@ -127,6 +128,12 @@ class PoolOwner:
     def unanswered_count(self) -> int:
         """Counts the steps that were submitted and not answered yet."""
         return len(self._unanswered)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Tells whether the allocator has nothing to say before it is sent something."""
+        is_answered = not self._unanswered and not self._unheard_heartbeats
+        return self.phase is Phase.OPEN and is_answered and not self.outbox
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -211,15 +218,16 @@ class PoolOwner:
         assert self.has_room, "the window is full"
         self._check_ids(operations)
         request = pb.SessionRequest()
-        operations.fill(request.step)
-        request.step.number = self.last_step + len(self._unanswered) + 1
+        step, number = request.step, self.last_step + len(self._unanswered) + 1
+        operations.fill(step)
+        step.number = number
         self._check_size("operations", operations.operation_count, self.limits.operations_per_step_max)
-        byte_count = request.step.ByteSize() + _SENT_WITH_BYTES
+        byte_count = step.ByteSize() + _SENT_WITH_BYTES
         self._check_size("bytes", byte_count, self.limits.step_bytes_max or MESSAGE_BYTES_MAX)
         self._unanswered.append(request)
         if self.phase is Phase.OPEN:
             self._send_step(request)
-        return int(request.step.number)
+        return number
 
     def _check_ids(self, operations: StepBuilder) -> None:
         """Refuses ids that are not new, or not known. On the wire an id alone says which: one that was meant to be new,
@@ -242,6 +250,7 @@ class PoolOwner:
     def heartbeat(self) -> None:
         """Keeps the lease, and lets watchers see what the last steps did."""
         if self.phase in (Phase.OPEN, Phase.REPORTING):
+            self._unheard_heartbeats += self.phase is Phase.OPEN  # a report is answered first
             self.outbox.append(pb.SessionRequest(heartbeat=pb.Heartbeat(ack=self.last_step)))
 
     def detach(self) -> None:
@@ -266,6 +275,7 @@ class PoolOwner:
             if kind == "step_reply" and self.phase is Phase.OPEN:
                 return self._take_answer(reply.step_reply, now)
             if kind == "heartbeat" and self.phase in (Phase.REPORTING, Phase.OPEN):
+                self._unheard_heartbeats = max(0, self._unheard_heartbeats - 1)
                 return None
             if kind == "resumed" and self.phase is Phase.ATTACHING:
                 self._resume(reply.resumed)
@@ -323,30 +333,34 @@ class PoolOwner:
 
     def _enter(self, opened: pb.Resumed | pb.Ready) -> None:
         self.phase, self._was_open = Phase.OPEN, True
+        self._unheard_heartbeats = 0
         self.limits = opened.limits
         self.lease_s = opened.lease_ms / 1000 or math.inf
 
     def _send_step(self, request: pb.SessionRequest) -> None:
-        request.step.session_id, request.step.ack = self.session_id, self.last_step
+        step = request.step
+        step.session_id, step.ack = self.session_id, self.last_step
         self.outbox.append(request)
 
     def _take_answer(self, reply: pb.StepReply, now: float) -> Answer:
         if not self._unanswered:
             raise InternalError(f"an answer to step {reply.number}, which was not asked")
         step = self._unanswered[0].step
-        if (reply.session_id, reply.number) != (self.session_id, step.number):
-            raise InternalError(f"the answer to step {step.number} is one to step {reply.number}")
+        number = step.number
+        if reply.number != number or reply.session_id != self.session_id:
+            raise InternalError(f"the answer to step {number} is one to step {reply.number}")
         try:
-            outcome = read_reply(step, reply, len(self.spec.groups))
+            outcome = read_reply(step, reply, len(self.ledger.groups))
         except ValueError as error:
-            raise InternalError(f"the answer to step {step.number} does not fit it: {error}") from error
+            raise InternalError(f"the answer to step {number} does not fit it: {error}") from error
         self._unanswered.popleft()
-        self.last_step = step.number
+        self.last_step = number
         try:
             self.ledger.apply(step, outcome, now)
         except (LookupError, ValueError, OverflowError) as error:
-            raise LedgerLostError(f"the answer to step {step.number} cannot be true: {error!r}") from error
-        if reply.state_digest and reply.state_digest != self.ledger.digest_after(step.number):
+            raise LedgerLostError(f"the answer to step {number} cannot be true: {error!r}") from error
+        digest = reply.state_digest
+        if digest and digest != self.ledger.digest_after(number):
             self.disagreement_count += 1
             self.disown()
-        return Answer(step.number, outcome)
+        return Answer(number, outcome)

@@ -179,36 +179,31 @@ class Pages:
         self.grant([block for block, what in carried if block not in held and (what.group, what.digest) in meant])
 
     def release(
-        self,
-        step: int,
-        operation: int,
-        rank: int,
-        blocks: Sequence[int] | array[int],
-        *,
-        position: int = 0,
-        stride: int = 1,
+        self, step: int, operation: int, rank: int, table: array[int], *, begin: int, end: int, stride: int = 1
     ) -> int:
-        """Notes that an operation let go of these blocks in this order; returns how many are published.
+        """Notes that an operation let go of table[begin:end], the last block first; returns how many are published.
 
         Args:
             step: its number.
             operation: index of the operation in it.
-            rank: of the first block within the operation; that of each further one is higher by `stride`.
-            blocks: most often those of a table, from its end.
-            position: of the first block in its table, where it has one: it is found there sooner.
+            rank: of the last block within the operation; that of each block before it is higher by `stride`.
+            table: most often a sequence's: a block is found sooner at its position in its prefix.
+            begin: of the first block.
+            end: after the last block.
             stride: how many groups the operation goes through at each position.
         """
-        published, at, end, count = self.published, 0, len(blocks), 0
-        while at < end:
-            stretch = published.get(blocks[at])
+        published, at, count = self.published, end, 0
+        while at > begin:
+            block = table[at - 1]
+            stretch = published.get(block)
             if stretch is None:
-                at += 1
+                at -= 1
                 continue
-            index = stretch.index_of(blocks[at], position - at)
-            same = self._together(stretch, index, blocks[at : at + index + 1]) if at + 1 < end else 1
-            new = Release(index + 1 - same, index + 1, step, operation, rank + at * stride, stride)
+            last = stretch.index_of(block, at - 1)
+            same = self._together(stretch, last + 1, table, begin, at)
+            new = Release(last + 1 - same, last + 1, step, operation, rank + (end - at) * stride, stride)
             releases.note(stretch.released, new)
-            at += same
+            at -= same
             count += same
         return count
 
@@ -271,17 +266,17 @@ class Pages:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _together(self, stretch: PublishedStretch, index: int, blocks: Sequence[int] | array[int]) -> int:
-        """Counts the leading blocks that the stretch has at `index` and just before, and that still carry its digests;
-        the first one does."""
-        count, published = len(blocks), self.published
-        own = stretch.blocks[index + 1 - count : index + 1]
-        own.reverse()
-        is_same = own == (blocks if isinstance(blocks, array) else array("I", blocks))
-        if is_same and (stretch.live == len(stretch.blocks) or [*map(published.get, own)].count(stretch) == count):
+    def _together(self, stretch: PublishedStretch, end: int, table: array[int], begin: int, at: int) -> int:
+        """Counts the last blocks of table[begin:at] that the stretch has just before its index `end`, and that still
+        carry its digests; the very last one does."""
+        count, published = min(end, at - begin), self.published
+        own, others = stretch.blocks[end - count : end], table[at - count : at]
+        if own == others and (
+            stretch.live == len(stretch.blocks) or [*map(published.get, own)].count(stretch) == count
+        ):
             return count
         same = 1
-        while same < count and own[same] == blocks[same] and published.get(own[same]) is stretch:
+        while same < count and own[-same - 1] == others[-same - 1] and published.get(own[-same - 1]) is stretch:
             same += 1
         return same
 

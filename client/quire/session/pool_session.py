@@ -91,22 +91,20 @@ class PoolSession:
     ) -> None:
         self.pool, self.spec = pool, spec
         self.on_change: Callable[[bool], None] = lambda _connected: None
-        self._stub, self._metadata = stub, metadata
-        self._reconnect, self._disconnect = reconnect, disconnect
-        self._waits = Waits(pool)
+        self._stub, self._metadata, self._reconnect, self._disconnect = stub, metadata, reconnect, disconnect
+        self._answers, self._waits = Answers(), Waits(pool)
         self._on_wait = on_wait or self._waits
         self._owner = PoolOwner(pool, spec, incarnation=secrets.token_bytes(16), window=window)
         self.ahead = RoomAhead(self._owner, ahead_tokens)
         self._call: SessionCall | None = None
         self._connected = self._closing = False
+        self._asks = False  # whoever sent the last step waits for its answer before anything else
         self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
         self._fell_silent = False  # the last stream was left because it was silent
         self._has_served = False  # the current stream has brought a message since it was up
         self._refusal: QuireError | None = None
         self._refused_for: Reason | None = None  # why it was refused last; each reason is logged once
-        self._answers = Answers()
         self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
-        self._sending = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._flushes: set[asyncio.Task[None]] = set()
 
@@ -170,7 +168,8 @@ class PoolSession:
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
         """Applies a step exactly once and returns what it did: `submit`, and its answer, or else it is `missed`."""
-        return await (await self.submit(operations))
+        self._asks = True
+        return await (await self._submit(operations))
 
     async def submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
         """Sends a step as soon as the window has room; the future has what it did. Who is cancelled while awaiting it
@@ -186,6 +185,10 @@ class PoolSession:
             ValueError: a number does not fit the message, or an id is not new, or not known; nothing was sent.
             RuntimeError: the session was not opened.
         """
+        self._asks = False
+        return await self._submit(operations)
+
+    async def _submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
         if not self._tasks and not self._closing:
             raise RuntimeError("the session has not been opened")
         while not self._owner.has_room and not self._closing:
@@ -286,7 +289,7 @@ class PoolSession:
             owner.attach()
             await self._flush()
             while owner.phase is not Phase.IDLE:
-                self._take(await call.read())
+                self._take(await (call.answer() if self._asks and owner.is_quiet else call.read()))
                 if owner.outbox:
                     self._flush_soon()  # a report takes long to send, and the allocator is to be heard meanwhile
         except EndedError as ended:
@@ -315,11 +318,8 @@ class PoolSession:
             self._set_connected(True)
 
     async def _flush(self) -> None:
-        """Sends the outbox; a failure is raised to the reader."""
-        call, outbox = self._call, self._owner.outbox
-        async with self._sending:
-            while outbox and call is not None and call is self._call and await call.write(outbox.popleft()):
-                pass
+        if self._call is not None:
+            await self._call.send(self._owner.outbox, asks=self._asks)
 
     def _flush_soon(self) -> None:
         flush = asyncio.create_task(self._flush())
@@ -368,7 +368,7 @@ class PoolSession:
                 continue
             self._owner.heartbeat()
             # Else the sender takes the heartbeat along, or hangs until silence ends the stream.
-            if not self._sending.locked():
+            if self._call is not None and not self._call.is_sending:
                 self._flush_soon()
 
     async def _wait_for_change(self) -> None:

@@ -53,6 +53,9 @@ def note(releases: list[Release], new: Release) -> None:
     if not releases or releases[-1].end <= new.first:
         releases.append(new)
         return
+    if new.first <= releases[0].first and releases[-1].end <= new.end:
+        releases[:] = [new]
+        return
     place = overlapping(releases, new.first, new.end)
     old, kept = releases[place], [new]
     if old and old[0].first < new.first:

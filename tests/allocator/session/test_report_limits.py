@@ -58,7 +58,7 @@ def ledger_of(worst: Worst) -> Ledger:
         ledger.pages.publish(space, LARGEST, before[0], block.to_bytes(32, "big"), array("I", [block]))
         ledger.pages.grant(before)
         if freed:
-            ledger.pages.release((1 << 64) - 1, LARGEST, block, [block])
+            ledger.pages.release((1 << 64) - 1, LARGEST, block, array("I", [block]), begin=0, end=1)
     return ledger
 
 
@@ -86,7 +86,7 @@ def test_no_report_of_a_pool_is_larger_than_it_may_be(worst: Worst, monkeypatch:
 def test_a_pool_that_is_cached_from_end_to_end_can_be_reported(block_count: int) -> None:
     ledger, blocks = Ledger(pb.PoolSpec(block_count=10_000, groups=[FULL])), array("I", range(10_000))
     ledger.pages.publish(DigestSpace("", 0), 0, None, b"".join(i.to_bytes(32, "big") for i in blocks), blocks)
-    ledger.pages.release(1 << 40, 1, 0, blocks)
+    ledger.pages.release(1 << 40, 1, 0, blocks[::-1], begin=0, end=len(blocks))
     block_bytes = sum(chunk.ByteSize() for chunk in report_chunks(ledger, 0.0)) / 10_000
     assert 56 < block_bytes < 56.1
     spec = translate.pool_spec(pb.PoolSpec(block_count=block_count, groups=[FULL]))

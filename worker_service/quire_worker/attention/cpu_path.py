@@ -48,7 +48,7 @@ class CpuPagedAttention(PagedAttention):
         self._torch.copy_blocks(buffers, sources, destinations)
 
     def look(self, logits: torch.Tensor) -> Look:
-        return Look(*self._choose_greedily(logits))
+        return self._choose_greedily(logits)
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]

@@ -26,7 +26,7 @@ class Finiteness:
         """Returns all flags that are to be read; None if there are none."""
         return torch.cat(self._flags) if self._flags else None
 
-    def take(self, flags: Sequence[bool]) -> list[Part]:
+    def take(self, flags: Sequence[int]) -> list[Part]:
         """Takes what was read of `unread`, nothing where that was None, and returns the parts that are not finite."""
         if not flags:
             return []
@@ -39,7 +39,7 @@ class Finiteness:
         return [] if flags is None else self.take(flags.tolist())
 
 
-def not_finite(parts: Sequence[Part], flags: Sequence[bool]) -> list[Part]:
+def not_finite(parts: Sequence[Part], flags: Sequence[int]) -> list[Part]:
     """Returns the parts that are not finite in all of their rows."""
     found, end = [], 0
     for part in parts:

@@ -25,14 +25,16 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
-from quire_worker.execution.parts import Computed, Prepared
+from quire_worker.execution.lane import Lane
+from quire_worker.execution.parts import Computed
+from quire_worker.execution.prepared import PlainTokens, Prepared
 from quire_worker.scheduling.plan import Work
 
 # Computes a batch. The function that it is given is to be called before its kernels, if one call runs most of them.
-Compute: TypeAlias = Callable[[Prepared, Callable[[], None]], Computed]
+Result: TypeAlias = Computed | PlainTokens
+Compute: TypeAlias = Callable[[Prepared, Callable[[], None]], Result]
 
 GIVES_WAY_S = 0.001  # at most; first tokens take the event loop a third of it
 
@@ -45,14 +47,14 @@ class Pass(NamedTuple):
     """A batch that is with the model's thread."""
 
     work: list[Work]
-    result: asyncio.Future[Computed]
+    result: asyncio.Future[Result]
 
 
 class Done(NamedTuple):
     """A pass that was computed. What it was computed from is destroyed by the event loop: see above."""
 
-    future: asyncio.Future[Computed]
-    result: Computed | BaseException
+    future: asyncio.Future[Result]
+    result: Result | BaseException
     prepared: Prepared
 
 
@@ -64,11 +66,11 @@ class ModelThread:
     3. close     waits for what is under way; nobody is told of anything any more
 
     Args:
-        executor: with one thread, which others may share; `close` shuts it down.
+        lane: which others may share, and `close` closes; one of its own if not given.
     """
 
-    def __init__(self, executor: ThreadPoolExecutor | None = None) -> None:
-        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="model")
+    def __init__(self, lane: Lane | None = None) -> None:
+        self._lane = lane or Lane("model")
         self._submitted_count = self._begun_count = 0
         self._done = deque[Done]()
         self._is_owed = False  # the event loop was not told of what is done; for the model's thread alone
@@ -79,7 +81,7 @@ class ModelThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._read_end = self._write_end = -1
 
-    def submit(self, compute: Compute, prepared: Prepared) -> asyncio.Future[Computed]:
+    def submit(self, compute: Compute, prepared: Prepared) -> asyncio.Future[Result]:
         """Has a pass computed after those before; the future has what it gives, or why it failed."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
@@ -87,11 +89,11 @@ class ModelThread:
             os.set_blocking(self._read_end, False)
             os.set_blocking(self._write_end, False)
             self._loop.add_reader(self._read_end, self._hear)
-        future: asyncio.Future[Computed] = self._loop.create_future()
+        future: asyncio.Future[Result] = self._loop.create_future()
         self._submitted_count += 1
         if self._announces_kernels and not prepared.is_behind:
             self._begun = self._loop.create_future()
-        self._executor.submit(self._run, compute, prepared, future)
+        self._lane.submit(self._run, compute, prepared, future)
         return future
 
     async def begun(self) -> None:
@@ -108,7 +110,7 @@ class ModelThread:
 
     def close(self) -> None:
         """Waits for the thread, and closes the pipe."""
-        self._executor.shutdown()
+        self._lane.close()
         if self._loop is None:
             return
         if not self._loop.is_closed():
@@ -119,21 +121,19 @@ class ModelThread:
 
     # -- on the model's thread -----------------------------------------------------------------------------------------
 
-    def _run(self, compute: Compute, prepared: Prepared, future: asyncio.Future[Computed]) -> None:
+    def _run(self, compute: Compute, prepared: Prepared, future: asyncio.Future[Result]) -> None:
         self._begun_count += 1
         self._has_kernels = False
         self._is_owed |= not prepared.is_behind  # somebody may wait for it to begin
         if future.cancelled():  # nobody waits any more
             self._tell()
             return
-        result: Computed | BaseException
+        result: Result | BaseException
         try:
-            result = computed = compute(prepared, self._before_kernels)
+            result, goes_first = compute(prepared, self._before_kernels), prepared.has_first_tokens
+            gives_way = prepared.has_first_tokens_alone
         except BaseException as error:
             result, goes_first, gives_way = error, True, False
-        else:
-            goes_first = computed.has_first_tokens
-            gives_way = goes_first and computed.has_first_tokens_alone
         self._announces_kernels = self._has_kernels
         self._done.append(Done(future, result, prepared))
         self._is_owed = True

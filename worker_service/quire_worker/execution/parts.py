@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from quire_worker.cache import KVCache
 from quire_worker.execution.failures import Failure
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.sampling.logprobs import Likeliest, TokenLogprobs, likeliest, rank
-from quire_worker.scheduling.plan import Batch, Draw, Work
+from quire_worker.scheduling.plan import Draw, Work
 from quire_worker.scheduling.request import Proposal, Request, Sample
 
 ItemT = TypeVar("ItemT")
@@ -29,11 +28,31 @@ class Restore(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What the next batch has to know of this one: see `Computed`."""
+    """What the next batch has to know of this one.
 
-    tokens: dict[Sample, int]
+    Attributes:
+        token_ids: the last token of each of its draws; any where it failed.
+        failures: see `Computed`.
+        lost_blocks: likewise.
+    """
+
+    token_ids: list[int]
     failures: dict[Request, Failure]
     lost_blocks: dict[int, Failure]
+
+
+class Awaiting(NamedTuple):
+    """A part whose one token is what a draw of the batch before gives.
+
+    Attributes:
+        tokens: of the part.
+        place: of the token in the flat batch.
+        draw_index: of the draw in its batch.
+    """
+
+    tokens: list[int]
+    place: int
+    draw_index: int
 
 
 class Part(NamedTuple):
@@ -137,61 +156,6 @@ class Computed(NamedTuple):
     swap_s: float = 0.0
     proposals: Mapping[Sample, Proposal] = MappingProxyType({})
 
-    @property
-    def has_first_tokens(self) -> bool:
-        """Tells whether somebody waits for the first token of an answer."""
-        return any(token.draw.sample.request.first_token_s is None for token in self.tokens)
-
-    @property
-    def has_first_tokens_alone(self) -> bool:
-        """Tells whether nobody else has got a token."""
-        return all(token.draw.sample.request.first_token_s is None for token in self.tokens)
-
-
-def tables_of(sample: Sample) -> list[array[int]]:
-    """Returns a sample's tables as they are now, of each group; those of states have one entry, the running block."""
-    tables = [table[:] for table in sample.tables]
-    return [*tables, *(array("I", [block]) for block in sample.states)] if sample.states else tables
-
-
-class Prepared(NamedTuple):
-    """A batch, ready for the model's thread.
-
-    Attributes:
-        restores: pages to be copied from host memory.
-        parts: of the forward pass. A token that the batch before samples is 0 as yet.
-        awaiting: those whose one token it is.
-        places: where these tokens belong in the flat batch.
-        layout: on the host, of all parts; None if making it failed: it is made again, in halves if it must be.
-        ids: the layout's `input_ids`, the same memory, which the model's thread writes without a call into torch.
-        is_behind: it was planned while the batch before was under way.
-        is_greedy: all that is wanted of each part is the likeliest token after it.
-    """
-
-    batch: Batch
-    draws: list[Draw]
-    restores: list[Restore]
-    parts: list[Part]
-    awaiting: list[Part]
-    places: list[int]
-    layout: ForwardBatch | None
-    ids: np.ndarray | None
-    is_behind: bool
-    is_greedy: bool
-
-
-def is_greedy(parts: Sequence[Part], draws: Sequence[Draw]) -> bool:
-    """Tells whether all that is wanted of each part is the likeliest token after it, in the order of the parts."""
-    if len(parts) != len(draws):
-        return False
-    for part, (drawn, parent, _) in zip(parts, draws, strict=True):
-        sample = part.sample
-        if drawn is not sample or parent is not sample or not sample.sampler.is_greedy:
-            return False
-        if part.draft or not part.may_wait:
-            return False
-    return True
-
 
 def halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:
     """Returns both halves; None where there is only one item."""
@@ -216,7 +180,7 @@ def layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
     return build_batch(chunks, groups=cache.spec.groups)
 
 
-def scored(parts: Sequence[Part], logits: torch.Tensor, are_finite: Sequence[bool]) -> list[PromptLogprobs]:
+def scored(parts: Sequence[Part], logits: torch.Tensor, are_finite: Sequence[int]) -> list[PromptLogprobs]:
     """Returns what is told of each prompt's tokens that follow those of its part."""
     found, row = [], 0
     for part in parts:

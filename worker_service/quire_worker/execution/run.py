@@ -21,8 +21,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import structlog
 import torch
 from quire.protocol.outcomes import Copy
@@ -40,11 +41,11 @@ from quire_worker.execution.failures import (
 from quire_worker.execution.finiteness import Finiteness, not_finite
 from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.parts import (
+    Awaiting,
     Before,
     CandidateLogprobs,
     Continuations,
     Part,
-    Prepared,
     PromptLogprobs,
     Restore,
     Token,
@@ -58,7 +59,7 @@ from quire_worker.execution.parts import (
 )
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.sampling.choice import Look, are_finite
+from quire_worker.sampling.choice import are_finite
 from quire_worker.sampling.sampler import draw
 from quire_worker.scheduling.plan import Draw, Work
 from quire_worker.scheduling.request import Request, Sample
@@ -67,6 +68,7 @@ from quire_worker.scheduling.swap import SwapOut
 log = structlog.get_logger()
 # Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch.
 Shortcut: TypeAlias = Callable[[ForwardBatch], torch.Tensor | None]
+NOT_LOOKED: Final[tuple[list[int] | None, Sequence[int] | None]] = None, None
 OfSample = TypeVar("OfSample", Part, Draw, Work, CandidateLogprobs, Continuations)
 
 
@@ -88,14 +90,9 @@ class Run:
     """A batch on its way. The methods are called once each, in order; `forward` and `draw` call themselves."""
 
     def __init__(
-        self,
-        model: PagedModel,
-        cache: KVCache,
-        shortcut: Shortcut | None,
-        host_pages: HostPages | None,
-        before_kernels: Callable[[], None] | None = None,
+        self, model: PagedModel, cache: KVCache, shortcut: Shortcut | None, host_pages: HostPages | None
     ) -> None:
-        """Takes what computes; `before_kernels` is that of `PagedModel.forward`."""
+        """Takes what it is computed with."""
         self.failures: dict[Request, Failure] = {}
         self.lost_blocks: dict[int, Failure] = {}
         self.swapped_block_count = 0
@@ -109,12 +106,12 @@ class Run:
         self._model = model
         self._cache = cache
         self._shortcut = shortcut
-        self._before_kernels = before_kernels
+        self.before_kernels: Callable[[], None] | None = None  # that of `PagedModel.forward`
         self._drafts: dict[Sample, tuple[int, ...]] = {}
         self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
         self._finiteness = Finiteness()
         self._rows: dict[Sample, Row] = {}  # after the last token of each
-        self._likeliest: list[int] | None = None  # after each part, of a pass that is greedy and finite
+        self.likeliest: list[int] | None = None  # after each part, of a pass that is greedy, finite and unharmed
 
     def is_unharmed(self, sample: Sample) -> bool:
         """Tells whether what was computed of a sample is of use."""
@@ -129,24 +126,22 @@ class Run:
         """Returns those of samples of which what was computed is of use."""
         return [item for item in items if self.is_unharmed(item.sample)] if self.has_harmed else items
 
-    def follow(self, before: Before, prepared: Prepared) -> None:
-        """Puts in the tokens that the batch before has sampled, and leaves out whom it failed."""
+    def follow(
+        self, before: Before, parts: Sequence[Part], awaiting: Sequence[Awaiting], ids: np.ndarray | None
+    ) -> None:
+        """Puts in the tokens that the batch before has sampled, and leaves out whom it failed. The arguments are
+        attributes of `Prepared`."""
         if before.failures or before.lost_blocks:
-            for request in {part.sample.request for part in prepared.parts}:
+            for request in {part.sample.request for part in parts}:
                 blocks = {block for sample in request.samples for block in sample.held_blocks()}
                 if request in before.failures or before.lost_blocks.keys() & blocks:
                     self._left_out.add(request)
-        awaiting, ids = prepared.awaiting, prepared.ids
-        if not awaiting:
-            return
-        if self._left_out:  # who is not computed either
-            found = [before.tokens[part.sample] if self.is_unharmed(part.sample) else 0 for part in awaiting]
-        else:
-            found = [before.tokens[part.sample] for part in awaiting]
-        for part, token in zip(awaiting, found, strict=True):
-            part.tokens[0] = token
-        if ids is not None:
-            ids[prepared.places if len(found) < len(ids) else slice(None)] = found
+        token_ids = before.token_ids
+        for tokens, place, draw_index in awaiting:
+            token = token_ids[draw_index]
+            tokens[0] = token
+            if ids is not None:
+                ids[place] = token
 
     def move(self, moves: Sequence[Copy | SwapOut], restores: Sequence[Restore]) -> None:
         """Copies pages and swaps them out, in order; then swaps in."""
@@ -189,7 +184,7 @@ class Run:
     def forward(self, parts: Sequence[Part], layout: ForwardBatch | None = None, *, is_greedy: bool = False) -> None:
         """Computes parts, those of one sample in order; `layout` is of all of them, and so is `is_greedy`, that of
         `Prepared`."""
-        if self.has_harmed:
+        if self.failures or self._left_out:
             count, parts = len(parts), [part for part in parts if self.is_unharmed(part.sample)]
             layout = layout if len(parts) == count else None
             is_greedy = False
@@ -244,6 +239,10 @@ class Run:
         """Finds out who is not finite of those that no draw has told of."""
         self._fail_not_finite(self._finiteness.read())
 
+    def let_go_of_logits(self) -> None:
+        """Frees what nobody reads any more: a run stays until the event loop has heard of it, beside the next pass."""
+        self._rows.clear()
+
     # -- one attempt at each: None, or why not -------------------------------------------------------------------------
 
     # What is tried again is tried after the `except` block has been left: inside, the traceback holds on to every
@@ -283,14 +282,13 @@ class Run:
             shortcut = None if forward.adapters else self._shortcut  # which knows of none
             logits = None if shortcut is None else shortcut(forward)  # [rows, vocabulary]
             if logits is None:
-                logits = self._model.forward(forward.on(self._model.device), self._cache, self._before_kernels)
-            look = self._model.attention.look(logits)
-            if look is not None and is_greedy and all(look.are_finite):
-                self._likeliest = look.likeliest
+                logits = self._model.forward(forward.on(self._model.device), self._cache, self.before_kernels)
+            likeliest, flags = self._model.attention.look(logits) or NOT_LOOKED
+            if is_greedy and flags is not None and 0 not in flags:
+                self.likeliest = likeliest
                 return None
             may_wait = all(part.may_wait for part in parts)
-            unread = are_finite(logits) if look is None else None
-            flags = look.are_finite if look is not None else None
+            unread = are_finite(logits) if flags is None else None
             if unread is not None and not may_wait:
                 flags, unread = unread.tolist(), None
             logprobs = [] if may_wait or flags is None else scored(parts, logits, flags)
@@ -299,7 +297,7 @@ class Run:
         except Exception as error:
             failure = self._judge(error, "forward pass", len(parts))
         else:
-            self._note_rows(parts, logits, look)
+            self._note_rows(parts, logits, likeliest)
             if unread is not None:
                 self._finiteness.add(parts, unread)
             elif flags is not None:
@@ -311,9 +309,9 @@ class Run:
         self._free_memory_after(failure)
         return failure
 
-    def _note_rows(self, parts: Sequence[Part], logits: torch.Tensor, look: Look | None) -> None:
+    def _note_rows(self, parts: Sequence[Part], logits: torch.Tensor, likeliest: list[int] | None) -> None:
         """Notes where the logits after each part are, but for drafted tokens, and what is drafted."""
-        end, likeliest = 0, None if look is None else look.likeliest
+        end = 0
         for part in parts:
             end += part.row_count
             self._rows[part.sample] = Row(logits, end - 1 - len(part.draft), likeliest)
@@ -322,8 +320,8 @@ class Run:
 
     def _known(self, draws: Sequence[Draw]) -> Iterable[int] | None:
         """Returns the tokens to draw where all are the likeliest ones, and known; else None."""
-        if self._likeliest is not None:
-            return self._likeliest
+        if self.likeliest is not None:
+            return self.likeliest
         if not all(each.sample.sampler.is_greedy for each in draws):
             return None
         known = []

@@ -10,27 +10,33 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from itertools import repeat
+from typing import Final
 
 from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
 from quire_worker.execution.drafter import Drafter
+from quire_worker.execution.failures import Failure
 from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.layouts import Layouts
 from quire_worker.execution.parts import (
+    Awaiting,
     Before,
     Computed,
     Part,
-    Prepared,
     Restore,
-    is_greedy,
-    tables_of,
+    Token,
 )
+from quire_worker.execution.prepared import PlainTokens, Prepared, first_tokens_of, is_greedy, tables_of
 from quire_worker.execution.run import Run, Shortcut
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.scheduling.plan import Batch
-from quire_worker.scheduling.request import Proposal, Sample
+from quire_worker.scheduling.plan import Batch, Draw
+from quire_worker.scheduling.request import Proposal, Request, Sample
 from quire_worker.scheduling.swap import SwapSpace, pages_to_restore
+
+NOBODY: Final[dict[Request, Failure]] = {}
+NOTHING: Final[dict[int, Failure]] = {}
 
 
 class Runner:
@@ -54,7 +60,8 @@ class Runner:
         self._shortcut = shortcut
         self._host_pages = HostPages(cache, swap.slot_count) if swap.slot_count else None
         self._drafter = drafter
-        self._before = Before({}, {}, {})
+        self._before = Before([], NOBODY, NOTHING)
+        self._draws: list[Draw] = []  # of the last batch that was prepared
         self._layouts = Layouts(cache)
 
     def prepare(self, batch: Batch, *, is_behind: bool) -> Prepared:
@@ -64,29 +71,35 @@ class Runner:
             batch: what to run.
             is_behind: whether it was planned while the batch before was under way.
         """
-        parts, awaiting, places, place = [], [], [], 0
+        before, self._draws = {each.sample: index for index, each in enumerate(self._draws)}, batch.draws()
+        parts, awaiting, going_on, place = [], [], set(), 0
         restores, size = [], self._cache.spec.block_size
         for item in batch.work:
+            sample = item.sample
             if item.is_restored:
-                restores.append(Restore(item.sample, *pages_to_restore(item.sample, item.start, item.end, size)))
+                restores.append(Restore(sample, *pages_to_restore(sample, item.start, item.end, size)))
                 continue
-            tokens = item.sample.tokens[item.start : item.end]
+            tokens = sample.tokens[item.start : item.end]
+            if not tokens:
+                tokens = [0]
+                awaiting.append(Awaiting(tokens, place, before[sample]))
+                going_on.add(sample)
             if item.draft:
                 tokens += item.draft
-            part = Part(item.sample, item.start, tokens or [0], tables_of(item.sample), item.draft)
-            parts.append(part)
-            if not tokens:
-                awaiting.append(part)
-                places.append(place)
+            parts.append(Part(sample, item.start, tokens, tables_of(sample), item.draft))
             place += item.token_count + len(item.draft)
         try:
             layout = self._layouts.of(parts)
         except Exception:  # who is to blame is found where the batch is computed
             layout = None
         ids = None if layout is None else layout.input_ids.numpy()[0]
-        draws = batch.draws()
-        greedy = is_greedy(parts, draws)
-        return Prepared(batch, draws, restores, parts, awaiting, places, layout, ids, is_behind, greedy)
+        run = Run(self._model, self._cache, self._shortcut, self._host_pages)
+        greedy = is_greedy(parts, self._draws)
+        is_plain = greedy and not batch.moves and not restores and self._drafter is None
+        return Prepared(
+            run, batch, self._draws, restores, parts, awaiting, layout, ids, is_behind, greedy, is_plain,
+            *first_tokens_of(self._draws, going_on),
+        )  # fmt: skip
 
     def sketch(self, wanted: Iterable[tuple[Sample, int]]) -> None:
         """Lays out so many next tokens of each sample but for their blocks, for `prepare` to complete if these become
@@ -98,24 +111,29 @@ class Runner:
         with contextlib.suppress(Exception):  # who is to blame is found where the batch is computed
             self._layouts.sketch(parts)
 
-    def compute(self, prepared: Prepared, before_kernels: Callable[[], None] | None = None) -> Computed:
+    def compute(self, prepared: Prepared, before_kernels: Callable[[], None] | None = None) -> Computed | PlainTokens:
         """Runs a batch. Blocks; for the model's thread. `before_kernels` is that of `PagedModel.forward`.
 
         Raises:
             DeviceLostError: nothing can be computed any more.
         """
-        started = self._clock()
-        run = Run(self._model, self._cache, self._shortcut, self._host_pages, before_kernels)
+        started, run = self._clock(), prepared.run
+        run.before_kernels = before_kernels
         if prepared.is_behind:
-            run.follow(self._before, prepared)
-        run.move(prepared.batch.moves, prepared.restores)
-        run.drop_holders_of_lost_blocks(prepared.parts)
+            run.follow(self._before, prepared.parts, prepared.awaiting, prepared.ids)
+        if not prepared.is_plain:
+            run.move(prepared.batch.moves, prepared.restores)
+            run.drop_holders_of_lost_blocks(prepared.parts)
         run.forward(prepared.parts, prepared.layout, is_greedy=prepared.is_greedy)
+        if run.likeliest is not None and prepared.is_plain:
+            self._before = Before(run.likeliest, NOBODY, NOTHING)
+            return PlainTokens(prepared, run.likeliest, self._clock() - started)
         run.draw(run.unharmed(prepared.draws))
         run.draw_after_drafts()
         run.read_rest()
+        run.let_go_of_logits()
         tokens = {each.draw.sample: each.token_id for each in run.tokens}
-        self._before = Before(tokens, run.failures, run.lost_blocks)
+        self._before = Before([tokens.get(each.sample, 0) for each in prepared.draws], run.failures, run.lost_blocks)
         proposals = self._propose(prepared, run) if self._drafter is not None else {}
         return Computed(
             run.unharmed(prepared.batch.work),
@@ -131,6 +149,14 @@ class Runner:
             run.swap_s,
             proposals,
         )
+
+    def computed(self, result: Computed | PlainTokens) -> Computed:
+        """Returns the result of `compute` spelled out. For the event loop's thread."""
+        if isinstance(result, Computed):
+            return result
+        prepared, token_ids, seconds = result
+        tokens = list(map(Token, prepared.draws, token_ids, repeat(None)))
+        return Computed(prepared.batch.work, tokens, [], [], [], {}, {}, 0, seconds)
 
     def _propose(self, prepared: Prepared, run: Run) -> dict[Sample, Proposal]:
         """Lets the draft model read what the pass has computed, and say what may follow."""

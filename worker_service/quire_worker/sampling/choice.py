@@ -12,7 +12,7 @@ whoever else is in the batch: the same logits and seed give the same text in any
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -23,19 +23,11 @@ from quire_worker.sampling.params import TEMPERATURE_MIN, SamplingParams
 Choose: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingParams], Callable[[], torch.Tensor]], torch.Tensor]
 
 
+# What one look at logits tells of each row, on the host: the greedy choice, and 1 or 0, whether it is finite. A plain
+# pair, for it is made between two passes.
+Look: TypeAlias = tuple[list[int], bytes]
+
 FINITE_MAX = torch.finfo(torch.float32).max * TEMPERATURE_MIN  # of a largest logit: a number at any temperature
-
-
-class Look(NamedTuple):
-    """What one look at logits tells of each row, on the host.
-
-    Attributes:
-        likeliest: the greedy choice.
-        are_finite: see `are_finite`.
-    """
-
-    likeliest: list[int]
-    are_finite: list[bool]
 
 
 def are_finite(logits: torch.Tensor) -> torch.Tensor:

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from typing import Final
 
-
-class _Count:
-    """How often a position counts: changed in place, each time that a block is published."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 1
+_NEAR: Final = 4_096  # most positions that count are among the first ones: those are counted without a table
 
 
 class Depths:
@@ -21,32 +15,46 @@ class Depths:
         positions: those that count, each once; rising.
     """
 
-    __slots__ = ("_counts", "positions")
+    __slots__ = ("_far", "_near", "positions")
 
     def __init__(self) -> None:
         self.positions: list[int] = []
-        self._counts: dict[int, _Count] = {}
+        self._near: list[int] = []  # the counts of the first positions, as far as any counted
+        self._far: dict[int, int] = {}
 
     def add(self, position: int) -> None:
         """One more stands there."""
-        count = self._counts.get(position)
-        if count is None:
-            self._counts[position] = _Count()
-            insort(self.positions, position)
+        near = self._near
+        if position < len(near):
+            count = near[position]
+            near[position] = count + 1
+        elif position < _NEAR:
+            near.extend([0] * (position + 1 - len(near)))
+            near[position], count = 1, 0
         else:
-            count.value += 1
+            count = self._far.get(position, 0)
+            self._far[position] = count + 1
+        if not count:
+            insort(self.positions, position)
 
     def remove(self, position: int) -> None:
         """One fewer stands there."""
-        count = self._counts[position]
-        count.value -= 1
-        if not count.value:
-            del self._counts[position]
+        if position < _NEAR:
+            self._near[position] = left = self._near[position] - 1
+        else:
+            left = self._far[position] - 1
+            if left:
+                self._far[position] = left
+            else:
+                del self._far[position]
+        if not left:
             del self.positions[bisect_left(self.positions, position)]
 
     def has(self, position: int) -> bool:
         """Tells whether anything stands there."""
-        return position in self._counts
+        if position < _NEAR:
+            return position < len(self._near) and self._near[position] > 0
+        return position in self._far
 
     def between(self, first: int, end: int) -> list[int]:
         """Returns those from `first` on and before `end`."""

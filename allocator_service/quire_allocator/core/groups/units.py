@@ -39,12 +39,22 @@ class Unit(Scoped):
 
     Attributes:
         first_position, first_digest: what it is published as; the digest is empty while it is private.
+        is_published: prompts can hit it.
         was_hit: a new sequence has begun with it.
         boundaries: those that need it or have it aside; None where there never was one.
         needed_count, aside_count: boundaries and live sequences that need it; that have it aside.
     """
 
-    __slots__ = ("_digest", "_position", "aside_count", "blocks", "boundaries", "needed_count", "was_hit")
+    __slots__ = (
+        "_digest",
+        "_position",
+        "aside_count",
+        "blocks",
+        "boundaries",
+        "is_published",
+        "needed_count",
+        "was_hit",
+    )
 
     def __init__(self, scope: UnitScope, blocks: array[int]) -> None:  # made for every block: `super()` costs too much
         self.scope = scope
@@ -54,7 +64,8 @@ class Unit(Scoped):
         self.worth = KEPT
         self.blocks = blocks
         self._position, self._digest = 0, b""
-        self.was_hit = False
+        # It says no more than the digest, at which nobody has to look for it: most often that is in no cache.
+        self.is_published = self.was_hit = False
         self.boundaries: list[Boundary] | None = None
         self.needed_count = self.aside_count = 0
 
@@ -72,11 +83,6 @@ class Unit(Scoped):
         return self._digest
 
     @property
-    def is_published(self) -> bool:
-        """Tells whether prompts can hit it."""
-        return self._digest != b""
-
-    @property
     def key(self) -> UnitKey | None:
         """Returns what it is published as; None while it is private."""
         return (self._position, self._digest) if self._digest else None
@@ -85,6 +91,7 @@ class Unit(Scoped):
         """Notes what it is published as from now on; without a digest it is private."""
         self._position = position
         self._digest = digest
+        self.is_published = digest != b""
 
 
 class UnitScope(Scope):

@@ -41,9 +41,9 @@ class WindowPart(Part):
         self.units = units
         self.tail = NO_BLOCKS  # which nobody adds to
         self.boundaries = boundaries
-        self.falling: list[Scoped] = []
-        self.needed: list[Unit] = []
-        self.aside: list[Unit] = []
+        self.falling: tuple[Scoped, ...] = ()
+        self.needed: tuple[Unit, ...] = ()
+        self.aside: tuple[Unit, ...] = ()
         self.kept: KeptBlocks | None = None
 
 

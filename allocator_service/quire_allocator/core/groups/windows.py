@@ -138,7 +138,7 @@ class WindowManager(PublishingManager):
         if stay > begin:
             falling.extend(units)
             units.clear()
-            part.first, part.falling = stay, falling
+            part.first = stay
             last = min(stay, named)
             spans = self._idle_spans(part, path, range(begin + (half is not None), last), committed, until)
         new = position = begin  # the log was told of what comes before `new`
@@ -164,6 +164,7 @@ class WindowManager(PublishingManager):
                 falling.append(Stretch(scope, position, digests, blocks[taken : taken + len(span) * width]))
                 taken += len(span) * width
                 position = span.stop
+        part.falling = tuple(falling)
         del blocks[:taken]
         self._tell(scope, path, new, named)
 
@@ -178,10 +179,11 @@ class WindowManager(PublishingManager):
             unit = Unit(scope, blocks[:width])
             del blocks[:width]
         if self._append_only:
-            units.append(self._publish_own(part, unit, (position, digest), swaps))
+            published = self._publish_own(part, unit, (position, digest), swaps)
         else:
-            units.append(self._publish(scope, unit, (position, digest), swaps, position))
-        if units[-1] is unit:
+            published = self._publish(scope, unit, (position, digest), swaps, position)
+        units.append(published)
+        if published is unit:
             self._log.stored(scope, b"", digest, position)
 
     def _idle_spans(self, part: WindowPart, path: Path, new: range, committed: int, until: int) -> list[range]:
@@ -215,25 +217,28 @@ class WindowManager(PublishingManager):
 
     def settle(self, part: WindowPart, committed: int) -> int:
         """Gives back what fell out, the deepest block first, for short prefixes serve most prompts."""
-        gone = self._rule.first_needed(committed) // self.block_size - part.first
+        first = part.first
+        gone = self._rule.first_needed(committed) // self.block_size - first
         falling = part.falling
         if part.kept is not None:
             for own in part.kept.take_before(part.first + max(gone, 0), self.width):
                 self._give_back(part, own)
-        if gone == 1 and not falling and part.units and self._remember_next(part, committed):
-            unit = part.units.pop(0)
-            part.first += 1
-            self._release(unit)
-            return self.settled_until(part, committed)
+        if gone == 1 and not falling and part.units:
+            unit = part.units[0]
+            if self._remember_next(part, unit, committed):
+                part.units.pop(0)
+                part.first = first + 1
+                self._release(unit)
+                return self._rule.needs_less_at(committed, (first + 2) * self.block_size - 1)
         if gone > 0:
             fallen: list[Scoped] = [*part.units[:gone]]
-            falling = [*falling, *fallen] if falling else fallen
+            falling = (*falling, *fallen)
             del part.units[:gone]
             part.first += gone
         if falling:
             if self.keeper is not None:
                 self._remember(part, committed, falling)
-            part.falling = []
+            part.falling = ()
             self._let_fall(part.scope, falling)
         elif part.needed or part.aside:
             self._remember(part, committed, falling)
@@ -255,7 +260,7 @@ class WindowManager(PublishingManager):
             unit.needed_count += 1
         for unit in part.aside:
             unit.aside_count += 1
-        child.needed, child.aside = part.needed[:], part.aside[:]
+        child.needed, child.aside = part.needed, part.aside
         return child
 
     def shrink(self, part: WindowPart, until: int) -> None:
@@ -315,8 +320,8 @@ class WindowManager(PublishingManager):
         before = [*part.aside, *part.needed]
         old_needed, old_aside = part.needed, part.aside
         fallen = [*before, *[entry for entry in falling if isinstance(entry, Unit)]]
-        part.needed = [unit for unit in fallen if unit.is_published and unit.first_position in needed]
-        part.aside = [unit for unit in fallen if unit.is_published and unit.first_position in aside]
+        part.needed = tuple([unit for unit in fallen if unit.is_published and unit.first_position in needed])
+        part.aside = tuple([unit for unit in fallen if unit.is_published and unit.first_position in aside])
         for unit in part.needed:
             unit.needed_count += 1
         for unit in part.aside:
@@ -328,27 +333,26 @@ class WindowManager(PublishingManager):
         for unit in before:
             self.revalue(unit)
 
-    def _remember_next(self, part: WindowPart, committed: int) -> bool:
+    def _remember_next(self, part: WindowPart, unit: Unit, committed: int) -> bool:
         """Does the same where the first unit of the table is about to fall out alone, and replaces what fell out before
         it, as decoding does. Returns False where it is not as simple as that, and nothing has changed."""
         if self.keeper is None:
             return True
-        size, aside, unit, position = self.block_size, part.aside, part.units[0], part.first
+        size, aside, position = self.block_size, part.aside, part.first
         edge = committed // self.edge_tokens * self.edge_tokens
         earlier = edge - self.edge_tokens
-        if part.needed or len(aside) > 1 or not unit.is_published or earlier < 0:
+        if part.needed or len(aside) > 1 or earlier < 0 or not unit.is_published:
             return False
         if position != self._rule.first_needed(earlier) // size or position >= earlier // size:
             return False  # where it is, what fell out before stands before all that is aside
         if edge != committed and position >= self._rule.first_needed(edge) // size:
             return False
         unit.aside_count += 1
+        part.aside = (unit,)
         if aside:
-            before, aside[0] = aside[0], unit
+            before = aside[0]
             before.aside_count -= 1
             self.revalue(before)
-        else:
-            aside.append(unit)
         return True
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:

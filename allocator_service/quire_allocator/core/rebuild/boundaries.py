@@ -170,8 +170,8 @@ def _follow(retention: Retention, sequence: SequenceState, tails: Sequence[_Tail
     edge = sequence.committed_token_count // retention.edge_tokens * retention.edge_tokens
     for own, (number, window) in zip(tails, retention.windows, strict=True):
         part = cast(WindowPart, sequence.parts[number])
-        part.needed = own.fallen(part, window.needed_at(edge))
-        part.aside = own.fallen(part, window.aside_at(edge))
+        part.needed = tuple(own.fallen(part, window.needed_at(edge)))
+        part.aside = tuple(own.fallen(part, window.aside_at(edge)))
         for unit in part.needed:
             unit.needed_count += 1
         for unit in part.aside:

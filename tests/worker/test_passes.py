@@ -25,7 +25,8 @@ def prompt(user: int) -> list[int]:
 
 
 def test_of_three_prompts_that_part_the_second_is_cut_where_they_do_and_the_third_hits() -> None:
-    worker = PretendedWorker(block_count=64, block_size=16, batch_tokens=256, groups=(full(16), STATE, STATE, STATE))
+    states = (STATE,) * 24  # so many that prompts of six blocks have no early end
+    worker = PretendedWorker(block_count=200, block_size=16, batch_tokens=256, groups=(full(16), *states))
     cached = []
     for user in range(3):
         request = worker.submit(prompt(user), max_tokens=3)

@@ -128,12 +128,13 @@ async def test_a_workers_status_has_the_layout_of_states_that_its_plan_has(
     assert memory.state_group_count > 0 < memory.state_bytes
 
 
-async def test_the_third_prompt_with_a_shared_prefix_begins_from_its_checkpoint(folders: dict[str, Path]) -> None:
+async def test_prompts_with_a_shared_prefix_begin_from_a_checkpoint_in_it(folders: dict[str, Path]) -> None:
     folder, shared = folders["Bamba"], prompt(64, seed=1)
     prompts = [shared + prompt(30, seed=seed) for seed in (2, 3, 4)]
     async with running(folder, blocks=pool_of(folder, 64)) as harness:
         outputs = [await harness.generate(tokens, max_tokens=20) for tokens in prompts]
-    assert [output.request.usage.cached_token_count for output in outputs] == [0, 0, 64]
+    # At 64 the first one has its early end.
+    assert [output.request.usage.cached_token_count for output in outputs] == [0, 64, 64]
     for tokens, output in zip(prompts, outputs, strict=True):
         assert output.tokens[0] == reference_text(folder, tuple(tokens), 20)
 

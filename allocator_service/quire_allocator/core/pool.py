@@ -156,6 +156,7 @@ class Pool:
         self.coordinator.note_prompt(space, hits, digests, prompt, junction)
         boundaries, early_end = self.coordinator.ends(prompt, matched, junction, turn_ends)
         sequence = self.coordinator.open(space, hits, matched, boundaries, priority)
+        sequence.early_end = early_end
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
@@ -348,7 +349,7 @@ class Pool:
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
-        child.boundaries, child.ends = parent.boundaries, parent.ends
+        child.boundaries, child.ends, child.early_end = parent.boundaries, parent.ends, parent.early_end
         child.last_boundary = parent.last_boundary
         # Where a block is shared that either side has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:

@@ -28,6 +28,7 @@ class SequenceState:
         is_named: each full block of what it committed came with its digest, and is published.
         boundaries: token counts, rising, at which a later prompt may part from this sequence: the last edge of the
             prompt that leaves a token to compute, the junction, the early end, and ends of turns that the owner named.
+        early_end: the one of them at which its prompt, which is new, leaves a state early; 0 where it has none.
         ends: its boundaries and, where a pool has learned that prompts part early, steps before the last of them: all
             token counts at which hits are to end; rising.
         is_before_end: one of its ends may be behind what is committed: false once none is, since commits ask for it.
@@ -40,6 +41,7 @@ class SequenceState:
         "boundaries",
         "chunk_token_count",
         "committed_token_count",
+        "early_end",
         "ends",
         "is_before_end",
         "is_hold",
@@ -68,6 +70,7 @@ class SequenceState:
         self.priority = priority
         self.boundaries: tuple[int, ...] = ()
         self.ends: tuple[int, ...] = ()
+        self.early_end = 0
         self.is_before_end = True
         self.last_boundary: Boundary | None = None
         self.announcement: Announcement | None = None

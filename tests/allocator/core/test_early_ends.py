@@ -13,7 +13,7 @@ from tests.allocator.core.pools import full, make_pool, sliding, state
 from tests.allocator.core.test_retention import text
 from tests.allocator.core.test_retention_states import serve
 
-THREE_STATES = (full(16), *(state(1024),) * 3)
+STATES = (full(16), *(state(1024),) * 24)
 
 
 @pytest.mark.parametrize(
@@ -23,16 +23,16 @@ THREE_STATES = (full(16), *(state(1024),) * 3)
         (4097, 0, 3584),
         (4096, 2048, 3824),  # 2,032 are new, 254 before the end is 3,826
         (4096, 4000, 0),  # five blocks of attention are new
-        (4096, 3984, 4064),  # six are: as many as two times three states
+        (4096, 3984, 4064),  # six are: a quarter of those of a state
         (96, 0, 0),
         (97, 0, 80),  # ends at 96; twelve before is 84
         (1, 0, 0),
     ],
 )
-def test_it_is_an_eighth_of_what_is_new_before_the_end_if_that_outweighs_two_states(
+def test_it_is_an_eighth_of_what_is_new_before_the_end_if_that_is_worth_a_quarter_of_a_state(
     prompt: int, known: int, expected: int
 ) -> None:
-    assert early_end(THREE_STATES, 16, prompt, known) == expected
+    assert early_end(STATES, 16, prompt, known) == expected
 
 
 def test_it_is_at_an_edge_of_all_groups_but_those_of_states() -> None:
@@ -92,3 +92,52 @@ def test_the_first_boundary_of_a_path_stays_however_many_turns_come_behind_it() 
     assert boundary_token_counts(pool) == [32, 252, 284, 288]
     assert len(boundary_token_counts(pool)) == 1 + CONTINUED_MAX
     assert serve(pool, text(1, 8) + text(2, 8), 65) == 32
+
+
+# -- whose place a junction takes --------------------------------------------------------------------------------------
+
+HEAVY = (full(4), *(state(1024),) * 20)  # what is new is no less than five blocks where there is an early end
+
+
+def test_the_junction_takes_the_place_of_the_early_end_before_it() -> None:
+    pool = make_pool(900, *HEAVY)
+    serve(pool, text(1, 32), 129)
+    assert serve(pool, text(1, 30) + text(2, 2), 129) == 112
+    assert boundary_token_counts(pool) == [120, 128, 128]
+    boundaries = {count: boundary for (count, _), boundary in pool.blocks.namespaces[""].boundaries.items()}
+    assert boundaries[120].is_parting
+    assert boundaries[128].parent is boundaries[120]
+    assert boundaries[120].parent is None
+    assert serve(pool, text(1, 30) + text(3, 2), 129) == 120
+    invariants.check(pool)
+
+
+def test_it_stays_behind_the_boundary_before_it_no_place_where_paths_part() -> None:
+    pool = make_pool(900, *HEAVY)
+    serve(pool, text(1, 16), 65)
+    chat, edited = text(1, 48), text(1, 46) + text(2, 2)
+    assert serve(pool, chat, 193) == 64
+    assert serve(pool, edited, 193) == 176
+    boundaries = {count: boundary for (count, _), boundary in pool.blocks.namespaces[""].boundaries.items()}
+    assert sorted(boundaries) == [56, 64, 184, 192]
+    assert (boundaries[64].way_count, boundaries[64].is_parting) == (1, False)
+    assert (boundaries[184].way_count, boundaries[184].is_parting) == (2, True)
+    invariants.check(pool)
+
+
+def test_an_early_end_stays_where_paths_part_just_there() -> None:
+    pool = make_pool(900, *HEAVY)
+    serve(pool, text(1, 32), 129)
+    assert serve(pool, text(1, 28) + text(2, 4), 129) == 112
+    assert serve(pool, text(1, 30) + text(3, 2), 129) == 112
+    assert boundary_token_counts(pool) == [112, 120, 128, 128, 128]
+    assert serve(pool, text(1, 28) + text(4, 4), 129) == 112
+    invariants.check(pool)
+
+
+def test_who_goes_on_from_an_early_end_without_parting_leaves_it() -> None:
+    pool = make_pool(900, *HEAVY)
+    serve(pool, text(1, 32), 129)
+    serve(pool, text(1, 40), 161)
+    assert boundary_token_counts(pool) == [112, 128, 156, 160]
+    invariants.check(pool)

@@ -13,7 +13,13 @@ from tests.allocator.core.pools import forget, full, make_pool, sliding, state
 from tests.allocator.core.test_retention import text
 
 HYBRID = (full(4), state(16), state(16))
-THREE_STATES = (full(4), *(state(16),) * 3)  # outweigh the attention of prompts of 24 tokens: no early ends
+THREE_STATES = (full(4), *(state(16),) * 3)
+
+
+def without_early_ends(pool: Pool) -> Pool:
+    """A pool of which prompts leave states at their ends, at junctions and at multiples of the interval alone."""
+    pool.coordinator._has_early_ends = False
+    return pool
 
 
 def serve(pool: Pool, digests: bytes, token_count: int) -> int:
@@ -69,7 +75,7 @@ def test_checkpoints_between_boundaries_leave_before_all_else() -> None:
 
 
 def test_a_checkpoint_leaves_with_the_prefix_that_it_stands_behind() -> None:
-    pool = make_pool(40, *THREE_STATES)
+    pool = without_early_ends(make_pool(40, *THREE_STATES))
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
     pool.blocks.take(pool.blocks.empty_count + 1)  # the last block before the older one's boundary: it is gone
@@ -80,7 +86,7 @@ def test_a_checkpoint_leaves_with_the_prefix_that_it_stands_behind() -> None:
 
 
 def test_when_a_checkpoint_is_evicted_the_blocks_before_it_leave_next() -> None:
-    pool = make_pool(40, *THREE_STATES)
+    pool = without_early_ends(make_pool(40, *THREE_STATES))
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
     forget(pool, 1, [4])
@@ -90,7 +96,7 @@ def test_when_a_checkpoint_is_evicted_the_blocks_before_it_leave_next() -> None:
 
 
 def test_of_a_chats_turns_the_checkpoint_of_the_last_one_is_kept_and_two_before_it_and_the_first_aside() -> None:
-    pool = make_pool(200, *THREE_STATES)
+    pool = without_early_ends(make_pool(200, *THREE_STATES))
     chat = text(1, 40)
     for turn in range(1, 6):
         serve(pool, chat, 20 * turn + 1)
@@ -186,13 +192,13 @@ def burdens(pool: Pool, digests: bytes) -> list[int]:
 
 @pytest.mark.parametrize(("block_count", "burden"), [(1, 2), (2, 2), (3, 1), (6, 1), (7, 0), (11, 0)])
 def test_a_run_bears_the_checkpoint_that_leaves_with_it(block_count: int, burden: int) -> None:
-    pool = make_pool(200, *HEAVY)
+    pool = without_early_ends(make_pool(200, *HEAVY))
     serve(pool, text(1, block_count), 4 * block_count + 1)
     assert burdens(pool, text(1, block_count)) == [burden]
 
 
 def test_of_two_prompts_the_one_that_leads_more_for_each_of_its_blocks_leaves_first() -> None:
-    pool = make_pool(80, *HEAVY, eviction_policy="reuse")
+    pool = without_early_ends(make_pool(80, *HEAVY, eviction_policy="reuse"))
     serve(pool, text(1, 11), 45)
     serve(pool, text(2, 2), 9)
     pool.blocks.take(pool.blocks.empty_count + 1)
@@ -200,7 +206,7 @@ def test_of_two_prompts_the_one_that_leads_more_for_each_of_its_blocks_leaves_fi
 
 
 def test_what_a_prompt_has_since_the_boundary_before_bears_its_checkpoint() -> None:
-    pool = make_pool(200, *HEAVY)
+    pool = without_early_ends(make_pool(200, *HEAVY))
     shared = text(0, 9)
     for user in (1, 2, 3):
         serve(pool, shared + text(user, 2), 45)
@@ -209,7 +215,7 @@ def test_what_a_prompt_has_since_the_boundary_before_bears_its_checkpoint() -> N
 
 
 def test_a_boundary_that_is_gone_leaves_its_blocks_to_the_one_behind() -> None:
-    pool = make_pool(200, *HEAVY)
+    pool = without_early_ends(make_pool(200, *HEAVY))
     shared = text(0, 9)
     for user in (1, 2, 3):
         serve(pool, shared + text(user, 2), 45)
@@ -222,7 +228,7 @@ def test_a_boundary_that_is_gone_leaves_its_blocks_to_the_one_behind() -> None:
 
 
 def test_what_is_kept_and_what_is_spare_is_told_of_the_groups_of_each_specification() -> None:
-    pool = make_pool(80, full(4), sliding(4, 8), *(state(16),) * 5)
+    pool = without_early_ends(make_pool(80, full(4), sliding(4, 8), *(state(16),) * 5))
     serve(pool, text(1, 8), 33)
     pool.allocate(1 + pool.last_sequence_id, 4)
     # Of the window the last two blocks and one aside are kept; of the checkpoints after 16 and 32 tokens, the latter.

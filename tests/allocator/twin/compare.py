@@ -220,6 +220,7 @@ class Comparison:
             assert (ours.late, ours.again, ours.inside) == (twin.late, twin.again, twin.inside)
             self.seen["prompts part early"] += ours.are_early
             self.seen["prompts part inside"] += ours.are_inside
+            self.seen["early end replaced"] = twin.replaced_count
         others = [number for number, kind in enumerate(self.twin.kinds) if not kind.keeps_prefixes]
         cached = [slot for slot in self.twin.cached() if slot.kind in others]
         for slot in cached:

@@ -45,13 +45,13 @@ class TwinPartings(TwinState):
         return steps if self.are_inside else set()
 
     def early_end(self, end: int, known: int) -> int:
-        """An eighth of what is new before the end of a prompt, if a state takes at most half of its attention."""
+        """An eighth of what is new before the end of a prompt, if its attention takes a quarter of a state."""
         states = sum(kind.width for kind in self.kinds if kind.name == "state")
         full = [kind for kind in self.kinds if kind.name == "full_attention"]
         attention = sum(kind.width * ((end - known) // kind.block_size) for kind in full)
         wanted = end - (end - known) // 8
         last = max([edge for edge in range(known + 1, wanted + 1) if self.is_edge(edge)], default=0)
-        has_one = self.retention != "dense" and 0 < 2 * states <= attention
+        has_one = self.retention != "dense" and 0 < states <= 4 * attention
         return last if has_one and last < end else 0
 
     def note_parting(

@@ -178,7 +178,7 @@ class TwinPool(TwinCheckpoints):
         ]
         child = TwinSequence(parent.namespace, parent.committed, parent.committed, shared, parent.priority)
         child.hold_until, child.boundary, child.last = hold_until, parent.boundary, dict(parent.last)
-        child.boundaries, child.steps = parent.boundaries, parent.steps
+        child.boundaries, child.steps, child.early_end = parent.boundaries, parent.steps, parent.early_end
         child.needed, child.aside = list(parent.needed), list(parent.aside)
         self.sequences[child_id] = child
         self.highest_id = child_id

@@ -94,6 +94,7 @@ class TwinRetention(TwinPartings):
         self.note_parting(sequence.namespace, digests, length, self.boundaries, is_whole=is_whole)
         early_end = self.early_end(self.edge_before(ends[0]), length)
         sequence.boundaries = {self.edge_before(end) for end in (*ends, early_end)} - {0}
+        sequence.early_end = early_end
         sequence.steps = self.steps_before(max(sequence.boundaries, default=0))
         return early_end
 
@@ -113,15 +114,29 @@ class TwinRetention(TwinPartings):
             if boundary is None:
                 return
             parent = self.before(sequence.boundary)
-            boundary.parent = parent
+            early = parent if parent and parent.is_early and not parent.is_parting else None
+            boundary.parent, boundary.is_early = parent, token_count == sequence.early_end
             self.boundaries.append(boundary)
             known = [boundary]
             boundary.is_parting = any(self._parts(sequence, slot, token_count) for slot in end if slot is not None)
             if parent is not None:
                 parent.next_token_count = token_count
                 self._part(parent)
+            if early:
+                self._take_place_of(early, boundary)
         sequence.boundary = known[0]
         self._end_old(known[0])
+
+    def _take_place_of(self, early: TwinBoundary, boundary: TwinBoundary) -> None:
+        """What was right behind an early end is behind a new boundary now, if it is on its path."""
+        whole = boundary.path[0][3]
+        moved = [b for b in self.ways(early) if b is not boundary and b.path[0][3][: len(whole)] == whole]
+        for other in moved:
+            other.parent = boundary
+        if moved:
+            self.replaced_count += 1
+            self._part(boundary)
+            self.end(early)
 
     def turn_ended(self, sequence: TwinSequence) -> None:
         edge, last = self.edge_before(sequence.committed), self.before(sequence.boundary)

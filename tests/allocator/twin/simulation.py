@@ -43,6 +43,7 @@ SHAPES = {
     "chunked with full": Shape(16, 32, full(4) + chunked(4, 8)),
     "chunked, off the blocks": Shape(10, 30, chunked(4, 6)),
     "state with full": Shape(20, 38, full(2) + state(8, 2)),
+    "state with long texts": Shape(90, 60, full(2) + state(8, 6)),
     "state": Shape(8, 24, state(4, 3)),
     "states of 2 kinds": Shape(22, 24, state(2, 1) + state(6, 3) + sliding(2, 5)),
     "everything": Shape(110, 20, EVERYTHING),
@@ -62,6 +63,7 @@ class Simulation(Comparison):
         super().__init__(SHAPES[shape_name], random.Random(f"{shape_name} {policy} {seed}"), policy)
         self.texts = [self._some_text(self.shape.tokens_max + 6) for _ in range(4)]
         self.next_id = 1
+        self.to_edit = NAMESPACES[0], [0]  # a prompt and its namespace
         self.drops = random.Random(seed)
 
     def run(self, event_count: int) -> None:
@@ -105,6 +107,12 @@ class Simulation(Comparison):
         text = rng.choice(self.texts)[:length]
         if rng.random() < 0.25:
             text = text[: rng.randint(0, len(text))]
+        namespace, priority = rng.choice(NAMESPACES), rng.choice((0, 0, 1, 2))
+        is_edited = self.has_state and rng.random() < 0.3
+        if is_edited:  # soon before its end
+            namespace, plan = self.to_edit
+            length = len(plan)
+            text = plan[: rng.randint(7 * length // 8, length)]
         plan = text + self._some_text(length - len(text))
         first = rng.randint(1, length) if rng.random() < 0.3 else length
         if self.has_state and rng.random() < 0.5:  # an owner that wants checkpoints ends its passes there
@@ -112,7 +120,6 @@ class Simulation(Comparison):
         digests = self._digests(self.memory.numbers(plan), 0, length)
         if rng.random() < (0.7 if self.shape.append_only else 0.1):  # what is not hit is computed twice
             digests = digests[: rng.randint(0, len(digests))]
-        namespace, priority = rng.choice(NAMESPACES), rng.choice((0, 0, 1, 2))
         prompt = length if first < length or rng.random() < 0.1 else 0
         defer = rng.randint(1, 2 * self.twin.digest_tokens) if rng.random() < 0.4 else 0
         ends = [rng.randint(1, length + 8) for _ in range(rng.choice((0, 0, 1, 2)))]
@@ -129,6 +136,9 @@ class Simulation(Comparison):
         self._number(sequence_id)
         if answer[1] < answer[7] <= token_count and rng.random() < 0.6:
             self._commit_to(sequence_id, answer[7])
+        if self.has_state and (is_edited or rng.random() < 0.4):
+            self._commit_to_boundaries(sequence_id)
+            self.to_edit = namespace, plan
         if rng.random() < 0.7:
             self._forward_some(sequence_id)
         if self.has_state and rng.random() < 0.5:
@@ -310,6 +320,19 @@ class Simulation(Comparison):
         self.do("commit", sequence_id, until, digests, keep_token_count=until)
         writer.text = writer.text[:until]
         self._number(sequence_id)
+
+    def _commit_to_boundaries(self, sequence_id: int) -> None:
+        """Passes end wherever later prompts may part, as far as there is room."""
+        sequence = self.twin.sequences[sequence_id]
+        for end in sorted(sequence.boundaries):
+            if end > sequence.token_count:
+                answer = self.do("grow", sequence_id, end)
+                if answer[0] != "OK":
+                    return
+                self.memory.copy(answer[4])
+                self._extend(sequence_id, end)
+            if end > sequence.committed:
+                self._commit_to(sequence_id, end)
 
     def _forward_some(self, sequence_id: int) -> None:
         token_count = self.twin.sequences[sequence_id].token_count

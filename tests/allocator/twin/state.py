@@ -48,6 +48,7 @@ class TwinBoundary:
         is_parting: more than one way was seen to go on from it.
         next_token_count: tokens before the boundary that was made right behind it last.
         is_aside: it was continued while few prompts parted early, and is still.
+        is_early: the sequence that made it was told so.
     """
 
     namespace: str
@@ -60,6 +61,7 @@ class TwinBoundary:
     is_parting: bool = False
     next_token_count: int = 0
     is_aside: bool = False
+    is_early: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +77,7 @@ class TwinSequence:
     chunk: int = 0  # tokens that are computed at a time
     boundaries: set[int] = field(default_factory=set)  # where a later prompt may part from it
     steps: set[int] = field(default_factory=set)  # where it may besides, while prompts part early
+    early_end: int = 0
     announced: list[bytes] = field(default_factory=list)
     stops: list[int] = field(default_factory=list)
     hold_until: float | None = None
@@ -115,6 +118,7 @@ class TwinState:
         self.between: list[Slot] = []  # cached checkpoints that nobody used and that are at no boundary, oldest first
         self.sequences: dict[int, TwinSequence] = {}
         self.highest_id = 0
+        self.replaced_count = 0  # early ends whose place another boundary took
         self.empty = list(range(block_count))[::-1]  # the last one is granted next
         self.published: list[Slot] = []
         self.clock = 0

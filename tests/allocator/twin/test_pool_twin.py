@@ -54,6 +54,7 @@ def test_nothing_that_the_twin_knows_of_went_untried() -> None:
         pytest.skip("looks at what the tests before it did")
     assert not {event: happened[event] for event in SOMEWHERE if happened[event] < EVENTS // 20}
     assert happened["taken over"], "no twin ever gave its blocks up"
+    assert happened["early end replaced"], "no junction ever took the place of an early end"
 
 
 class Whimsical(LeastRecentlyUsed):

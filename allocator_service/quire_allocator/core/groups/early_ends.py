@@ -4,15 +4,17 @@ A prompt leaves a state at its end. Whoever is the first to ask for the same wit
 second user of a system prompt, parts from it before that, finds none, and computes all of it again; only then is there
 a junction. With an early end the first one computes an eighth again.
 
-A state that nobody asks for takes room from what is asked for. So a prompt has an early end only where its new part is
-worth more: where the attention of it takes at least as many blocks as the two states, the one there and the one at the
-end of the prompt.
+It costs a pass and room. So a prompt has an early end only where its new part is worth that: where the attention of it
+takes at least a quarter of the blocks of a state.
 
-    prompt of 4,096 tokens, blocks of 16, one group of full attention and three of states; its last boundary is 4,080
-        all is new          255 blocks of attention, 6 of two states: an early end at 3,568, an eighth of 4,080 before
+    prompt of 4,096 tokens, blocks of 16, one group of full attention and 24 of states; its last boundary is 4,080
+        all is new          255 blocks of attention, 24 of a state: an early end at 3,568, an eighth of 4,080 before
         4,000 were known      5 blocks of attention: none
 
-`docs/decisions/0056-early-ends.md` has what was measured.
+Once a junction was made between an early end and the boundary behind it, prompts part there: the junction takes the
+place of the early end, which is gone (`Retention.make`).
+
+`docs/decisions/0056-early-ends.md` and `0058-junctions-for-early-ends.md` have what was measured.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Final
 from quire_allocator.core.spec import GroupKind, GroupSpec
 
 _EARLY_PART: Final = 8
-_STATES_OUTWEIGHED: Final = 2
+_STATE_PART: Final = 4
 
 
 def early_end(groups: Sequence[GroupSpec], edge_tokens: int, prompt_token_count: int, known_token_count: int) -> int:
@@ -38,7 +40,7 @@ def early_end(groups: Sequence[GroupSpec], edge_tokens: int, prompt_token_count:
     end = (prompt_token_count - 1) // edge_tokens * edge_tokens
     new = end - known_token_count
     attention = sum([new // group.block_size for group in groups if group.kind is GroupKind.FULL_ATTENTION])
-    if attention < _STATES_OUTWEIGHED * sum([group.kind is GroupKind.STATE for group in groups]):
+    if not attention or _STATE_PART * attention < sum([group.kind is GroupKind.STATE for group in groups]):
         return 0
     early = (end - new // _EARLY_PART) // edge_tokens * edge_tokens
     return early if known_token_count < early < end else 0

@@ -3,8 +3,8 @@
 When a boundary is made, if every group can serve it from what the sequence has or remembers:
 
     a hit ends there                  somebody asked for just this
-    a commit has reached it           the end of the prompt, a junction, an early end (`early_ends.py`), the end of a
-                                      turn that the owner named
+    a commit has reached it           the end of the prompt, a junction, an early end (`early_ends.py`), whose place a
+                                      junction takes, the end of a turn that the owner named
     the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
                                       checkpoint): a turn has ended, and most prompts that go on do so from here
 
@@ -181,12 +181,28 @@ class Retention(Keeper):
             parts = [cast(RunPart, sequence.parts[number]) for number in range(len(self.full))]
             runs = [full.run_at(part, token_count) for full, part in zip(self.full, parts)]
             parent = living(sequence.last_boundary)
+            early = parent if parent is not None and parent.is_early and not parent.is_parting else None
             boundary = self.put(sequence.namespace, key, tails[0], tails[1], runs, parent=parent)
+            boundary.is_early = token_count == sequence.early_end
             for full, part, run in zip(self.full, parts, runs):
                 goes_on = part.published * full.block_size > token_count  # and then by one of the children
                 boundary.is_parting |= full.end_of(run) == token_count and len(run.children) > goes_on
+            if early is not None:
+                self._take_place_of(early, boundary)
         sequence.last_boundary = boundary
         self.end_old(boundary)
+
+    def _take_place_of(self, early: Boundary, boundary: Boundary) -> None:
+        """A new boundary behind an early end takes its place, if others that were right behind that are behind the new
+        one now: prompts part there, and no sooner."""
+        moved = [other for other in _behind(boundary) if living(other.parent) is early]
+        if not moved:
+            return
+        for other in moved:
+            other.parent = boundary
+        early.way_count -= len(moved)
+        self._goes_on(boundary, len(moved))
+        self.end(early)
 
     def put(
         self,
@@ -337,6 +353,16 @@ class Retention(Keeper):
 
     def free_stop_before(self, token_count: int) -> int:
         return (token_count - 1) // self._free_stop_tokens * self._free_stop_tokens if self._free_stop_tokens else 0
+
+
+def _behind(boundary: Boundary) -> list[Boundary]:
+    """Returns the boundaries of all paths that go on from one."""
+    found, pending = list[Boundary](), [cast(Run, boundary.runs[0])]
+    while pending:
+        run = pending.pop()
+        found += [other for other in run.boundaries if other.token_count > boundary.token_count]
+        pending += run.children.values()
+    return found
 
 
 def _count_before(run: Run) -> int:

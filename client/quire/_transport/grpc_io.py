@@ -24,15 +24,16 @@ _WITHOUT_EVENT_ENGINE: Final = "-event_engine_listener,-event_engine_client"
 LAST_WITH_BOTH: Final = (1, 85)  # that is known
 
 
-def _has_both() -> bool:
+def is_at_most(release: tuple[int, int]) -> bool:
+    """Tells whether the installed gRPC is this release or an older one; False where it cannot be told."""
     try:
         major, minor, *_ = version("grpcio").split(".")
-        return (int(major), int(minor)) <= LAST_WITH_BOTH
+        return (int(major), int(minor)) <= release
     except (PackageNotFoundError, ValueError):  # built into something else, or of a form that nobody has seen yet
         return False
 
 
-if "grpc" not in sys.modules and _VARIABLE not in os.environ and _has_both():
+if "grpc" not in sys.modules and _VARIABLE not in os.environ and is_at_most(LAST_WITH_BOTH):
     os.environ[_VARIABLE] = _WITHOUT_EVENT_ENGINE
     try:
         import grpc  # noqa: F401

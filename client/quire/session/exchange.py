@@ -11,21 +11,13 @@ and not public: releases of gRPC that nobody has looked at yet go the public way
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
+from quire._transport.grpc_io import is_at_most
 from quire.v1 import allocator_pb2 as pb
 
 LAST_KNOWN: Final = (1, 85)  # release of gRPC
 _NO_FLAGS: Final = 0
-
-
-def _is_known() -> bool:
-    try:
-        major, minor, *_ = version("grpcio").split(".")
-        return (int(major), int(minor)) <= LAST_KNOWN
-    except (PackageNotFoundError, ValueError):  # built into something else, or of a form that nobody has seen yet
-        return False
 
 
 try:
@@ -33,7 +25,7 @@ try:
 except ImportError:
     IS_OFFERED = False
 else:
-    IS_OFFERED = _is_known() and hasattr(cygrpc, "execute_batch")
+    IS_OFFERED = is_at_most(LAST_KNOWN) and hasattr(cygrpc, "execute_batch")
 
 
 def may_exchange(call: Any) -> bool:

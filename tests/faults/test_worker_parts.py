@@ -64,11 +64,11 @@ class Scene:
                 assert told.samples[0].token_ids[: len(expected)] == expected
 
         async with asyncio.TaskGroup() as group:
-            for tokens in prompts:
-                group.create_task(stream(tokens))
+            tasks = [group.create_task(stream(tokens)) for tokens in prompts]
             while (await self.client.status()).running_count < len(prompts):
                 pass
             yield
+            assert not any(task.done() for task in tasks), "they should still have been streaming"
             is_over.set()
         while any(state > 1 for state in (await pool_of(self.place, "default")).block_states):
             pass

@@ -284,10 +284,12 @@ async def test_the_logits_of_a_pass_are_freed_when_it_ends_and_not_when_python_l
             await asyncio.gather(
                 *(harness.generate(prompt(20, seed=seed), max_tokens=12, **options) for seed in range(3))
             )
+            at_the_end = sum(logits() is not None for logits in seen)
     finally:
         gc.enable()
-    assert len(alive) >= 12
+    assert len(seen) >= 12
     assert not any(alive)
+    assert at_the_end <= 1  # a pass behind the last token may be under way
 
 
 async def test_what_a_failed_forward_pass_did_not_write_is_never_published(folders: dict[str, Path]) -> None:

@@ -1,8 +1,7 @@
 """One thread that computes what it is given, in order: a queue and nothing else.
 
-`concurrent.futures` does the same, and each item passes a future, a condition and a semaphore there: 6 us on the thread
-between two passes, of which one sequence of a small model takes 400. What a pass gives goes to the event loop by
-another way (`model_thread.py`).
+`concurrent.futures` does the same, and each item passes a future, a condition and a semaphore there, on the thread
+between two passes. What a pass gives goes to the event loop by another way (`model_thread.py`).
 """
 
 from __future__ import annotations

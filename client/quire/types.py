@@ -245,6 +245,7 @@ class Allocation:
             there makes one. 0 where nothing would be gained.
         early_end_token_count: where a commit makes one more checkpoint, some tokens before the end of a long prompt; 0
             where it has none.
+        answer_ends: where commits make checkpoints while its answer is computed, each in the place of the one before.
     """
 
     result: Result
@@ -256,6 +257,7 @@ class Allocation:
     victim: Victim | None
     junction_token_count: int = 0
     early_end_token_count: int = 0
+    answer_ends: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:

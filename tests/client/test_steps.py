@@ -152,6 +152,8 @@ def test_results_shortfalls_victims_pending_tokens_and_ends_of_passes_belong_to_
         grow_results=[pb.RESULT_NO_SPACE, pb.RESULT_PENDING, pb.RESULT_QUOTA],
         junction_token_counts=[0, 64, 0],
         early_end_token_counts=[0, 0, 80],
+        answer_end_counts=[2, 0, 1],
+        answer_ends=[16, 32, 112],
         matched_token_counts=[0, 32, 0],
         pending_token_counts=[0, 32, 0],
         grow_shortfalls=[3, 0, 1],
@@ -161,9 +163,9 @@ def test_results_shortfalls_victims_pending_tokens_and_ends_of_passes_belong_to_
     )
     outcome = read_reply(three_grows(), reply, 1)
     assert [grown[1:3] + grown[4:] for grown in outcome.grows] == [
-        (Result.NO_SPACE, 0, 3, 0, Victim(9, 40), 10, 0, 0),
-        (Result.PENDING, 32, 0, 32, None, 32, 64, 0),
-        (Result.QUOTA, 0, 1, 0, None, 30, 0, 80),
+        (Result.NO_SPACE, 0, 3, 0, Victim(9, 40), 10, 0, 0, (16, 32)),
+        (Result.PENDING, 32, 0, 32, None, 32, 64, 0, ()),
+        (Result.QUOTA, 0, 1, 0, None, 30, 0, 80, (112,)),
     ]
     assert outcome.expired_holds == [4, 6]
 
@@ -195,6 +197,9 @@ def test_swaps_name_the_sequence_of_their_commit() -> None:
         pb.StepReply(pending_token_counts=[1, 2]),
         pb.StepReply(junction_token_counts=[1, 2]),
         pb.StepReply(early_end_token_counts=[1, 2]),
+        pb.StepReply(answer_end_counts=[1, 2], answer_ends=[16, 32, 64]),
+        pb.StepReply(answer_end_counts=[1, 2, 0], answer_ends=[16, 32]),
+        pb.StepReply(answer_ends=[16]),
         pb.StepReply(grow_shortfalls=[1] * 4),
         pb.StepReply(victim_sequences=[1]),
         pb.StepReply(granted_grows=packed(0), block_counts=packed(1)),

@@ -65,7 +65,7 @@ class Text:
     is_leaving: bool = False  # this and what follows: once the steps that are unanswered are answered
     committing: int = 0
     growing: int = 0
-    cut: int = 0  # where a pass ends: at the junction or early end that its owner was told
+    cuts: tuple[int, ...] = ()  # where passes end: at the junction or early end, and at ends of its answer
 
     def __post_init__(self) -> None:
         self.answered()
@@ -229,13 +229,13 @@ class History:
             text = self.texts[sequence_id] = Text(
                 list(prompt), namespace, matched, matched, max(wanted, matched), len(prompt)
             )
-            text.cut = grown.junction_token_count or grown.early_end_token_count
+            text.cuts = (grown.junction_token_count or grown.early_end_token_count, *grown.answer_ends)
             self._read(text, ledger.sequences[sequence_id].tables, is_new=True)
         text.granted = max(text.granted, wanted)
 
     def _write(self, text: Text, tables: list) -> None:  # type: ignore[type-arg]
         """The forward pass: as many tokens as there is room for."""
-        end = text.cut if text.written < text.cut < text.granted else text.granted
+        end = min([cut for cut in text.cuts if text.written < cut < text.granted], default=text.granted)
         while len(text.tokens) < end:
             text.tokens.append(self.rng.randrange(50))
         for number, spec in enumerate(self.spec.groups):

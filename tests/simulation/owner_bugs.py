@@ -102,6 +102,11 @@ def _the_ledger_does_not_know_early_ends(original: Any, self: Any, grown: Any, *
     original(self, grown._replace(early_end_token_count=0), *args)
 
 
+@plant(Ledger, "_open")
+def _the_ledger_does_not_know_answer_ends(original: Any, self: Any, grown: Any, *args: Any) -> None:
+    original(self, grown._replace(answer_ends=()), *args)
+
+
 @plant(Ledger, "_apply_commits")
 def _the_ledger_misses_swaps(original: Any, self: Any, commits: Any, outcome: Any) -> None:
     original(self, commits, outcome._replace(swaps=[]))

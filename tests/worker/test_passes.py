@@ -41,6 +41,21 @@ def test_of_three_prompts_that_part_the_second_is_cut_where_they_do_and_the_thir
     assert cached == [(0, [80, 96]), (0, [64, 80, 96]), (64, [80, 96])]
 
 
+def test_who_goes_on_from_an_answer_hits_soon_before_its_end() -> None:
+    states = (STATE,) * 24
+    worker = PretendedWorker(block_count=300, block_size=16, batch_tokens=256, groups=(full(16), *states))
+    request = worker.submit(prompt(1), max_tokens=50)
+    worker.run()
+    worker.check_text(request)
+    text = request.samples[0].tokens
+    assert len(text) == 146
+    # Its last boundary is 80; the answer ends at 144, the next one would be 208.
+    again = worker.submit([*text, *numbers(20, seed=9)], max_tokens=3)
+    worker.run()
+    worker.check_text(again)
+    assert again.usage.cached_token_count == 144
+
+
 def test_a_long_prompt_is_cut_at_its_early_end_and_the_first_to_part_from_it_behind_that_hits() -> None:
     worker = PretendedWorker(block_count=96, block_size=16, batch_tokens=512, groups=(full(16), STATE, STATE))
     first = numbers(320, seed=1)

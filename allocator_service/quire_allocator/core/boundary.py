@@ -33,12 +33,14 @@ class Boundary:
         next_token_count: tokens before the boundary that was made right behind it last; 0 where there was none.
         way_count: boundaries that were made right behind it and are not gone.
         is_parting: two boundaries were right behind it at once, or another path branches off there.
+        answer_token_count: how far it is behind the end of the prompt whose answer made it; 0 where none did.
         is_early: it is the early end of a prompt, from which another one may part before the next boundary.
         is_aside: it is continued, and what it needs leaves before what the policy ranks.
         is_gone: it has ended; only sequences and boundaries that came by still refer to it.
     """
 
     __slots__ = (
+        "answer_token_count",
         "aside",
         "index",
         "is_aside",
@@ -73,6 +75,7 @@ class Boundary:
         self.way_count = 0
         self.is_parting = False
         self.is_aside = False
+        self.answer_token_count = 0
         self.is_early = False
         self.is_gone = False
 

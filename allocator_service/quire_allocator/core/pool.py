@@ -154,9 +154,8 @@ class Pool:
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         self.coordinator.note_prompt(space, hits, digests, prompt, junction)
-        boundaries, early_end = self.coordinator.ends(prompt, matched, junction, turn_ends)
-        sequence = self.coordinator.open(space, hits, matched, boundaries, priority)
-        sequence.early_end = early_end
+        ends = self.coordinator.ends(prompt, matched, junction, turn_ends)
+        sequence = self.coordinator.open(space, hits, matched, ends, priority)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
@@ -167,10 +166,9 @@ class Pool:
         sequence.announcement = self.pending.announce(namespace, digests, place, limit)
         self.sequences[sequence_id], self.last_sequence_id = sequence, sequence_id
         self._count_prompt(prompt, matched, is_return=is_return)
-        tables = self.tables(sequence)
-        return GrowResult(
-            _OK, matched, pending, tables, copies, junction_token_count=junction, early_end_token_count=early_end
-        )
+        told = GrowResult(_OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
+        told.early_end_token_count, told.answer_ends = ends.early_end, ends.answer_ends
+        return told
 
     def _count_prompt(self, token_count: int, matched: int, *, is_return: bool) -> None:
         if is_return:
@@ -349,7 +347,7 @@ class Pool:
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
-        child.boundaries, child.ends, child.early_end = parent.boundaries, parent.ends, parent.early_end
+        self.coordinator.pass_ends(parent, child)
         child.last_boundary = parent.last_boundary
         # Where a block is shared that either side has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from quire_allocator.core.blocks import Namespace
 from quire_allocator.core.boundary import Boundary
 from quire_allocator.core.pending import Announcement
@@ -11,6 +13,18 @@ class Part:
     """What one sequence has in one manager."""
 
     __slots__ = ()
+
+    def end_at(self, ends: tuple[int, ...]) -> None:
+        """Notes new `SequenceState.ends`; whole prefixes are kept wherever they end."""
+
+
+class Ends(NamedTuple):
+    """Where hits are to end in a new sequence; `SequenceState` says what these are."""
+
+    boundaries: tuple[int, ...]
+    prompt_end: int
+    early_end: int
+    answer_ends: tuple[int, ...]
 
 
 class SequenceState:
@@ -28,9 +42,11 @@ class SequenceState:
         is_named: each full block of what it committed came with its digest, and is published.
         boundaries: token counts, rising, at which a later prompt may part from this sequence: the last edge of the
             prompt that leaves a token to compute, the junction, the early end, and ends of turns that the owner named.
+        prompt_end: the last of those edges; 0 where it has none.
+        answer_ends: token counts behind its prompt at which its answer leaves a state, rising.
         early_end: the one of them at which its prompt, which is new, leaves a state early; 0 where it has none.
-        ends: its boundaries and, where a pool has learned that prompts part early, steps before the last of them: all
-            token counts at which hits are to end; rising.
+        ends: its boundaries, its answer ends and, where a pool has learned that prompts part early, steps before the
+            end of its prompt: all token counts at which hits are to end; rising.
         is_before_end: one of its ends may be behind what is committed: false once none is, since commits ask for it.
         last_boundary: the deepest boundary of its prefix that was made or hit; it may have ended since.
         parts: what it has in each manager.
@@ -38,6 +54,7 @@ class SequenceState:
 
     __slots__ = (
         "announcement",
+        "answer_ends",
         "boundaries",
         "chunk_token_count",
         "committed_token_count",
@@ -52,6 +69,7 @@ class SequenceState:
         "parts",
         "priority",
         "promised",
+        "prompt_end",
         "prompt_token_count",
         "quiet_until",
         "token_count",
@@ -70,6 +88,8 @@ class SequenceState:
         self.priority = priority
         self.boundaries: tuple[int, ...] = ()
         self.ends: tuple[int, ...] = ()
+        self.prompt_end = 0
+        self.answer_ends: tuple[int, ...] = ()
         self.early_end = 0
         self.is_before_end = True
         self.last_boundary: Boundary | None = None

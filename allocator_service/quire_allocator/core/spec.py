@@ -226,6 +226,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         junction_token_count: as in `Match` (allocate only, OK and PENDING).
         early_end_token_count: a boundary before the end of a new prompt (`groups/early_ends.py`; allocate only, OK); 0
             where it has none.
+        answer_ends: token counts at which its answer makes checkpoints (`groups/answer_ends.py`; allocate only, OK).
         pending_token_count: tokens after those that another sequence is computing (allocate only).
         blocks: per group the last entries of the table, replacing what stood there; after allocate the whole table.
             Empty where nothing changed in any group.
@@ -236,6 +237,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
     """
 
     __slots__ = (
+        "answer_ends",
         "blocks",
         "copies",
         "early_end_token_count",
@@ -257,6 +259,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         *,
         junction_token_count: int = 0,
         early_end_token_count: int = 0,
+        answer_ends: tuple[int, ...] = (),
         shortfall: int = 0,
         victim: Victim | None = None,
     ) -> None:
@@ -265,6 +268,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         self.pending_token_count = pending_token_count
         self.junction_token_count = junction_token_count
         self.early_end_token_count = early_end_token_count
+        self.answer_ends = answer_ends
         self.blocks = blocks
         self.copies = copies
         self.shortfall = shortfall
@@ -278,7 +282,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
 
     def _values(self) -> tuple[object, ...]:
         counts = (self.matched_token_count, self.pending_token_count)
-        ends = (self.junction_token_count, self.early_end_token_count)
+        ends = (self.junction_token_count, self.early_end_token_count, self.answer_ends)
         return (self.result, *counts, *ends, self.blocks, list(self.copies), self.shortfall, self.victim)
 
 

@@ -172,11 +172,16 @@ def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], re
             junctions[number], early_ends[number] = grown.junction_token_count, grown.early_end_token_count
         reply.junction_token_counts.extend(translate.omit_zeros(junctions))
         reply.early_end_token_counts.extend(translate.omit_zeros(early_ends))
+        ends = [0] * count
+        for number, grown in others:  # in the order of the grows
+            ends[number] = len(grown.answer_ends)
+            reply.answer_ends.extend(grown.answer_ends)
+        reply.answer_end_counts.extend(translate.omit_zeros(ends))
 
 
 def _is_told_an_end(grown: GrowResult) -> bool:
     """Tells whether the owner is told where to end a pass."""
-    return grown.junction_token_count > 0 or grown.early_end_token_count > 0
+    return grown.junction_token_count > 0 or grown.early_end_token_count > 0 or grown.answer_ends != ()
 
 
 def _any_refused(results: Sequence[int]) -> bool:

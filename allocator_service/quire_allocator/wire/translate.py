@@ -235,6 +235,7 @@ def allocate_response(grown: GrowResult) -> pb.AllocateResponse:
         pending_token_count=grown.pending_token_count,
         junction_token_count=grown.junction_token_count,
         early_end_token_count=grown.early_end_token_count,
+        answer_ends=grown.answer_ends,
         tables=[block_table(blocks) for blocks in grown.blocks],
         copy_sources=[copy.source for copy in grown.copies],
         copy_destinations=[copy.destination for copy in grown.copies],

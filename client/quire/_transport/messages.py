@@ -241,6 +241,7 @@ def allocation(message: pb.AllocateResponse, group_count: int) -> types.Allocati
         victim=_victim(message),
         junction_token_count=message.junction_token_count,
         early_end_token_count=message.early_end_token_count,
+        answer_ends=tuple(message.answer_ends),
     )
 
 

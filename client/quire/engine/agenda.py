@@ -327,7 +327,7 @@ class Agenda:
         admission.answer = sequence = admission.sequence
         sequence.matched = sequence.computed = sequence.committed = grown.matched_token_count
         sequence.junction = grown.junction_token_count
-        self._add_checkpoints(sequence, sequence.junction, grown.early_end_token_count)
+        self._add_checkpoints(sequence, sequence.junction, grown.early_end_token_count, *grown.answer_ends)
         sequence._chain.extend(sequence.tokens[: sequence.matched])
         sequence.room = grown.token_count
         sequence.table = [list(row) for row in grown.blocks]

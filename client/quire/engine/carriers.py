@@ -143,6 +143,7 @@ class CallCarrier(Carrier):
                     pending_token_count=allocation.pending_token_count,
                     junction_token_count=allocation.junction_token_count,
                     early_end_token_count=allocation.early_end_token_count,
+                    answer_ends=allocation.answer_ends,
                 )
             )
             copies += allocation.copies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from quire.protocol.packing import unpack_uint32, unpack_uint64
@@ -107,6 +107,8 @@ class GrowOutcome(NamedTuple):
             there makes one. 0 where nothing would be gained (new sequences only).
         early_end_token_count: where a commit makes one more checkpoint, some tokens before the end of a long prompt; 0
             where it has none (new sequences only).
+        answer_ends: where commits make checkpoints while its answer is computed, each in the place of the one before
+            (new sequences only).
     """
 
     sequence_id: int
@@ -119,6 +121,7 @@ class GrowOutcome(NamedTuple):
     token_count: int = 0
     junction_token_count: int = 0
     early_end_token_count: int = 0
+    answer_ends: tuple[int, ...] = ()
 
 
 class StepOutcome(NamedTuple):
@@ -250,9 +253,21 @@ def _grows(step: pb.Step, told: _Told, group_count: int) -> list[GrowOutcome]:
         token_counts,
         _optional(told, "junction_token_counts", count),
         _optional(told, "early_end_token_counts", count),
+        _answer_ends(told, count),
         strict=True,
     )
     return list(map(GrowOutcome._make, columns))
+
+
+def _answer_ends(told: _Told, count: int) -> Iterable[tuple[int, ...]]:
+    """Reads what each grow is told of its answer; no column means that none is told anything."""
+    counts, ends = told.get("answer_end_counts", ()), told.get("answer_ends", ())
+    if not counts and not ends:
+        return repeat((), count)
+    if len(counts) != count or sum(counts) != len(ends):
+        raise ValueError(f"{len(counts)} counts of {len(ends)} answer ends for {count} grows")
+    each = iter(ends)
+    return [tuple(islice(each, number)) for number in counts]
 
 
 def _tables(told: _Told, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:

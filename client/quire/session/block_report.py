@@ -114,7 +114,8 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
     """Adds a sequence to as many chunks as its tables need."""
     tables = _reported_tables(sequence)
     done = [0] * len(tables)
-    size = SEQUENCE_BYTES + BOUNDARY_BYTES * len(sequence.boundaries) + TABLE_BYTES * len(tables)
+    boundaries = sorted({*sequence.boundaries, *sequence.answer_ends})
+    size = SEQUENCE_BYTES + BOUNDARY_BYTES * len(boundaries) + TABLE_BYTES * len(tables)
     while True:
         namespace = chunker.add_head(sequence.namespace, size, TABLE_ENTRY_BYTES)
         message = chunker.chunk.sequences.add(
@@ -125,7 +126,7 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
             priority=sequence.priority,
             prompt_token_count=sequence.prompt_token_count,
             chunk_token_count=sequence.chunk_token_count,
-            boundaries=sequence.boundaries,
+            boundaries=boundaries,
         )
         if sequence.hold_until is not None:
             message.hold_remaining_ms = max(0, int((sequence.hold_until - now) * _MILLISECONDS))

@@ -41,20 +41,13 @@ class LedgerSequence:
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
         hold_until: when a hold ends, in seconds; None for an ordinary sequence.
         boundaries: token counts, rising, at which states make checkpoints and windows keep what is before them.
+        answer_ends: more of them, behind its prompt, which no fork has.
         twins: in an append-only pool, by group and position, the published blocks that it holds beside its own.
     """
 
     __slots__ = (
-        "boundaries",
-        "chunk_token_count",
-        "committed_token_count",
-        "hold_until",
-        "namespace",
-        "priority",
-        "prompt_token_count",
-        "tables",
-        "token_count",
-        "twins",
+        *("answer_ends", "boundaries", "chunk_token_count", "committed_token_count", "hold_until", "namespace"),
+        *("priority", "prompt_token_count", "tables", "token_count", "twins"),
     )
 
     def __init__(self, namespace: str, token_count: int, committed_token_count: int, priority: int) -> None:
@@ -65,6 +58,7 @@ class LedgerSequence:
         self.prompt_token_count = self.chunk_token_count = 0
         self.hold_until: float | None = None
         self.boundaries: tuple[int, ...] = ()
+        self.answer_ends = self.boundaries
         self.tables: list[array[int]] = []
         self.twins: dict[tuple[int, int], int] = {}
 
@@ -225,7 +219,8 @@ class Ledger:
     def _publish_state(self, sequence: LedgerSequence, group: int, token_count: int, digests: bytes) -> None:
         """Publishes the running block as a checkpoint, if one belongs there and no other sequence has the block."""
         block = sequence.tables[group][0]
-        if token_count % self.groups[group].block_size and token_count not in sequence.boundaries:
+        ends = sequence.boundaries + sequence.answer_ends
+        if token_count % self.groups[group].block_size and token_count not in ends:
             return
         if block in self.pages.published or self._holder_count(group, block) > 1:
             return
@@ -283,7 +278,7 @@ class Ledger:
     def _fork(self, parent: LedgerSequence, child_id: int, hold_until: float | None) -> None:
         length = parent.committed_token_count
         child = LedgerSequence(parent.namespace, length, length, parent.priority)
-        child.hold_until, child.boundaries = hold_until, parent.boundaries
+        child.hold_until, child.boundaries, parent.answer_ends = hold_until, parent.boundaries, ()
         for group, spec in enumerate(self.groups):
             table = parent.path(group)
             child.tables.append(table[:] if spec.kind == _STATE else table[: -(-length // spec.block_size)])
@@ -327,7 +322,7 @@ class Ledger:
             told = (grown.junction_token_count, grown.early_end_token_count)
             ends = (sequence.prompt_token_count - 1, *told, *turn_ends)
             edges = {end // self._edge_tokens * self._edge_tokens for end in ends}
-            sequence.boundaries = tuple(sorted(edges - {0}))
+            sequence.boundaries, sequence.answer_ends = tuple(sorted(edges - {0})), grown.answer_ends
         sequence.tables = [array("I", table) for table in grown.blocks]
         self.sequences[grown.sequence_id] = sequence
         self.last_sequence_id = grown.sequence_id

@@ -1317,6 +1317,8 @@ class StepReply(_message.Message):
     VICTIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     JUNCTION_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     EARLY_END_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    ANSWER_END_COUNTS_FIELD_NUMBER: _builtins.int
+    ANSWER_ENDS_FIELD_NUMBER: _builtins.int
     EXPIRED_HOLDS_FIELD_NUMBER: _builtins.int
     TAKEOVER_SEQUENCES_FIELD_NUMBER: _builtins.int
     TAKEOVER_GROUPS_FIELD_NUMBER: _builtins.int
@@ -1423,6 +1425,18 @@ class StepReply(_message.Message):
         """
 
     @_builtins.property
+    def answer_end_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per grow of a new sequence: how many answer ends it has, which are boundaries behind its prompt, in a pool with STATE
+        groups: a commit that ends there makes a checkpoint, which takes the place of the one before, for those who will go
+        on from the answer. At most 12; a fork has none, and a sequence that was forked has no more of them. Empty when all
+        are 0.
+        """
+
+    @_builtins.property
+    def answer_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their token counts, rising, of one grow after the other."""
+
+    @_builtins.property
     def expired_holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Holds whose time was over: the server freed them before the first phase."""
 
@@ -1475,6 +1489,8 @@ class StepReply(_message.Message):
         victim_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         junction_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         early_end_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        answer_end_counts: _abc.Iterable[_builtins.int] | None = ...,
+        answer_ends: _abc.Iterable[_builtins.int] | None = ...,
         expired_holds: _abc.Iterable[_builtins.int] | None = ...,
         takeover_sequences: _abc.Iterable[_builtins.int] | None = ...,
         takeover_groups: _abc.Iterable[_builtins.int] | None = ...,
@@ -1489,7 +1505,7 @@ class StepReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "dropped_block_counts", b"dropped_block_counts", "early_end_token_counts", b"early_end_token_counts", "emptied_blocks", b"emptied_blocks", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "is_removed_cut", b"is_removed_cut", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "pending_token_counts", b"pending_token_counts", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_end_counts", b"answer_end_counts", "answer_ends", b"answer_ends", "block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "dropped_block_counts", b"dropped_block_counts", "early_end_token_counts", b"early_end_token_counts", "emptied_blocks", b"emptied_blocks", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "is_removed_cut", b"is_removed_cut", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "pending_token_counts", b"pending_token_counts", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1749,6 +1765,7 @@ class AllocateResponse(_message.Message):
     VICTIM_FIELD_NUMBER: _builtins.int
     JUNCTION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     EARLY_END_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    ANSWER_ENDS_FIELD_NUMBER: _builtins.int
     result: Global___Result.ValueType
     """OK, NO_SPACE, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA."""
     matched_token_count: _builtins.int
@@ -1775,6 +1792,10 @@ class AllocateResponse(_message.Message):
     def victim(self) -> Global___Victim:
         """Where the result is NO_SPACE and preempting anybody would help."""
 
+    @_builtins.property
+    def answer_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The answer ends, as in StepReply, where the result is OK."""
+
     def __init__(
         self,
         *,
@@ -1788,10 +1809,11 @@ class AllocateResponse(_message.Message):
         victim: Global___Victim | None = ...,
         junction_token_count: _builtins.int = ...,
         early_end_token_count: _builtins.int = ...,
+        answer_ends: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["victim", b"victim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "early_end_token_count", b"early_end_token_count", "junction_token_count", b"junction_token_count", "matched_token_count", b"matched_token_count", "pending_token_count", b"pending_token_count", "result", b"result", "shortfall", b"shortfall", "tables", b"tables", "victim", b"victim"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_ends", b"answer_ends", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "early_end_token_count", b"early_end_token_count", "junction_token_count", b"junction_token_count", "matched_token_count", b"matched_token_count", "pending_token_count", b"pending_token_count", "result", b"result", "shortfall", b"shortfall", "tables", b"tables", "victim", b"victim"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -115,10 +115,10 @@ def test_a_window_that_was_lost_is_told_as_well() -> None:
 def test_a_checkpoint_before_the_junction_is_a_replay() -> None:
     # 16 tokens hit; full attention has 28, so only the states of the 12 between them are new.
     pool = make_pool(32, full(4), state(16))
-    pool.allocate(1, 16)
+    pool.allocate(1, 16, prompt_token_count=29)
     commit(pool, 1, "abcd", 16)
-    assert pool.grow(1, 28).result is Result.OK
-    commit(pool, 1, "abcdefg", 28)
+    assert pool.grow(1, 29).result is Result.OK
+    commit(pool, 1, "abcdefg", 29)
     assert told(pool.allocate(2, 36, d("abcdefgxy"))) == (Result.OK, 16, 28)
 
 
@@ -179,6 +179,7 @@ def test_those_between_boundaries_take_half_of_a_pool_at_most_where_other_groups
     letters = "abcdefghijklmn"
     for groups, kept in (((full(32), state(4, 64)), range(4, 15)), ((state(4, 64),), range(1, 15))):
         pool = make_pool(20, *groups)
+        pool.coordinator._tells_ends = False
         pool.allocate(1, 4)
         for end in range(4, 57, 4):
             assert pool.grow(1, end).result is Result.OK

@@ -18,7 +18,7 @@ THREE_STATES = (full(4), *(state(16),) * 3)
 
 def without_early_ends(pool: Pool) -> Pool:
     """A pool of which prompts leave states at their ends, at junctions and at multiples of the interval alone."""
-    pool.coordinator._has_early_ends = False
+    pool.coordinator._tells_ends = False
     return pool
 
 

@@ -66,7 +66,7 @@ class TwinCheckpoints(TwinRetention):
 
     def _is_at_boundary(self, sequence: TwinSequence, slot: Slot) -> bool:
         assert slot.key is not None
-        return slot.key[2] * self.digest_tokens in sequence.boundaries | sequence.steps
+        return slot.key[2] * self.digest_tokens in sequence.boundaries | sequence.steps | sequence.answers
 
     def _drop(self, slot: Slot) -> None:
         self.empty += slot.blocks[::-1]

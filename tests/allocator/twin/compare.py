@@ -168,7 +168,8 @@ class Comparison:
             assert (ours.namespace.name, ours.token_count) == (theirs.namespace, theirs.token_count)
             assert (ours.committed_token_count, ours.priority) == (theirs.committed, theirs.priority)
             assert ours.boundaries == tuple(sorted(theirs.boundaries))
-            assert ours.ends == tuple(sorted(theirs.boundaries | theirs.steps))
+            assert ours.ends == tuple(sorted(theirs.boundaries | theirs.steps | theirs.answers))
+            assert ours.answer_ends == tuple(sorted(theirs.answers))
             assert ours.promised == twin.promised(theirs) * bool(theirs.prompt), f"promised to {sequence_id}"
             assert [list(table) for table in pool.tables(ours)] == twin.tables(sequence_id)
         tables = [table for sequence in twin.sequences.values() for table in sequence.tables]
@@ -221,6 +222,7 @@ class Comparison:
             self.seen["prompts part early"] += ours.are_early
             self.seen["prompts part inside"] += ours.are_inside
             self.seen["early end replaced"] = twin.replaced_count
+            self.seen["an answer goes on"] = twin.answered_count
         others = [number for number, kind in enumerate(self.twin.kinds) if not kind.keeps_prefixes]
         cached = [slot for slot in self.twin.cached() if slot.kind in others]
         for slot in cached:

@@ -80,7 +80,7 @@ class Kind:
         return places
 
     def filled(
-        self, committed: int, until: int, digests: Sequence[bytes], *, digest_tokens: int, boundaries: Collection[int]
+        self, committed: int, until: int, digests: Sequence[bytes], digest_tokens: int, boundaries: Collection[int]
     ) -> list[tuple[int, bytes]]:
         """What a commit publishes, as position and digest; `digests` are those of the digest blocks it fills."""
         first = committed // digest_tokens

@@ -15,7 +15,7 @@ class TwinPartings(TwinState):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.again, self.inside = 0.0, 0.0
+        self.again, self.inside, self.late_seen = 0.0, 0.0, 0.0
         self.late = 32.0 if any(kind.name == "state" for kind in self.kinds) else 4.0
 
     def share(self, count: float) -> bool:
@@ -30,6 +30,19 @@ class TwinPartings(TwinState):
     @property
     def are_inside(self) -> bool:
         return self.share(self.inside)
+
+    @property
+    def go_on(self) -> bool:
+        return self.late_seen + 4 >= self.again + self.inside
+
+    def answer_ends(self, prompt: int) -> set[int]:
+        """Ends of an answer one edge behind the prompt, two, four and so on, while prompts go on from answers."""
+        names = {kind.name for kind in self.kinds}
+        if self.retention == "dense" or not names >= {"full_attention", "state"} or not self.go_on:
+            return set()
+        edge = self.edge_tokens()
+        last = (prompt - 1) // edge * edge
+        return {last + edge * 2**doubling for doubling in range(12)} - {prompt}
 
     def edge_tokens(self) -> int:
         """How many tokens are between two edges."""
@@ -88,5 +101,7 @@ class TwinPartings(TwinState):
             self.inside += not is_whole
         else:
             self.late += 1
+            self.late_seen += 1
         if self.late + self.again + self.inside > 256:
             self.late, self.again, self.inside = self.late / 2, self.again / 2, self.inside / 2
+            self.late_seen /= 2

@@ -70,8 +70,7 @@ class TwinPool(TwinCheckpoints):
             self._used(slot)
         if prompt > token_count:
             sequence.prompt, sequence.chunk = prompt, token_count
-        ends = [prompt - 1, junction, *turn_ends]
-        early_end = self.set_ends(sequence, shareable, max(matched, junction), ends)
+        early_end = self.set_ends(sequence, shareable, max(matched, junction), [prompt - 1, junction, *turn_ends])
         self.prompts.append((namespace, [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens <= prompt]))
         token_count = max(token_count, matched)
         if len(shareable) * self.digest_tokens > matched:
@@ -134,14 +133,12 @@ class TwinPool(TwinCheckpoints):
         granted = sequence.token_count
         if keep_token_count:
             granted = min(granted, max(keep_token_count, until))
-        swaps: list[tuple[int, int, int]] = []
+        swaps, stops = list[tuple[int, int, int]](), sequence.boundaries | sequence.answers
         for number, kind in enumerate(self.kinds):
             if kind.name == "state" and granted > until:
                 continue  # nobody would ask before it is overwritten
             replaced = []
-            for position, digest in kind.filled(
-                sequence.committed, until, digests, digest_tokens=self.digest_tokens, boundaries=sequence.boundaries
-            ):
+            for position, digest in kind.filled(sequence.committed, until, digests, self.digest_tokens, stops):
                 own = self._publish(sequence, number, position, digest, swaps)
                 if kind.name == "full_attention":
                     replaced.append(own)
@@ -153,7 +150,7 @@ class TwinPool(TwinCheckpoints):
         if granted < sequence.token_count:
             self._shrink(sequence, granted)
         self._advance(sequence)
-        for end in sorted(sequence.boundaries | sequence.steps):
+        for end in sorted(sequence.boundaries | sequence.steps | sequence.answers):
             if before < end <= until:
                 self.make(sequence, end)
         self._settle(sequence)
@@ -179,6 +176,7 @@ class TwinPool(TwinCheckpoints):
         child = TwinSequence(parent.namespace, parent.committed, parent.committed, shared, parent.priority)
         child.hold_until, child.boundary, child.last = hold_until, parent.boundary, dict(parent.last)
         child.boundaries, child.steps, child.early_end = parent.boundaries, parent.steps, parent.early_end
+        child.prompt_end, parent.answers = parent.prompt_end, set()
         child.needed, child.aside = list(parent.needed), list(parent.aside)
         self.sequences[child_id] = child
         self.highest_id = child_id

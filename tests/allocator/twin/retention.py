@@ -94,7 +94,8 @@ class TwinRetention(TwinPartings):
         self.note_parting(sequence.namespace, digests, length, self.boundaries, is_whole=is_whole)
         early_end = self.early_end(self.edge_before(ends[0]), length)
         sequence.boundaries = {self.edge_before(end) for end in (*ends, early_end)} - {0}
-        sequence.early_end = early_end
+        sequence.early_end, sequence.prompt_end = early_end, self.edge_before(ends[0])
+        sequence.answers = self.answer_ends(ends[0] + 1)
         sequence.steps = self.steps_before(max(sequence.boundaries, default=0))
         return early_end
 
@@ -124,6 +125,9 @@ class TwinRetention(TwinPartings):
                 self._part(parent)
             if early:
                 self._take_place_of(early, boundary)
+            if sequence.answers and token_count not in sequence.boundaries and token_count > sequence.prompt_end:
+                boundary.answer = token_count - sequence.prompt_end
+                self._go_on_from(parent, sequence.prompt_end)
         sequence.boundary = known[0]
         self._end_old(known[0])
 
@@ -137,6 +141,21 @@ class TwinRetention(TwinPartings):
             self.replaced_count += 1
             self._part(boundary)
             self.end(early)
+
+    def _go_on_from(self, before: TwinBoundary | None, prompt_end: int) -> None:
+        """An answer has left a state behind this one, which is for nobody then, unless paths part there."""
+        if before is None or before.token_count < prompt_end or not self.is_continued(before):
+            return
+        self.answered_count += 1
+        self.end(before)
+        for slot in before.needed if before.answer else ():
+            is_wanted = any(slot in (*other.needed, *other.aside) for other in self.boundaries)
+            is_idle = slot.key is not None and not self.is_held(slot) and not slot.hits
+            if self.kinds[slot.kind].name == "state" and is_idle and not is_wanted:
+                self.empty += slot.blocks[::-1]
+                path = slot.key[3]
+                self.unpublish(slot)
+                self.slot_left(slot, path)
 
     def turn_ended(self, sequence: TwinSequence) -> None:
         edge, last = self.edge_before(sequence.committed), self.before(sequence.boundary)

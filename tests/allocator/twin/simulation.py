@@ -324,7 +324,7 @@ class Simulation(Comparison):
     def _commit_to_boundaries(self, sequence_id: int) -> None:
         """Passes end wherever later prompts may part, as far as there is room."""
         sequence = self.twin.sequences[sequence_id]
-        for end in sorted(sequence.boundaries):
+        for end in sorted(sequence.boundaries) + sorted(sequence.answers)[: self.random.randrange(4)]:
             if end > sequence.token_count:
                 answer = self.do("grow", sequence_id, end)
                 if answer[0] != "OK":

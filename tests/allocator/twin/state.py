@@ -49,6 +49,7 @@ class TwinBoundary:
         next_token_count: tokens before the boundary that was made right behind it last.
         is_aside: it was continued while few prompts parted early, and is still.
         is_early: the sequence that made it was told so.
+        answer: how far it is behind the prompt whose answer made it.
     """
 
     namespace: str
@@ -62,6 +63,7 @@ class TwinBoundary:
     next_token_count: int = 0
     is_aside: bool = False
     is_early: bool = False
+    answer: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -78,6 +80,8 @@ class TwinSequence:
     boundaries: set[int] = field(default_factory=set)  # where a later prompt may part from it
     steps: set[int] = field(default_factory=set)  # where it may besides, while prompts part early
     early_end: int = 0
+    prompt_end: int = 0
+    answers: set[int] = field(default_factory=set)  # where its answer leaves a state, in the place of the one before
     announced: list[bytes] = field(default_factory=list)
     stops: list[int] = field(default_factory=list)
     hold_until: float | None = None
@@ -119,6 +123,7 @@ class TwinState:
         self.sequences: dict[int, TwinSequence] = {}
         self.highest_id = 0
         self.replaced_count = 0  # early ends whose place another boundary took
+        self.answered_count = 0  # ends of prompts and of parts of answers whose place one behind them took
         self.empty = list(range(block_count))[::-1]  # the last one is granted next
         self.published: list[Slot] = []
         self.clock = 0

@@ -55,6 +55,7 @@ def test_nothing_that_the_twin_knows_of_went_untried() -> None:
     assert not {event: happened[event] for event in SOMEWHERE if happened[event] < EVENTS // 20}
     assert happened["taken over"], "no twin ever gave its blocks up"
     assert happened["early end replaced"], "no junction ever took the place of an early end"
+    assert happened["an answer goes on"], "no end of an answer ever took the place of its prompt's"
 
 
 class Whimsical(LeastRecentlyUsed):

@@ -4,7 +4,8 @@ In a pool with recurrent states a commit makes a checkpoint only at a boundary, 
 granted: a pass ends there, what the sample holds beyond is given back with its commit, and asked for again in the same
 step. Boundaries are the last block edge of the prompt that leaves a token to compute, where its next turn begins, and
 what the allocator says: the junction, where other prompts part from this one (`GrowOutcome.junction_token_count`), and
-the early end of a long one, behind which others may part from it soon (`GrowOutcome.early_end_token_count`).
+the early end of a long one, behind which others may part from it soon (`GrowOutcome.early_end_token_count`), and the
+ends of its answer, of which the last one is left for who goes on from that (`GrowOutcome.answer_ends`).
 
     prompt of 96 tokens, blocks of 16, junction 64:     [0, 64)  commit  [64, 80)  commit  [80, 96)
 """
@@ -37,7 +38,7 @@ def standing(sample: Sample, work: Work | None) -> Standing:
 def boundaries_of(sample: Sample, grown: GrowOutcome, block_size: int) -> tuple[int, ...]:
     """Returns token counts at which a state of a sample that was just let in is worth keeping; rising."""
     end = (len(sample.tokens) - 1) // block_size * block_size
-    ends = {end, grown.junction_token_count, grown.early_end_token_count}
+    ends = {end, grown.junction_token_count, grown.early_end_token_count, *grown.answer_ends}
     return tuple(sorted(ends - {0}))
 
 

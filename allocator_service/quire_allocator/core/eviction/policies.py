@@ -210,7 +210,8 @@ class ReuseValue(EvictionPolicy):
         self._model.start(family, kind, count)
 
     def put_aside(self, entry: Entry, block_count: int) -> None:
-        if entry.worth == LED and not entry.hits:  # what is kept passes time, as it takes room
+        is_counted = bool(entry.hits) or entry.is_successor
+        if entry.worth == LED and not is_counted:  # what is kept passes time, as it takes room
             self._time += block_count
             self._led_time += block_count
         entry.released = self._time

@@ -48,6 +48,7 @@ class Entry(ABC):
         gap: how long it waited for its last hit.
         origin: what it was stored below.
         is_whole: neither shared, split nor trimmed.
+        is_successor: it took the place of another one, which has passed the time that their room is worth.
         worth: SPARE, ASIDE, KEPT or LED, while it is cached.
         burden: what it leads, while it is cached, against what it and its prefix have themselves since the boundary
             before: 0 if that is less than once as many blocks, 1 if less than 3 times, 2 if less than 7 times, and so
@@ -56,7 +57,10 @@ class Entry(ABC):
     Those of counts and stamps, the kind and the worth are set when it is made, the others when it is stored.
     """
 
-    __slots__ = ("burden", "gap", "hits", "is_whole", "kind", "live", "origin", "released", "spare", "ticket", "worth")
+    __slots__ = (
+        *("burden", "gap", "hits", "is_successor", "is_whole", "kind", "live", "origin", "released", "spare"),
+        *("ticket", "worth"),
+    )
 
     kind: int | None
 
@@ -72,6 +76,7 @@ class Entry(ABC):
         self.kind = None
         self.gap = self.spare = self.burden = 0
         self.is_whole = True
+        self.is_successor = False
 
     def copy_history(self, other: Entry) -> None:
         """Takes over what is known of `other`, of which this was the upper part."""
@@ -82,6 +87,7 @@ class Entry(ABC):
         self.spare = self.burden = 0
         self.origin = other.origin
         self.is_whole = other.is_whole
+        self.is_successor = other.is_successor
 
     @property
     @abstractmethod

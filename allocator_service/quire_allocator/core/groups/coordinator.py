@@ -13,13 +13,14 @@ from typing import cast
 from quire_allocator.core.blocks import Blocks, Namespace
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.eviction.queue import Candidates
+from quire_allocator.core.groups.answer_ends import answer_ends
 from quire_allocator.core.groups.early_ends import early_end
 from quire_allocator.core.groups.factory import make_managers
 from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.manager import Hit
 from quire_allocator.core.groups.retention import Retention
 from quire_allocator.core.groups.runs import RunHit
-from quire_allocator.core.sequence import SequenceState
+from quire_allocator.core.sequence import Ends, SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, PoolSpec, Swap
 
 
@@ -53,7 +54,7 @@ class Coordinator:
         self._blocks = blocks
         keeps_all = spec.retention == "dense" or not self.settles
         self.retention = None if keeps_all else Retention(spec, self.managers, blocks, self.history)
-        self._has_early_ends = self.in_place and self.retention is not None
+        self._tells_ends = self.in_place and self.retention is not None
         self._groups = spec.groups
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
         # The nameless namespace of a pool without quotas: forgotten, it is empty again and serves as the next new one.
@@ -110,14 +111,15 @@ class Coordinator:
         junction = kept // self._edge_tokens * self._edge_tokens
         return junction if junction > matched else 0
 
-    def ends(
-        self, prompt_token_count: int, matched: int, junction: int, turn_ends: Sequence[int]
-    ) -> tuple[tuple[int, ...], int]:
-        """Returns the boundaries of a new sequence, and its early end, which is one of them; 0 where it has none."""
-        early = 0
-        if self._has_early_ends:
+    def ends(self, prompt_token_count: int, matched: int, junction: int, turn_ends: Sequence[int]) -> Ends:
+        """Returns where hits are to end in a new sequence."""
+        early, answers = 0, tuple[int, ...]()
+        if self._tells_ends and self.retention is not None:
             early = early_end(self._groups, self._edge_tokens, prompt_token_count, max(matched, junction))
-        return self.boundaries(prompt_token_count, (junction, early, *turn_ends)), early
+            if self._full_count and self.retention.partings.go_on:
+                answers = answer_ends(self._edge_tokens, prompt_token_count)
+        prompt_end = (prompt_token_count - 1) // self._edge_tokens * self._edge_tokens
+        return Ends(self.boundaries(prompt_token_count, (junction, early, *turn_ends)), prompt_end, early, answers)
 
     def boundaries(self, prompt_token_count: int, ends: Sequence[int]) -> tuple[int, ...]:
         """Returns what `SequenceState.boundaries` says of a new sequence: the end of its prompt, and these ends. They
@@ -143,21 +145,33 @@ class Coordinator:
             for full, hit in zip(self.retention.full, hits):
                 full.goes_on(cast(RunHit, hit))
 
-    def open(
-        self, space: Namespace, hits: Sequence[Hit], token_count: int, boundaries: tuple[int, ...], priority: int
-    ) -> SequenceState:
+    def open(self, space: Namespace, hits: Sequence[Hit], token_count: int, told: Ends, priority: int) -> SequenceState:
         """Makes a sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
         space.sequence_count += 1  # or it would be forgotten with its last cached block
+        boundaries, prompt_end, early_end, answers = told
         ends = boundaries
         if boundaries and self.retention is not None:
             ends = self.retention.with_steps(boundaries)
+        if answers:
+            ends = tuple(sorted({*ends, *answers}))
         parts = tuple([m.open(scope, hit, ends) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts)
         sequence.boundaries, sequence.ends = boundaries, ends
+        sequence.prompt_end, sequence.early_end, sequence.answer_ends = prompt_end, early_end, answers
         if token_count and self.retention is not None:
             self.retention.make(sequence, token_count)
         self.settle(sequence)
         return sequence
+
+    def pass_ends(self, parent: SequenceState, child: SequenceState) -> None:
+        """Gives a fork the ends of its parent, but for those of the answer, which neither has from now on."""
+        child.boundaries, child.prompt_end, child.early_end = parent.boundaries, parent.prompt_end, parent.early_end
+        if parent.answer_ends:
+            answers = set(parent.answer_ends).difference(parent.boundaries)
+            parent.ends, parent.answer_ends = tuple([end for end in parent.ends if end not in answers]), ()
+            for part in (*parent.parts, *child.parts):
+                part.end_at(parent.ends)
+        child.ends = parent.ends
 
     def grant(self, sequence: SequenceState, needs: Sequence[int], until: int, copies: list[Copy]) -> list[array[int]]:
         """Takes what each manager needs and hands it out; the caller has checked that there is room.

@@ -49,9 +49,10 @@ class Partings:
         edge_tokens: hits end at multiples of this.
         stop_tokens: steps do; where groups keep states, checkpoints are at multiples of it, whoever needs them.
         late, again, inside: prompts that parted so, the older ones counted less.
+        late_seen: those of `late` that were seen, and not only believed.
     """
 
-    __slots__ = ("_share", "again", "edge_tokens", "inside", "late", "stop_tokens")
+    __slots__ = ("_share", "again", "edge_tokens", "inside", "late", "late_seen", "stop_tokens")
 
     def __init__(self, edge_tokens: int, checkpoint_tokens: int = 0) -> None:
         """`checkpoint_tokens` is how far checkpoints of states are apart; 0 without states."""
@@ -59,7 +60,7 @@ class Partings:
         self.stop_tokens = math.lcm(edge_tokens, checkpoint_tokens or 1)
         self._share = EARLY_SHARE_OF_STATES if checkpoint_tokens else EARLY_SHARE
         self.late = LATE_BELIEVED_OF_STATES if checkpoint_tokens else LATE_BELIEVED
-        self.again = self.inside = 0.0
+        self.again = self.inside = self.late_seen = 0.0
 
     @property
     def are_early(self) -> bool:
@@ -70,6 +71,11 @@ class Partings:
     def are_inside(self) -> bool:
         """Tells whether so many do where no boundary stands that steps are worth theirs."""
         return self.inside >= self._share * (self.late + self.again + self.inside)
+
+    @property
+    def go_on(self) -> bool:
+        """Tells whether at least as many go on from the end as part before it, so that answers are worth states."""
+        return self.late_seen + LATE_BELIEVED >= self.again + self.inside
 
     def note(self, behind: Behind, *, is_parting: bool, is_whole: bool) -> None:
         """A new prompt parts at an edge.
@@ -83,12 +89,14 @@ class Partings:
             return
         if not behind.goes_on:
             self.late += 1
+            self.late_seen += 1
         elif is_whole:
             self.again += 1
         else:
             self.inside += 1
         if self.late + self.again + self.inside > REMEMBERED:
             self.late /= 2
+            self.late_seen /= 2
             self.again /= 2
             self.inside /= 2
 

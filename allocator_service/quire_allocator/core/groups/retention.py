@@ -4,7 +4,8 @@ When a boundary is made, if every group can serve it from what the sequence has 
 
     a hit ends there                  somebody asked for just this
     a commit has reached it           the end of the prompt, a junction, an early end (`early_ends.py`), whose place a
-                                      junction takes, the end of a turn that the owner named
+                                      junction takes, the end of a turn that the owner named, an answer's own ends
+                                      (`answer_ends.py`), each of which takes the place of the one before
     the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
                                       checkpoint): a turn has ended, and most prompts that go on do so from here
 
@@ -49,7 +50,7 @@ from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.manager import AnyManager, Hit
 from quire_allocator.core.groups.partings import STEP_COUNT, Partings, behind_hit
-from quire_allocator.core.groups.runs import Run, RunHit, RunScope
+from quire_allocator.core.groups.runs import Run, RunHit, RunScope, boundaries_behind, boundary_count_before
 from quire_allocator.core.groups.states import StateManager, StatePart
 from quire_allocator.core.groups.units import AnyUnitManager, Unit
 from quire_allocator.core.groups.window_parts import WindowPart
@@ -184,18 +185,22 @@ class Retention(Keeper):
             early = parent if parent is not None and parent.is_early and not parent.is_parting else None
             boundary = self.put(sequence.namespace, key, tails[0], tails[1], runs, parent=parent)
             boundary.is_early = token_count == sequence.early_end
+            if sequence.answer_ends and token_count not in sequence.boundaries:
+                boundary.answer_token_count = max(0, token_count - sequence.prompt_end)
             for full, part, run in zip(self.full, parts, runs):
                 goes_on = part.published * full.block_size > token_count  # and then by one of the children
                 boundary.is_parting |= full.end_of(run) == token_count and len(run.children) > goes_on
             if early is not None:
                 self._take_place_of(early, boundary)
+            if boundary.answer_token_count and parent is not None and parent.token_count >= sequence.prompt_end:
+                self._go_on(parent, boundary)
         sequence.last_boundary = boundary
         self.end_old(boundary)
 
     def _take_place_of(self, early: Boundary, boundary: Boundary) -> None:
         """A new boundary behind an early end takes its place, if others that were right behind that are behind the new
         one now: prompts part there, and no sooner."""
-        moved = [other for other in _behind(boundary) if living(other.parent) is early]
+        moved = [other for other in boundaries_behind(boundary) if living(other.parent) is early]
         if not moved:
             return
         for other in moved:
@@ -203,6 +208,21 @@ class Retention(Keeper):
         early.way_count -= len(moved)
         self._goes_on(boundary, len(moved))
         self.end(early)
+
+    def _go_on(self, before: Boundary, boundary: Boundary) -> None:
+        """An answer has gone on from the end of its prompt, or from an end of its own: the boundary behind that takes
+        its place, unless paths part there."""
+        if not before.is_continued:
+            return
+        needed = before.needed
+        for unit in boundary.needed:
+            unit.is_successor = True
+        self.end(before)
+        if before.answer_token_count:
+            for unit in needed:
+                manager = _manager(cast(Unit, unit))
+                if isinstance(manager, StateManager):
+                    manager.replaced(cast(Unit, unit))
 
     def put(
         self,
@@ -328,7 +348,8 @@ class Retention(Keeper):
     def burden(self, run: Scoped) -> int:
         stands_in = cast(Run, run)
         boundary = stands_in.boundaries[-1]
-        token_count = boundary.token_count - _count_before(stands_in)
+        prompt_end = boundary.token_count - boundary.answer_token_count  # no answer makes its turn worth more or less
+        token_count = max(self.edge_tokens, prompt_end - boundary_count_before(stands_in))
         own = sum([token_count // full.block_size * full.width for full in self.full])
         led = sum([entry.block_count for entry in boundary.needed if cast(Unit, entry).needed_count == 1])
         return min(BURDEN_MAX, ((own + led) // own).bit_length() - 1)
@@ -353,26 +374,6 @@ class Retention(Keeper):
 
     def free_stop_before(self, token_count: int) -> int:
         return (token_count - 1) // self._free_stop_tokens * self._free_stop_tokens if self._free_stop_tokens else 0
-
-
-def _behind(boundary: Boundary) -> list[Boundary]:
-    """Returns the boundaries of all paths that go on from one."""
-    found, pending = list[Boundary](), [cast(Run, boundary.runs[0])]
-    while pending:
-        run = pending.pop()
-        found += [other for other in run.boundaries if other.token_count > boundary.token_count]
-        pending += run.children.values()
-    return found
-
-
-def _count_before(run: Run) -> int:
-    """Returns the token count of the last boundary on a path before the deepest one of a run, or 0."""
-    if len(run.boundaries) > 1:
-        return run.boundaries[-2].token_count
-    above = run.parent
-    while above is not None and not above.boundaries:
-        above = above.parent
-    return above.boundaries[-1].token_count if above is not None else 0
 
 
 def _manager(unit: Unit) -> AnyUnitManager:

@@ -18,6 +18,7 @@ Radix trees of token sequences: SGLang (https://arxiv.org/abs/2312.07104).
 from __future__ import annotations
 
 from array import array
+from typing import cast
 
 from quire_allocator.core.blocks import Evictor, Namespace, Scope
 from quire_allocator.core.boundary import Boundary
@@ -68,3 +69,23 @@ class RunScope(Scope):
     def __init__(self, namespace: Namespace, manager: Evictor) -> None:
         super().__init__(namespace, manager)
         self.root = Run(self, None, 0, b"", array("I"))
+
+
+def boundaries_behind(boundary: Boundary) -> list[Boundary]:
+    """Returns the boundaries of all paths that go on from one."""
+    found, pending = list[Boundary](), [cast(Run, boundary.runs[0])]
+    while pending:
+        run = pending.pop()
+        found += [other for other in run.boundaries if other.token_count > boundary.token_count]
+        pending += run.children.values()
+    return found
+
+
+def boundary_count_before(run: Run) -> int:
+    """Returns the token count of the last boundary on a path before the deepest one of a run, or 0."""
+    if len(run.boundaries) > 1:
+        return run.boundaries[-2].token_count
+    above = run.parent
+    while above is not None and not above.boundaries:
+        above = above.parent
+    return above.boundaries[-1].token_count if above is not None else 0

@@ -99,6 +99,9 @@ class StatePart(Part):
         self.last: Checkpoint | None = None
         self.root: UnitKey | None = None
 
+    def end_at(self, ends: tuple[int, ...]) -> None:
+        self.boundaries = ends
+
 
 class StateManager(UnitManager[StatePart]):
     """All groups of one kind of state. `Manager` says what its methods promise."""
@@ -269,6 +272,11 @@ class StateManager(UnitManager[StatePart]):
         if part.unit is not None and part.unit.key is not None:
             keys.add(part.unit.key)
         return sorted([(position * self._digest_tokens, digest) for position, digest in keys], reverse=True)
+
+    def replaced(self, unit: Unit) -> None:
+        """Another checkpoint has taken the place of one: where nobody has asked for it, it is not worth its blocks."""
+        if unit.is_published and not unit.live and not unit.was_hit and not unit.boundaries:
+            self._drop(unit)
 
     # -- how many checkpoints are kept ---------------------------------------------------------------------------------
 

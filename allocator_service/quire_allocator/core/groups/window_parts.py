@@ -46,6 +46,9 @@ class WindowPart(Part):
         self.aside: tuple[Unit, ...] = ()
         self.kept: KeptBlocks | None = None
 
+    def end_at(self, ends: tuple[int, ...]) -> None:
+        self.boundaries = ends
+
 
 class PublishingManager(FallenManager[WindowPart]):
     """What managers of windows do to publish a position, and with blocks that are kept beside published ones."""

@@ -1,0 +1,208 @@
+"""The ends of an answer: where it leaves states, which one is left, and who has none. Numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from quire.protocol import limits
+from quire_allocator.core.groups.answer_ends import ANSWER_ENDS_MAX, answer_ends
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
+from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, Result
+
+from tests.allocator.core.pools import full, make_pool, sliding, state
+from tests.allocator.core.test_retention import text
+
+STATES = (full(4), *(state(1024),) * 24)  # so many that prompts of five blocks have no early end
+
+
+def answer(pool: Pool, sequence_id: int, digests: bytes, first: int, last: int) -> None:
+    """Computes tokens one by one, with nothing granted beyond; at each edge a state could be left."""
+    for end in range(first + 1, last + 1):
+        assert pool.grow(sequence_id, end).result is Result.OK
+        filled = digests[(end - 1) // 4 * DIGEST_BYTES : end // 4 * DIGEST_BYTES]
+        assert pool.commit(sequence_id, end, filled, end).result is Result.OK
+        invariants.check(pool)
+
+
+def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
+    """Computes a prompt with a pass that ends at its last edge; returns what was matched."""
+    grown = pool.allocate(sequence_id, prompt, digests[: prompt // 4 * DIGEST_BYTES])
+    last = (prompt - 1) // 4 * 4
+    done = grown.matched_token_count
+    for end in sorted({end for end in pool.sequences[sequence_id].boundaries if end > done} | {prompt}):
+        pool.grow(sequence_id, end)
+        pool.commit(sequence_id, end, digests[done // 4 * DIGEST_BYTES : end // 4 * DIGEST_BYTES], end)
+        done = end
+    assert last <= done
+    return grown.matched_token_count
+
+
+def ends(pool: Pool) -> list[int]:
+    """The token counts of all boundaries."""
+    return sorted(count for count, _ in pool.blocks.namespaces[""].boundaries)
+
+
+def states(pool: Pool) -> list[int]:
+    """After how many tokens there are checkpoints."""
+    return sorted(count * 4 for count, _ in pool.blocks.namespaces[""].scopes[-1].index)  # type: ignore[attr-defined]
+
+
+def test_they_are_at_distances_from_the_last_edge_of_the_prompt_that_double() -> None:
+    assert answer_ends(16, 100)[:4] == (112, 128, 160, 224)
+    assert answer_ends(16, 97)[:2] == (112, 128)
+    assert answer_ends(16, 3)[:3] == (16, 32, 64)
+    assert len(answer_ends(16, 100)) == ANSWER_ENDS_MAX == limits.ANSWER_ENDS_MAX
+
+
+def test_none_is_at_the_end_of_the_prompt_itself_or_beyond_what_a_token_count_can_say() -> None:
+    assert answer_ends(16, 96)[:2] == (112, 144)  # its last boundary is 80
+    assert answer_ends(16, 2**32 - 40) == (2**32 - 32, 2**32 - 16)
+
+
+@pytest.mark.parametrize(
+    ("groups", "retention"),
+    [
+        ((full(4),), ""),
+        ((full(4), sliding(4, 8)), ""),
+        ((state(4), state(64)), ""),
+        ((full(4), state(64)), "dense"),
+    ],
+)
+def test_pools_that_keep_no_states_or_all_of_them_or_no_attention_have_none(
+    groups: tuple[GroupSpec, ...], retention: str
+) -> None:
+    pool = make_pool(200, *groups, retention=retention)
+    assert pool.allocate(1, 129).answer_ends == ()
+
+
+def test_who_is_let_in_is_told_of_them_and_hits_end_there() -> None:
+    pool = make_pool(200, full(4), state(1024))
+    told = pool.allocate(1, 22)
+    assert told.answer_ends[:3] == (24, 28, 36)
+    assert told.answer_ends == pool.sequences[1].answer_ends
+    assert set(told.answer_ends) < set(pool.sequences[1].ends)
+    assert not set(told.answer_ends) & set(pool.sequences[1].boundaries)
+
+
+def test_each_takes_the_place_of_the_one_before_and_the_first_that_of_the_end_of_the_prompt() -> None:
+    pool, chat = make_pool(900, *STATES), text(1, 20)
+    asked(pool, 1, chat, 22)
+    assert (ends(pool), states(pool)) == ([20], [20])
+    answer(pool, 1, chat, 22, 24)
+    assert (ends(pool), states(pool)) == ([24], [20, 24])  # that of the prompt may still be hit, but leaves first
+    answer(pool, 1, chat, 24, 28)
+    assert (ends(pool), states(pool)) == ([28], [20, 28])
+    answer(pool, 1, chat, 28, 47)
+    pool.free(1)
+    assert (ends(pool), states(pool)) == ([36], [20, 36])
+    assert asked(pool, 2, chat, 60) == 36
+
+
+def test_the_state_of_the_prompt_leaves_before_all_that_is_kept() -> None:
+    pool, chat = make_pool(90, *STATES), text(1, 20)
+    asked(pool, 1, chat, 22)
+    answer(pool, 1, chat, 22, 37)
+    pool.free(1)
+    assert states(pool) == [20, 36]  # and nine blocks of attention: 33 are empty
+    asked(pool, 2, text(2, 20), 22)  # takes six, a state, and another one
+    assert (ends(pool), states(pool)) == ([20, 36], [20, 36])
+    assert pool.match("", chat[: 9 * DIGEST_BYTES]) == 36
+    assert pool.match("", chat[: 8 * DIGEST_BYTES]) == 0
+    invariants.check(pool)
+
+
+def test_where_paths_part_the_end_of_the_prompt_stays() -> None:
+    pool, chat = make_pool(900, *STATES), text(1, 20)
+    other = chat[: 5 * DIGEST_BYTES] + text(2, 15)
+    asked(pool, 1, chat, 22)
+    asked(pool, 2, other, 42)
+    answer(pool, 1, chat, 22, 36)
+    answer(pool, 2, other, 42, 43)
+    assert ends(pool) == [20, 36, 40]  # of the other one the answer is too short
+
+
+def test_a_state_of_an_answer_that_somebody_goes_on_from_is_not_dropped() -> None:
+    pool, chat = make_pool(900, *STATES), text(1, 20)
+    asked(pool, 1, chat, 22)
+    answer(pool, 1, chat, 22, 30)
+    assert asked(pool, 2, chat, 34) == 28
+    answer(pool, 1, chat, 30, 36)
+    assert {28, 36} <= set(states(pool))
+    pool.free(1)
+    pool.free(2)
+    invariants.check(pool)
+
+
+def test_a_state_of_an_answer_that_was_asked_for_is_spare_and_not_dropped() -> None:
+    pool, chat = make_pool(900, *STATES), text(1, 20)
+    asked(pool, 1, chat, 22)
+    answer(pool, 1, chat, 22, 30)
+    assert pool.allocate(2, 34, chat[: 8 * DIGEST_BYTES]).matched_token_count == 28
+    pool.free(2)
+    answer(pool, 1, chat, 30, 36)
+    assert (ends(pool), states(pool)) == ([36], [20, 28, 36])
+
+
+def test_the_end_of_the_turn_before_stays_where_the_prompt_has_left_no_state() -> None:
+    pool, chat = make_pool(900, *STATES), text(1, 20)
+    asked(pool, 1, chat, 22)
+    answer(pool, 1, chat, 22, 37)
+    pool.free(1)
+    assert pool.allocate(2, 54, chat[: 13 * DIGEST_BYTES]).matched_token_count == 36
+    pool.commit(2, 54, chat[9 * DIGEST_BYTES : 13 * DIGEST_BYTES])
+    answer(pool, 2, chat, 54, 61)
+    assert ends(pool) == [36, 60]
+
+
+def test_an_answer_makes_its_turn_worth_neither_more_nor_less() -> None:
+    burdens = []
+    for length in (22, 36):
+        pool, chat = make_pool(900, *STATES), text(1, 20)
+        asked(pool, 1, chat, 22)
+        answer(pool, 1, chat, 22, length)
+        pool.free(1)
+        retention = pool.coordinator.retention
+        assert retention is not None
+        (boundary,) = pool.blocks.namespaces[""].boundaries.values()
+        burdens.append(retention.burden(boundary.runs[0]))  # type: ignore[arg-type]
+    assert burdens == [2, 2]  # five blocks, and 24 of a state
+
+
+def test_what_takes_the_place_of_another_passes_no_time_of_its_own() -> None:
+    times = []
+    for length in (22, 41):
+        pool, chat = make_pool(900, *STATES, eviction_policy="reuse"), text(1, 20)
+        asked(pool, 1, chat, 22)
+        answer(pool, 1, chat, 22, length)
+        pool.free(1)
+        times.append(pool.blocks.policy._led_time)  # type: ignore[attr-defined]
+    assert times == [24, 24]
+
+
+def test_neither_a_fork_nor_its_parent_leaves_one() -> None:
+    pool, chat = make_pool(900, *STATES), text(1, 20)
+    asked(pool, 1, chat, 22)
+    assert pool.fork(1, 2) is Result.OK
+    assert pool.sequences[1].ends == pool.sequences[2].ends == (20,)
+    answer(pool, 1, chat, 22, 36)
+    answer(pool, 2, chat[: 5 * DIGEST_BYTES] + text(3, 15), 22, 36)
+    assert ends(pool) == [20]
+
+
+def test_while_more_prompts_part_before_the_end_than_go_on_there_are_none() -> None:
+    pool = make_pool(900, full(4), state(1024))
+    retention = pool.coordinator.retention
+    assert retention is not None
+    retention.partings.inside = 5.0  # four are believed to have gone on
+    assert pool.allocate(1, 22).answer_ends == ()
+    retention.partings.late_seen = 1.0
+    assert pool.allocate(2, 22).answer_ends
+
+
+def test_an_owner_that_leaves_no_states_keeps_the_end_of_its_prompt() -> None:
+    pool, chat = make_pool(900, *STATES), text(1, 20)
+    asked(pool, 1, chat, 22)
+    pool.grow(1, 60)
+    pool.commit(1, 36, chat[5 * DIGEST_BYTES : 9 * DIGEST_BYTES])
+    pool.free(1)
+    assert ends(pool) == [20]

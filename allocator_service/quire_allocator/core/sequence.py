@@ -26,6 +26,11 @@ class Ends(NamedTuple):
     early_end: int
     answer_ends: tuple[int, ...]
 
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Returns its boundaries and its answer ends, rising."""
+        return tuple(sorted({*self.boundaries, *self.answer_ends}))
+
 
 class SequenceState:
     """What is known of one live sequence, in tokens: `committed_token_count <= token_count <= limit`.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-from quire.protocol.limits import BOUNDARIES_MAX, REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
+from quire.protocol.limits import ANSWER_ENDS_MAX, BOUNDARIES_MAX, REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
 from quire.protocol.packing import unpack_uint32
 from quire.v1 import allocator_pb2 as pb
 
@@ -142,6 +142,7 @@ class StagedReport:
             f"a sequence has one table for each of the {groups} groups",
         )
         require(len(message.boundaries) <= BOUNDARIES_MAX, f"a sequence has at most {BOUNDARIES_MAX} boundaries")
+        require(len(message.answer_ends) <= ANSWER_ENDS_MAX, f"a sequence has at most {ANSWER_ENDS_MAX} answer ends")
         tables = [unpack_uint32(_words(table.blocks, "blocks")) for table in message.tables]
         self._table_entries_left -= sum(map(len, tables))
         require(
@@ -161,6 +162,7 @@ class StagedReport:
             now + message.hold_remaining_ms / 1000 if message.HasField("hold_remaining_ms") else None,
             tuple(message.boundaries),
             tables[groups:],
+            tuple(message.answer_ends),
         )
         last = self._sequences[-1] if self._sequences else None
         if last is not None and last.sequence_id == sequence.sequence_id:

@@ -11,8 +11,7 @@ REPORT_CHUNK_BYTES_MAX: Final = 256 << 10
 REPORT_CHUNK_ENTRIES_MAX: Final = 4096  # sequences, published and freed blocks together
 TURN_ENDS_MAX: Final = 16  # that one sequence may name
 ANSWER_ENDS_MAX: Final = 12  # of one sequence
-# Of one sequence: both, its junction, its early end, its prompt's end.
-BOUNDARIES_MAX: Final = TURN_ENDS_MAX + ANSWER_ENDS_MAX + 3
+BOUNDARIES_MAX: Final = TURN_ENDS_MAX + 3  # of one sequence: those, its junction, its early end, its prompt's end
 REQUEST_ID_CHARACTERS_MAX: Final = 64
 HEARTBEAT_S: Final = 1.0  # both ways
 SILENCE_S: Final = 3.0  # after which an owner leaves its stream

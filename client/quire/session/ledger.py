@@ -58,7 +58,7 @@ class LedgerSequence:
         self.prompt_token_count = self.chunk_token_count = 0
         self.hold_until: float | None = None
         self.boundaries: tuple[int, ...] = ()
-        self.answer_ends = self.boundaries
+        self.answer_ends: tuple[int, ...] = ()
         self.tables: list[array[int]] = []
         self.twins: dict[tuple[int, int], int] = {}
 

@@ -809,6 +809,7 @@ class ReportedSequence(_message.Message):
     CHUNK_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     HOLD_REMAINING_MS_FIELD_NUMBER: _builtins.int
     BOUNDARIES_FIELD_NUMBER: _builtins.int
+    ANSWER_ENDS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Its id."""
     namespace: _builtins.int
@@ -837,6 +838,10 @@ class ReportedSequence(_message.Message):
         to an edge: at most 19. Empty where all groups are of full attention.
         """
 
+    @_builtins.property
+    def answer_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The answer ends that its grow was told, unless it is a fork or was forked: at most 12, rising."""
+
     def __init__(
         self,
         *,
@@ -850,10 +855,11 @@ class ReportedSequence(_message.Message):
         chunk_token_count: _builtins.int = ...,
         hold_remaining_ms: _builtins.int | None = ...,
         boundaries: _abc.Iterable[_builtins.int] | None = ...,
+        answer_ends: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "hold_remaining_ms", b"hold_remaining_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "boundaries", b"boundaries", "chunk_token_count", b"chunk_token_count", "committed_token_count", b"committed_token_count", "hold_remaining_ms", b"hold_remaining_ms", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "sequence_id", b"sequence_id", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "answer_ends", b"answer_ends", "boundaries", b"boundaries", "chunk_token_count", b"chunk_token_count", "committed_token_count", b"committed_token_count", "hold_remaining_ms", b"hold_remaining_ms", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "sequence_id", b"sequence_id", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold_remaining_ms: _TypeAlias = _typing.Literal["hold_remaining_ms"]  # noqa: Y015
     _WhichOneofArgType__hold_remaining_ms: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms"]  # noqa: Y015

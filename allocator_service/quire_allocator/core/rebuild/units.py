@@ -17,6 +17,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.boundaries import Links
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import claim_kept, manager_number
+from quire_allocator.core.sequence import Ends
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
@@ -139,7 +140,7 @@ class WindowBuilder(UnitBuilder):
                 tail.extend(unit.blocks)
             else:
                 units.append(unit)
-        part = WindowPart(scope, first, units, boundaries(self._pool, sequence))
+        part = WindowPart(scope, first, units, told_ends(self._pool, sequence).all)
         part.tail = tail
         if sequence.kept:
             full = range(first, committed // size)
@@ -163,11 +164,12 @@ class StateBuilder(UnitBuilder):
         unit = self._hold(scope, blocks, committed, may_share=is_quiet)
         if unit.key is not None and (unit.key[0] * self._pool.digest_tokens != committed or not is_quiet):
             refuse(f"the state of sequence {name} is published for another length")
-        part = StatePart(scope, unit, boundaries(self._pool, sequence))
+        part = StatePart(scope, unit, told_ends(self._pool, sequence).all)
         return lambda: part
 
 
-def boundaries(pool: Pool, sequence: ReportedSequence) -> tuple[int, ...]:
-    """Returns where later prompts may part from a reported sequence: what its owner was told, and its prompt's end."""
-    prompt = max(1, sequence.prompt_token_count)
-    return pool.coordinator.boundaries(prompt, sequence.boundaries)
+def told_ends(pool: Pool, sequence: ReportedSequence) -> Ends:
+    """Returns where hits are to end in a reported sequence: what its owner was told, and its prompt's end."""
+    prompt, edge = max(1, sequence.prompt_token_count), pool.spec.edge_tokens
+    answers = tuple([end for end in sequence.answer_ends if pool.coordinator.in_place and not end % edge])
+    return Ends(pool.coordinator.boundaries(prompt, sequence.boundaries), (prompt - 1) // edge * edge, 0, answers)

@@ -5,7 +5,7 @@ token after it. From that alone follow the other two rules of windowed groups:
 
     hit        a prefix of `t` tokens can be served if the blocks from `first_needed(t)` up to `t` are published
     admission  a sequence of `n` tokens, computed at most `p` at a time, holds at most the blocks of `window - 1 + p`
-               tokens, wherever block edges fall
+               tokens: of a window wherever they begin, of a chunk only where chunks do
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class WindowRule(ABC):
         """Counts the earlier tokens that one token reads at most."""
 
     @abstractmethod
+    def start_tokens(self) -> int:
+        """Returns what the first token that is read is always a multiple of."""
+
+    @abstractmethod
     def reset_token_count(self) -> int:
         """Returns after every how many tokens the next one reads none before it; 0 where each reads some."""
 
@@ -49,6 +53,9 @@ class SlidingWindow(WindowRule):
 
     def past_token_count(self) -> int:
         return self.window - 1
+
+    def start_tokens(self) -> int:
+        return 1
 
     def reset_token_count(self) -> int:
         return 1 if self.window == 1 else 0
@@ -69,6 +76,9 @@ class ChunkedLocal(WindowRule):
 
     def past_token_count(self) -> int:
         return self.window - 1
+
+    def start_tokens(self) -> int:
+        return self.window
 
     def reset_token_count(self) -> int:
         return self.window

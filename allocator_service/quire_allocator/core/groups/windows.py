@@ -96,7 +96,9 @@ class WindowManager(PublishingManager):
         return self.end_of(part) * self.block_size
 
     def append(self, part: WindowPart, block: int) -> None:
-        self.append_row(part, array("I", (block,)))
+        row = NO_BLOCKS[:]  # a copy and an addition cost less than an array of a list
+        row.append(block)
+        self.append_row(part, row)
 
     def append_row(self, part: WindowPart, blocks: array[int]) -> None:
         part.scope.held += self.width

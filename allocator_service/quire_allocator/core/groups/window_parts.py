@@ -67,6 +67,7 @@ class WindowPart(Part):
 
     @aside.setter
     def aside(self, units: tuple[Unit, ...]) -> None:
+        """Notes others in their place."""
         is_one = len(units) == 1
         self.only_aside = units[0] if is_one else None
         self._aside = () if is_one else units

@@ -10,6 +10,7 @@ token after it. From that alone follow the other two rules of windowed groups:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 from quire_allocator.core.spec import GroupKind, GroupSpec
@@ -37,6 +38,11 @@ class WindowRule(ABC):
     @abstractmethod
     def reset_token_count(self) -> int:
         """Returns after every how many tokens the next one reads none before it; 0 where each reads some."""
+
+    def block_count_max(self, pass_token_count: int, block_size: int) -> int:
+        """Counts the blocks that a pass of so many tokens reads and writes, at most."""
+        before = block_size - math.gcd(block_size, self.start_tokens())  # in the block of the first one that is read
+        return -(-(before + self.past_token_count() + pass_token_count) // block_size)
 
 
 class SlidingWindow(WindowRule):

@@ -41,8 +41,6 @@ class WindowManager(PublishingManager):
     def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
         super().__init__(spec, groups, pool, blocks, log)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
-        # The most tokens that stand in a block before the first one that is read.
-        self._start_max = spec.block_size - math.gcd(spec.block_size, self._rule.start_tokens())
         self._stride = spec.block_size // pool.block_size
         self.edge_tokens = pool.edge_tokens
         # Every so many positions no token needs an earlier one; 0 where there is always one that does.
@@ -80,8 +78,8 @@ class WindowManager(PublishingManager):
         return max(0, -(-token_count // self.block_size) - part.first) * self.width
 
     def peak(self, token_count: int, pass_token_count: int) -> int:
-        at_once = self._rule.past_token_count() + pass_token_count
-        return min(-(-token_count // self.block_size), -(-(self._start_max + at_once) // self.block_size)) * self.width
+        at_once = self._rule.block_count_max(pass_token_count, self.block_size)
+        return min(-(-token_count // self.block_size), at_once) * self.width
 
     def room(self, part: WindowPart, token_count: int) -> int:
         if self._must_copy(part, token_count):

@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-interpreted test-compiled simulate fuzz fuzz-coverage faults model check format proto bench kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean
+.PHONY: help dev demo test test-interpreted test-compiled test-gpu simulate fuzz fuzz-coverage faults model check format proto bench kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,10 @@ test-interpreted: $(READY) ## run the tests of whole models on the GPU's kernels
 test-compiled: $(COMPILED)/.ready ## run the allocator's tests on its compiled core, as its image has it
 	PYTHONPATH=$(COMPILED) $(PYTEST) tests/allocator
 	PYTHONPATH=$(COMPILED) $(BIN)/python -m tests.allocator.twin.run --events 50000 --seed 7
+
+test-gpu: $(READY) ## run the tests of the kernels, and of whole models on them, on a CUDA GPU: JOBS=12
+	$(PYTEST) -m 'not compose and not peer and not soak' \
+		tests/worker/kernels tests/worker/test_attention.py tests/worker/test_formats.py tests/worker/test_on_gpu.py
 
 simulate: $(READY) ## simulate the session protocol under faults: STEPS=1000000 SEED=7
 	$(BIN)/python -m tests.simulation --steps $(or $(STEPS),100000) --seed $(or $(SEED),1)

@@ -13,6 +13,10 @@ torch and transformers of `.[all]`; a script puts both into one environment:
 
     scripts/vllm_manager.sh
     build/peers/vllm-manager/bin/python benchmarks/allocator.py
+
+With `--pin` the service has what the sides in process have: one CPU, for the owner and the allocator, who take turns.
+Without it each wakes the other on another CPU, which a virtual machine leaves to its host: a free took 10 % more CPU
+at the median, and 44 % while the host was busy (docs/decisions/0057-a-step-and-its-answer-are-one-operation.md).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 import statistics
 import sys
 from collections.abc import Iterable
@@ -53,6 +58,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=11, help="rounds (default: %(default)s)")
     parser.add_argument("--without", nargs="*", default=[], choices=["vllm", "service", "scale"], help="parts to skip")
+    parser.add_argument("--pin", action="store_true", help="all processes on one CPU")
     add_output_arguments(parser)
     return parser.parse_args()
 
@@ -187,12 +193,16 @@ def measure_scale() -> tuple[list[dict[str, object]], list[Goal]]:
 def main() -> None:
     """Measures everything and prints or writes what was asked for."""
     options = arguments()
+    if options.pin:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before the allocator's process, which inherits it
     medians = measure(options)
     slower = slowdown(medians)
     rows = operation_rows(medians)
     long = long_prompts.measure()
     rows += [row(name, "us", {"core": cost}, 2 * long_prompts.TOKENS // BLOCK_TOKENS) for name, cost in long.items()]
     rows.append(row("the core is compiled", "1 if so", {"core": float(BUILD == "compiled")}))
+    if options.pin:
+        rows.append(row("all processes on one CPU", "1 if so", {"core": 1.0}))
     if "vllm" in medians:
         rows.append(row("the machine, slower than that of the floors", "times", {"core": slower}))
     goals = [*floor_goals(medians["core"], slower), *ratio_goals(medians)]

@@ -32,7 +32,7 @@ def write_adapter(folder: Path, base: Path, *, seed: int, targets: Any = LINEARS
 
 @cache
 def _adapted_model(base: Path, adapter: Path) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     return PeftModel.from_pretrained(model, str(adapter)).eval()
 
 

@@ -23,6 +23,7 @@ from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.engine import Engine
+from quire_worker.execution.decode_graphs import decode_graphs_of
 from quire_worker.execution.drafter import Drafter
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
@@ -51,8 +52,8 @@ def paged_model(folder: Path) -> PagedModel:
 
 @cache
 def reference_model(folder: Path) -> Any:
-    """The model as transformers runs it."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    """The model as transformers runs it, without SDPA, for which releases before 5.21 forget soft caps."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @cache
@@ -204,12 +205,14 @@ async def running(
     stream_interval_s: float = STREAM_INTERVAL_S,
     permissions: Permissions = EVERYTHING,
     model: PagedModel | None = None,
+    graph_batch_max: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> AsyncIterator[Harness]:
-    """Allocator, session and engine for the length of a test; the model is the folder's unless one is given."""
+    """Allocator, session and engine for the length of a test; the model is the folder's unless one is given. On a GPU
+    decode of up to `graph_batch_max` samples is captured."""
     torch.set_num_threads(1)
     model = model or paged_model(folder)
-    kv_cache = KVCache(model.cache_spec, blocks)
+    kv_cache = KVCache(model.cache_spec, blocks, device=model.device)
     drafter = None
     if draft_model is not None:
         drafting = drafting or Proposals(4)
@@ -218,6 +221,7 @@ async def running(
             buffer.fill_(NAN_BYTE)
     for buffer in kv_cache.buffers:
         buffer.fill_(NAN_BYTE)  # what was never written must never be read
+    graphs = decode_graphs_of(model, kv_cache, graph_batch_max)
     allocator = AllocatorServer(permissions)
     await allocator.start()
     async with AsyncAllocatorClient(f"127.0.0.1:{allocator.port}") as client:
@@ -240,6 +244,7 @@ async def running(
             telemetry=WorkerTelemetry(),
             waiting_max=waiting_max,
             stream_interval_s=stream_interval_s,
+            shortcut=None if graphs is None else graphs.logits_of,
             drafter=drafter,
             clock=clock,
         )

@@ -22,6 +22,7 @@ from quire_worker.model.paged_model import load_model
 from quire_worker.model.states import flat, mixers, passes
 from quire_worker.model.states.view import SegmentView
 from quire_worker.service import WorkerService
+from quire_worker.state_pages import StateKey
 from transformers import AutoModelForCausalLM
 
 from tests.worker.engine_harness import paged_model, prompt, reference_model, reference_text, running
@@ -262,6 +263,15 @@ def test_what_rounding_alone_does_to_a_model_in_bfloat16_is_no_reason_to_refuse_
 
 def test_layers_of_minimax_that_attend_may_have_a_window(tmp_path: Path) -> None:
     assert difference(write_with_states("MiniMax", tmp_path, sliding_window=24)) < 1e-4
+
+
+def test_a_layer_of_the_cache_gives_the_states_that_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers before 5.21 asks."""
+    monkeypatch.setattr(SegmentView, "_get", lambda _, *place: place)
+    layer = SegmentView(cast("Any", None), cast("Any", None)).layers[3]
+    assert layer.conv_states[1] == (3, StateKey("conv", 1))
+    assert layer.recurrent_states[0] == (3, StateKey("recurrent", 0))
+    assert not layer.record_past
 
 
 @pytest.mark.parametrize("name", FURTHER)

@@ -51,21 +51,22 @@ class DueRows:
         sequences: in the order of their rows.
     """
 
-    __slots__ = ("_coordinator", "_grants", "sequences")
+    __slots__ = ("_coordinator", "_grants", "_rows", "sequences")
 
     def __init__(self, coordinator: Coordinator, grants: Grants) -> None:
         self._coordinator = coordinator
         self._grants = grants
+        self._rows: list[int] = []
         self.sequences: list[SequenceState] = []
 
     def add(self, number: int, sequence: SequenceState, token_count: int) -> None:
         """Grants a row to the sequence of grow `number`."""
-        self._grants.add_row(number, self._coordinator.group_count)
+        self._rows.append(number)
         self._coordinator.raise_limit(sequence, token_count)
         self.sequences.append(sequence)
 
     def hand_out(self) -> None:
         """Takes the rows and hands them out: before a grow that may take other blocks, and at the end."""
         if self.sequences:
-            self._grants.fill_rows(self._coordinator.append_rows(self.sequences))
-            self.sequences = []
+            self._grants.add_rows(self._rows, self._coordinator.append_rows(self.sequences))
+            self._rows, self.sequences = [], []

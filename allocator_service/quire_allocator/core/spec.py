@@ -178,14 +178,13 @@ class Grants:
         blocks: all of them, one array after the other.
     """
 
-    __slots__ = ("_ones", "_singles", "blocks", "counts", "rows")
+    __slots__ = ("_singles", "blocks", "counts", "rows")
 
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.counts: list[int] = []
         self.blocks: list[array[int]] = []
         self._singles: array[int] | None = None  # the last array of `blocks`, while only `add_one` writes to it
-        self._ones: list[int] = []
 
     def add(self, row: int, tables: tuple[array[int], ...]) -> None:
         """Adds what one grow was granted, one array for each group."""
@@ -204,15 +203,10 @@ class Grants:
             self.blocks.append(self._singles)
         self._singles.append(block)
 
-    def add_row(self, row: int, group_count: int) -> None:
-        """Adds one block of each group for one grow, as most grows of a decoding batch take: `fill_rows` has them."""
-        self.rows.append(row)
-        if not self._ones:
-            self._ones = [1] * group_count
-        self.counts += self._ones
-
-    def fill_rows(self, blocks: array[int]) -> None:
-        """Adds the blocks of rows that were added since other blocks were, group fastest."""
+    def add_rows(self, rows: list[int], blocks: array[int]) -> None:
+        """Adds one block of each group for each of these grows, group fastest, as most of a decoding batch take."""
+        self.rows += rows
+        self.counts += [1] * len(blocks)
         self.blocks.append(blocks)
         self._singles = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
@@ -106,17 +107,17 @@ class Family:
         return -(-token_count // self.block_size) - first_kept // self.block_size
 
     def block_count_peak(self, token_count: int, pass_token_count: int = 1) -> int:
-        """Returns the most that `block_count` is on the way to `token_count` tokens (one more if chunks end inside
-        blocks)."""
+        """Returns the most that `block_count` is on the way to `token_count` tokens (of short sequences perhaps one
+        more, if chunks end inside blocks)."""
         if token_count < 1 or self.kind is GroupKind.STATE:
             return min(token_count, 1)
         blocks = -(-token_count // self.block_size)
         if self.kind is GroupKind.FULL_ATTENTION:
             return blocks
         reach = self.window + pass_token_count - 1
-        if self.kind is GroupKind.CHUNKED_LOCAL and self.window % self.block_size == 0 and pass_token_count == 1:
-            return min(blocks, reach // self.block_size)
-        return min(blocks, -(-(reach - 1) // self.block_size) + 1)  # a stretch that starts at the end of a block
+        starts_apart = self.window if self.kind is GroupKind.CHUNKED_LOCAL else 1
+        in_block = self.block_size - math.gcd(self.block_size, starts_apart)  # tokens before the reach, at most
+        return min(blocks, -(-(in_block + reach) // self.block_size))
 
     def live_bytes(self, token_count: int) -> int:
         """Bytes that computing the last of `token_count` tokens reads and writes, in all layers."""

@@ -13,6 +13,7 @@ from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupSpec, GrowResult, Quota, Result
 
 from tests.allocator.core.pools import (
+    chunked,
     commit,
     computed,
     counts,
@@ -162,10 +163,31 @@ def test_a_pass_that_is_too_long_is_told_apart_from_what_can_never_fit() -> None
         commit(pool, 1, "abcdefg", end)
 
 
+def test_a_chunk_begins_at_the_edge_of_a_block_where_a_window_may_begin_inside() -> None:
+    # In passes of one token 8 tokens of a chunk take 2 blocks of 4, of a window 3; in passes of 4, 11 tokens take 3.
+    assert refusal(make_pool(8, full(4), chunked(4, 8)).allocate(1, 28)) == (Result.TOO_LONG, 0)
+    pool = make_pool(9, full(4), chunked(4, 8))
+    assert refusal(pool.allocate(1, 28)) == (Result.PASS_TOO_LONG, 5)
+    assert pool.allocate(1, 1, prompt_token_count=28).result is Result.OK
+    for end in range(1, 29):
+        assert pool.grow(1, end).result is Result.OK
+        commit(pool, 1, "abcdefg", end)
+    for block_count, result in ((9, Result.TOO_LONG), (10, Result.OK)):
+        announced = make_pool(block_count, full(4), chunked(4, 8), chunk_token_count_max=4)
+        assert announced.allocate(1, 1, prompt_token_count=28).result is result
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_while_nobody_decodes_no_prompt_that_was_let_in_ever_lacks_a_block(seed: int) -> None:
     rng = random.Random(seed)
-    groups = rng.choice(([full(4)], [full(4), sliding(4, 6)], [sliding(2, 7), full(4), sliding(2, 7), state(8)]))
+    groups = rng.choice(
+        (
+            [full(4)],
+            [full(4), sliding(4, 6)],
+            [sliding(2, 7), full(4), sliding(2, 7), state(8)],
+            [full(4), chunked(4, 8)],
+        )
+    )
     announced = rng.choice((0, 9))
     pool = make_pool(40, *groups, chunk_token_count_max=announced)
     prompts: dict[int, tuple[int, int]] = {}  # tokens, tokens of a pass

@@ -94,8 +94,9 @@ class Kind:
         """Entries with a block that a sequence has at most, if it computes so many tokens at a time."""
         if self.name in ("full_attention", "state"):
             return self.entries(token_count)
-        at_once = self.window - 1 + chunk
-        spans = [(offset + at_once - 1) // self.block_size + 1 for offset in range(self.block_size)]
+        at_once, apart = self.window - 1 + chunk, self.window if self.name == "chunked_local" else 1
+        starts = range(0, apart * self.block_size, apart)
+        spans = [(first + at_once - 1) // self.block_size - first // self.block_size + 1 for first in starts]
         return min(self.entries(token_count), max(spans))
 
     def kept(self, held_by_others: list[bool], committed: int) -> float:

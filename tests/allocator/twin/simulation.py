@@ -10,6 +10,7 @@ from tests.allocator.twin.memory import Writer
 
 NAMESPACES = ("", "blue")
 LIVE_MAX = 7  # sequences; more would leave no room to grow in
+EDITS_BEFORE = 100.0  # prompts that parted inside of others before every other history
 
 FULL, SLIDING, CHUNKED, STATE = "full_attention", "sliding_window", "chunked_local", "state"
 
@@ -65,6 +66,9 @@ class Simulation(Comparison):
         self.next_id = 1
         self.to_edit = NAMESPACES[0], [0]  # a prompt and its namespace
         self.drops = random.Random(seed)
+        retention = self.pool.coordinator.retention
+        if not seed % 2 and retention is not None:  # few histories have as many edits by chance
+            retention.partings.inside = self.twin.inside = EDITS_BEFORE
 
     def run(self, event_count: int) -> None:
         """Applies events, comparing everything after each."""

@@ -16,6 +16,7 @@ from quire_kernels.shared.fp8 import E5M2
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import kv_lengths
 from quire_kernels.shared.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
+from triton.runtime.jit import JITFunction
 
 from tests.worker.kernels.planting import MODULES, Fault, plant
 
@@ -228,11 +229,24 @@ def use(planted: ModuleType, fault: Fault, patch: pytest.MonkeyPatch) -> None:
                 patch.setattr(user, name, getattr(planted, name))
 
 
+def forget_compiled() -> None:
+    """Has kernels compiled anew: a compiled one does not notice that a function it calls was replaced."""
+    for name, module in sys.modules.items():
+        if name.startswith("quire_kernels"):
+            for function in vars(module).values():
+                if isinstance(function, JITFunction):
+                    function.hash = None
+                    function.device_caches.clear()
+
+
 @pytest.mark.parametrize(("fault", "check"), FAULTS, ids=[f"{f.module}: {f.title}" for f, _ in FAULTS])
 def test_a_planted_fault_is_noticed(
     fault: Fault, check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     check(device)
-    use(plant(fault, tmp_path), fault, monkeypatch)
-    with pytest.raises(AssertionError):
-        check(device)
+    with monkeypatch.context() as patch:
+        use(plant(fault, tmp_path), fault, patch)
+        forget_compiled()
+        with pytest.raises(AssertionError):
+            check(device)
+    forget_compiled()

@@ -286,7 +286,8 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
     refused("^division", division=divide_prefill(scene.qo_indptr, token_count=2, group=2, tiling=tiling))
     refused("^division", division=divide_prefill(scene.qo_indptr, token_count=3, group=1, tiling=tiling))
     mask = torch.ones(13, dtype=torch.bool, device=device)
-    refused("^mask_indptr must have", masking=Masking(custom_mask=mask, mask_indptr=torch.zeros(2, dtype=torch.long)))
+    starts = torch.zeros(2, dtype=torch.long, device=device)
+    refused("^mask_indptr must have", masking=Masking(custom_mask=mask, mask_indptr=starts))
     for message, arguments in (
         ("^custom_mask replaces", {"custom_mask": mask, "causal": True}),
         ("^custom_mask must be a flat", {"custom_mask": mask.int()}),

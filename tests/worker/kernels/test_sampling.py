@@ -54,7 +54,7 @@ def is_drawn_token(weights: torch.Tensor, token: int, uniform: float) -> bool:
 
 def samples_match(module: ModuleType, device: torch.device) -> bool:
     """All chains as rows of one batch: used on the real module and on faulty ones."""
-    logits = 3 * torch.randn(len(CHAINS), 1200, device=device)
+    logits = 3 * torch.randn(len(CHAINS), 1200).to(device)  # the same ones on every device
     columns = list(zip(*CHAINS.values(), strict=True))
     temperature, top_p, min_p = (torch.tensor(columns[i], device=device) for i in (0, 2, 3))
     top_k = torch.tensor(columns[1], dtype=torch.int32, device=device)
@@ -67,7 +67,7 @@ def samples_match(module: ModuleType, device: torch.device) -> bool:
 
 def greedy_matches(module: ModuleType, device: torch.device) -> bool:
     """Greedy rows with equals in several tiles: used on the real module and on faulty ones."""
-    logits = torch.randn(3, 9000, device=device)
+    logits = torch.randn(3, 9000).to(device)
     logits[0, [17, 5000, 8999]], logits[1, 8999] = 50.0, 50.0
     return bool(module.greedy(logits).tolist() == [17, 8999, int(logits[2].argmax())])
 

@@ -289,6 +289,7 @@ def attend_requests(
             chunk_size=masking.chunk_size,
         )
         if masking.custom_mask is not None and masking.mask_indptr is not None:
+            seen = seen.to(masking.custom_mask.device)
             seen &= _mask_of(masking.custom_mask, int(masking.mask_indptr[request]), seen.shape)
         out, lse = attend(q[start:stop], k, v, seen, options)
         outs.append(out)

@@ -32,7 +32,7 @@ def attend(
         q: `[q_len, query_heads, head_dim]`, any dtype.
         k: `[kv_len, kv_heads, head_dim]`.
         v: `[kv_len, kv_heads, v_head_dim]`.
-        seen: bool `[q_len, kv_len]`; the window of `options` is not applied again.
+        seen: bool `[q_len, kv_len]`, on any device; the window of `options` is not applied again.
         options: scale, soft cap and so on.
 
     Returns:
@@ -50,7 +50,7 @@ def attend(
     if options.alibi_slopes is not None:
         distance = torch.arange(kv_len)[None, :] - (kv_len - q_len + torch.arange(q_len))[:, None]
         x = x + options.alibi_slopes.double()[:, None, None] * distance.to(x.device)
-    x = x.masked_fill(~seen, float("-inf"))
+    x = x.masked_fill(~seen.to(x.device), float("-inf"))
     if options.sinks is not None:
         sink = options.sinks.double()[:, None, None].expand(heads, q_len, 1)
         x = torch.cat([x, sink], dim=2)

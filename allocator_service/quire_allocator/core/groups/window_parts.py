@@ -30,10 +30,23 @@ class WindowPart(Part):
         falling: what a commit lets fall out, rising; only until it is settled.
         needed, aside: units that fell out, which a boundary at the last edge before the committed tokens would need,
             and which it would have aside.
+        only_aside: the one that is all of `aside`, as while decoding; else None. Another one takes its place at every
+            edge: the tuple of the edge before, to be freed then, would long be in no cache.
         kept: blocks of its own that stand in its table in the place of published ones; None while there were none.
     """
 
-    __slots__ = ("aside", "boundaries", "falling", "first", "kept", "needed", "scope", "tail", "units")
+    __slots__ = (
+        "_aside",
+        "boundaries",
+        "falling",
+        "first",
+        "kept",
+        "needed",
+        "only_aside",
+        "scope",
+        "tail",
+        "units",
+    )
 
     def __init__(self, scope: WindowScope, first: int, units: list[Unit], boundaries: tuple[int, ...]) -> None:
         self.scope = scope
@@ -43,11 +56,24 @@ class WindowPart(Part):
         self.boundaries = boundaries
         self.falling: tuple[Scoped, ...] = ()
         self.needed: tuple[Unit, ...] = ()
-        self.aside: tuple[Unit, ...] = ()
+        self.only_aside: Unit | None = None
+        self._aside: tuple[Unit, ...] = ()
         self.kept: KeptBlocks | None = None
 
     def end_at(self, ends: tuple[int, ...]) -> None:
         self.boundaries = ends
+
+    @property
+    def aside(self) -> tuple[Unit, ...]:
+        """Returns them, however many there are."""
+        return self._aside if self.only_aside is None else (self.only_aside,)
+
+    @aside.setter
+    def aside(self, units: tuple[Unit, ...]) -> None:
+        """Notes others in their place."""
+        is_one = len(units) == 1
+        self.only_aside = units[0] if is_one else None
+        self._aside = () if is_one else units
 
 
 class PublishingManager(FallenManager[WindowPart]):

@@ -5,11 +5,12 @@ token after it. From that alone follow the other two rules of windowed groups:
 
     hit        a prefix of `t` tokens can be served if the blocks from `first_needed(t)` up to `t` are published
     admission  a sequence of `n` tokens, computed at most `p` at a time, holds at most the blocks of `window - 1 + p`
-               tokens, wherever block edges fall
+               tokens: of a window wherever they begin, of a chunk only where chunks do
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 from quire_allocator.core.spec import GroupKind, GroupSpec
@@ -31,8 +32,17 @@ class WindowRule(ABC):
         """Counts the earlier tokens that one token reads at most."""
 
     @abstractmethod
+    def start_tokens(self) -> int:
+        """Returns what the first token that is read is always a multiple of."""
+
+    @abstractmethod
     def reset_token_count(self) -> int:
         """Returns after every how many tokens the next one reads none before it; 0 where each reads some."""
+
+    def block_count_max(self, pass_token_count: int, block_size: int) -> int:
+        """Counts the blocks that a pass of so many tokens reads and writes, at most."""
+        before = block_size - math.gcd(block_size, self.start_tokens())  # in the block of the first one that is read
+        return -(-(before + self.past_token_count() + pass_token_count) // block_size)
 
 
 class SlidingWindow(WindowRule):
@@ -49,6 +59,9 @@ class SlidingWindow(WindowRule):
 
     def past_token_count(self) -> int:
         return self.window - 1
+
+    def start_tokens(self) -> int:
+        return 1
 
     def reset_token_count(self) -> int:
         return 1 if self.window == 1 else 0
@@ -69,6 +82,9 @@ class ChunkedLocal(WindowRule):
 
     def past_token_count(self) -> int:
         return self.window - 1
+
+    def start_tokens(self) -> int:
+        return self.window
 
     def reset_token_count(self) -> int:
         return self.window

@@ -78,8 +78,8 @@ class WindowManager(PublishingManager):
         return max(0, -(-token_count // self.block_size) - part.first) * self.width
 
     def peak(self, token_count: int, pass_token_count: int) -> int:
-        at_once = self._rule.past_token_count() + pass_token_count
-        return min(-(-token_count // self.block_size), -(-(at_once - 1) // self.block_size) + 1) * self.width
+        at_once = self._rule.block_count_max(pass_token_count, self.block_size)
+        return min(-(-token_count // self.block_size), at_once) * self.width
 
     def room(self, part: WindowPart, token_count: int) -> int:
         if self._must_copy(part, token_count):
@@ -96,7 +96,9 @@ class WindowManager(PublishingManager):
         return self.end_of(part) * self.block_size
 
     def append(self, part: WindowPart, block: int) -> None:
-        self.append_row(part, array("I", (block,)))
+        row = NO_BLOCKS[:]  # a copy and an addition cost less than an array of a list
+        row.append(block)
+        self.append_row(part, row)
 
     def append_row(self, part: WindowPart, blocks: array[int]) -> None:
         part.scope.held += self.width
@@ -338,21 +340,21 @@ class WindowManager(PublishingManager):
         it, as decoding does. Returns False where it is not as simple as that, and nothing has changed."""
         if self.keeper is None:
             return True
-        size, aside, position = self.block_size, part.aside, part.first
+        size, before, position = self.block_size, part.only_aside, part.first
         edge = committed // self.edge_tokens * self.edge_tokens
         earlier = edge - self.edge_tokens
-        if part.needed or len(aside) > 1 or earlier < 0 or not unit.is_published:
+        if part.needed or (before is None and part.aside) or earlier < 0 or not unit.is_published:
             return False
         if position != self._rule.first_needed(earlier) // size or position >= earlier // size:
             return False  # where it is, what fell out before stands before all that is aside
         if edge != committed and position >= self._rule.first_needed(edge) // size:
             return False
         unit.aside_count += 1
-        part.aside = (unit,)
-        if aside:
-            before = aside[0]
+        part.only_aside = unit
+        if before is not None:
             before.aside_count -= 1
-            self.revalue(before)
+            if not before.needed_count:  # else it is worth what it was, and the rest of it need not be looked at
+                self.revalue(before)
         return True
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:

@@ -3,7 +3,8 @@
 A boundary's blocks end where a stretch of windowed blocks ends or a checkpoint is, and paths end and part at
 boundaries: at all these places one is made, if every group can serve it there. So of boundaries whose blocks run into
 each other only the last one is found, every checkpoint is taken for one (of those on one path the last few stay), and
-in a pool without full attention nobody knows any more which of them are on one path.
+in a pool without full attention nobody knows any more which of them are on one path. What no boundary found has is
+spare, under `tail`, too, which has no spare blocks else: emptied at once, what may still be hit would be lost.
 """
 
 from __future__ import annotations

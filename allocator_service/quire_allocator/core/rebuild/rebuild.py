@@ -11,7 +11,8 @@ Only a new pool is written to, and the caller puts it in force when it is whole:
 
 Not reported, so not as before: prompts that sequences are still computing are not announced (a second one is computed
 beside the first), policies have learned nothing yet but that what parts was shared, only full attention knows where
-earlier prompts part, no checkpoint counts as one that its sequence made, counters begin at 0.
+earlier prompts part, no checkpoint counts as one that its sequence made, counters begin at 0. Under `tail` more may be
+hit than before: an owner's ledger still has blocks that were emptied without its asking.
 """
 
 from __future__ import annotations

@@ -2,10 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from quire_worker.model.states.passes import Segment, States
 from quire_worker.state_pages import StateKey
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """States of one kind of a layer, by their number."""
+
+    view: SegmentView
+    layer: int
+    kind: str
+
+    def __getitem__(self, state_idx: int) -> torch.Tensor | None:
+        return self.view._get(self.layer, StateKey(self.kind, state_idx))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """A layer of the cache: transformers before 5.21 asks it for its tensors.
+
+    Attributes:
+        conv_states: the last inputs of its convolutions.
+        recurrent_states: its recurrent states.
+        record_past: whether states are kept to go back to.
+    """
+
+    conv_states: _Held
+    recurrent_states: _Held
+    record_past: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """All layers of the cache, by their number."""
+
+    view: SegmentView
+
+    def __getitem__(self, layer_idx: int) -> LayerView:
+        return LayerView(_Held(self.view, layer_idx, "conv"), _Held(self.view, layer_idx, "recurrent"))
 
 
 class SegmentView:
@@ -19,6 +58,11 @@ class SegmentView:
         self._states = states
         self._segment = segment
         self._tensors: dict[tuple[int, StateKey], torch.Tensor] = {}
+
+    @property
+    def layers(self) -> _Layers:
+        """Gives the layers, each of which gives its states: `view.layers[3].conv_states[0]`."""
+        return _Layers(self)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Returns the last inputs of a convolution, `[sequences, channels, columns]`; None where there are none."""

@@ -1,0 +1,104 @@
+"""Every family of models on a GPU, token by token against transformers' own `generate` on the CPU.
+
+`test_families.py` and `test_states.py` say what the same scenes hold on a CPU. Here decode is captured as CUDA graphs
+where the model lets itself be captured, and once more launched by the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from quire import Client
+from quire.local import LocalStack
+from quire_worker.model.paged_model import PagedModel, load_model
+
+from tests.worker.engine_harness import BLOCK_SIZE, prompt, reference_text, running
+from tests.worker.state_models import STATE_FAMILIES, write_with_states
+from tests.worker.tiny_models import FAMILIES, write_tiny, write_tiny_llama, write_tiny_qwen3
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LENGTHS = [1, 15, 16, 17, 31, 33, 48, 100, 131, 200]
+# What a graph holds: no recurrent states, which the host moves, no experts, of which torch asks on the host in float32
+# which are used, and nothing that is made on the host in each pass, as numbers of Gemma-3n are.
+CAPTURED = ["llama", "qwen3", "mistral", "gemma2", "gemma3"]
+LAUNCHED = ["llama", "qwen3", *FAMILIES, *STATE_FAMILIES]
+
+
+def write(name: str, folder: Path) -> Path:
+    if name in STATE_FAMILIES:
+        return write_with_states(name, folder)
+    if name in FAMILIES:  # kernels take rotated parts of latents from 16 dims on
+        wider = {"qk_rope_head_dim": 16, "head_dim": 16} if name.startswith("deepseek") else {}
+        return write_tiny(name, folder, **wider)
+    return {"llama": write_tiny_llama, "qwen3": write_tiny_qwen3}[name](folder)
+
+
+def on_gpu(folder: Path) -> PagedModel:
+    return load_model(folder, block_size=BLOCK_SIZE, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "graph_batch_max"), [*((each, 0) for each in LAUNCHED), *((each, 32) for each in CAPTURED)]
+)
+async def test_mixed_batches_prefix_hits_and_forks_give_the_text_of_transformers(
+    name: str, graph_batch_max: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(name, tmp_path / "model")
+    model = on_gpu(folder)
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    blocks = 256 * len(model.cache_spec.groups)
+    async with running(folder, blocks=blocks, model=model, graph_batch_max=graph_batch_max) as harness:
+        tasks = []
+        for tokens in prompts:  # one after the other, so that prefills meet decodes
+            tasks.append(asyncio.create_task(harness.generate(tokens, max_tokens=20)))
+            await asyncio.sleep(0)
+        outputs = await asyncio.gather(*tasks)
+        again = await asyncio.gather(*(harness.generate(tokens, max_tokens=20, n=2) for tokens in prompts))
+        assert await harness.free_block_count() == blocks
+    assert "decode is not captured" not in capsys.readouterr().out
+    for tokens, output, hit in zip(prompts, outputs, again, strict=True):
+        expected = reference_text(folder, tuple(tokens), 20)
+        assert output.tokens[0] == expected, f"prompt of {len(tokens)}"
+        assert hit.tokens == [expected] * 2, f"prompt of {len(tokens)}, found in the cache and forked"
+        assert hit.request.usage.cached_token_count == (len(tokens) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("swap_slots", [0, 64], ids=["computed again", "swapped"])
+async def test_requests_that_outgrow_their_pool_finish_with_the_same_text(tmp_path: Path, swap_slots: int) -> None:
+    folder = write_tiny("gemma3", tmp_path / "model")
+    model = on_gpu(folder)
+    prompts = [prompt(1 + i, seed=i) for i in range(4)]
+    blocks = 4 * len(model.cache_spec.groups)
+    async with running(folder, blocks=blocks, model=model, swap_slots=swap_slots, graph_batch_max=4) as harness:
+        outputs = await asyncio.gather(
+            *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
+        )
+        preemptions = harness.engine.scheduler.roster.preemption_count
+    assert preemptions > 0
+    for tokens, output in zip(prompts, outputs, strict=True):
+        expected = reference_text(folder, tuple(tokens), 56)
+        assert output.tokens[0][: len(expected)] == expected
+
+
+def test_a_worker_that_sizes_its_own_pool_streams_the_text_of_transformers(tmp_path: Path) -> None:
+    # Kernels are compiled, the largest batch is measured, decode is captured; all by a process of its own.
+    prompts = [prompt(length, seed=length) for length in (1, 16, 21, 130)]
+    folder = write_tiny_llama(tmp_path / "model")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    arguments = ["--device", "cuda", "--dtype", "float32", "--gpu-memory-utilization", "0.3", "--log-format", "json"]
+    stack = LocalStack(folder, worker_arguments=arguments, log_folder=logs)
+    with stack, Client(stack.worker_address) as client:
+        outputs = [client.generate(tokens, max_tokens=20) for tokens in prompts]
+        again = client.generate(prompts[3], max_tokens=20, n=2)
+    for tokens, output in zip(prompts, outputs, strict=True):
+        assert tuple(output.samples[0].token_ids) == reference_text(folder, tuple(tokens), 20)
+    assert again.usage.cached_token_count == 128
+    assert [each.token_ids for each in again.samples] == [outputs[3].samples[0].token_ids] * 2
+    log = "".join(path.read_text() for path in logs.iterdir())
+    assert "TritonPagedAttention" in log
+    assert "decode is not captured" not in log

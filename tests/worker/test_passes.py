@@ -42,8 +42,7 @@ def test_of_three_prompts_that_part_the_second_is_cut_where_they_do_and_the_thir
 
 
 def test_who_goes_on_from_an_answer_hits_soon_before_its_end() -> None:
-    states = (STATE,) * 24
-    worker = PretendedWorker(block_count=300, block_size=16, batch_tokens=256, groups=(full(16), *states))
+    worker = PretendedWorker(block_count=300, block_size=16, batch_tokens=256, groups=(full(16), STATE, STATE))
     request = worker.submit(prompt(1), max_tokens=50)
     worker.run()
     worker.check_text(request)

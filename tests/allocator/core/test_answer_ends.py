@@ -12,7 +12,9 @@ from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, Result
 from tests.allocator.core.pools import full, make_pool, sliding, state
 from tests.allocator.core.test_retention import text
 
-STATES = (full(4), *(state(1024),) * 24)  # so many that prompts of five blocks have no early end
+STATES = (full(4), state(1024), state(1024))  # so few that prompts of four blocks have ends of answers
+
+STATES_OF_16 = (full(16), state(1024), state(1024))
 
 
 def answer(pool: Pool, sequence_id: int, digests: bytes, first: int, last: int) -> None:
@@ -25,11 +27,12 @@ def answer(pool: Pool, sequence_id: int, digests: bytes, first: int, last: int) 
 
 
 def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
-    """Computes a prompt with a pass that ends at its last edge; returns what was matched."""
+    """Computes a prompt with passes that end at its boundaries, but for the early one; returns what was matched."""
     grown = pool.allocate(sequence_id, prompt, digests[: prompt // 4 * DIGEST_BYTES])
     last = (prompt - 1) // 4 * 4
     done = grown.matched_token_count
-    for end in sorted({end for end in pool.sequences[sequence_id].boundaries if end > done} | {prompt}):
+    boundaries = {end for end in pool.sequences[sequence_id].boundaries if end > done}
+    for end in sorted(boundaries - {grown.early_end_token_count} | {prompt}):
         pool.grow(sequence_id, end)
         pool.commit(sequence_id, end, digests[done // 4 * DIGEST_BYTES : end // 4 * DIGEST_BYTES], end)
         done = end
@@ -48,15 +51,21 @@ def states(pool: Pool) -> list[int]:
 
 
 def test_they_are_at_distances_from_the_last_edge_of_the_prompt_that_double() -> None:
-    assert answer_ends(16, 100)[:4] == (112, 128, 160, 224)
-    assert answer_ends(16, 97)[:2] == (112, 128)
-    assert answer_ends(16, 3)[:3] == (16, 32, 64)
-    assert len(answer_ends(16, 100)) == ANSWER_ENDS_MAX == limits.ANSWER_ENDS_MAX
+    assert answer_ends(STATES_OF_16, 16, 100)[:4] == (112, 128, 160, 224)
+    assert answer_ends(STATES_OF_16, 16, 97)[:2] == (112, 128)
+    assert answer_ends(STATES_OF_16, 16, 65)[:3] == (80, 96, 128)
+    assert len(answer_ends(STATES_OF_16, 16, 100)) == ANSWER_ENDS_MAX == limits.ANSWER_ENDS_MAX
 
 
 def test_none_is_at_the_end_of_the_prompt_itself_or_beyond_what_a_token_count_can_say() -> None:
-    assert answer_ends(16, 96)[:2] == (112, 144)  # its last boundary is 80
-    assert answer_ends(16, 2**32 - 40) == (2**32 - 32, 2**32 - 16)
+    assert answer_ends(STATES_OF_16, 16, 96)[:2] == (112, 144)  # its last boundary is 80
+    assert answer_ends(STATES_OF_16, 16, 2**32 - 40) == (2**32 - 32, 2**32 - 16)
+
+
+def test_prompts_whose_attention_takes_fewer_blocks_than_two_states_have_none() -> None:
+    assert answer_ends(STATES_OF_16, 16, 64) == ()  # three blocks of attention, and two of a state
+    assert answer_ends((full(16), full(32), *STATES_OF_16[1:]), 32, 97)  # six and three
+    assert not answer_ends((full(16), full(32), *STATES_OF_16[1:]), 32, 64)  # two and one
 
 
 @pytest.mark.parametrize(
@@ -99,11 +108,11 @@ def test_each_takes_the_place_of_the_one_before_and_the_first_that_of_the_end_of
 
 
 def test_the_state_of_the_prompt_leaves_before_all_that_is_kept() -> None:
-    pool, chat = make_pool(90, *STATES), text(1, 20)
+    pool, chat = make_pool(22, *STATES), text(1, 20)
     asked(pool, 1, chat, 22)
     answer(pool, 1, chat, 22, 37)
     pool.free(1)
-    assert states(pool) == [20, 36]  # and nine blocks of attention: 33 are empty
+    assert states(pool) == [20, 36]  # and nine blocks of attention: nine are empty
     asked(pool, 2, text(2, 20), 22)  # takes six, a state, and another one
     assert (ends(pool), states(pool)) == ([20, 36], [20, 36])
     assert pool.match("", chat[: 9 * DIGEST_BYTES]) == 36
@@ -156,16 +165,18 @@ def test_the_end_of_the_turn_before_stays_where_the_prompt_has_left_no_state() -
 
 def test_an_answer_makes_its_turn_worth_neither_more_nor_less() -> None:
     burdens = []
-    for length in (22, 36):
+    for length in (26, 40):
         pool, chat = make_pool(900, *STATES), text(1, 20)
         asked(pool, 1, chat, 22)
-        answer(pool, 1, chat, 22, length)
         pool.free(1)
+        assert asked(pool, 2, chat, 26) == 20
+        answer(pool, 2, chat, 26, length)
+        pool.free(2)
         retention = pool.coordinator.retention
         assert retention is not None
-        (boundary,) = pool.blocks.namespaces[""].boundaries.values()
-        burdens.append(retention.burden(boundary.runs[0]))  # type: ignore[arg-type]
-    assert burdens == [2, 2]  # five blocks, and 24 of a state
+        boundary = max(pool.blocks.namespaces[""].boundaries.values(), key=lambda each: each.token_count)
+        burdens.append((boundary.token_count, retention.burden(boundary.runs[0])))  # type: ignore[arg-type]
+    assert burdens == [(24, 1), (40, 1)]  # one block, and two of a state
 
 
 def test_what_takes_the_place_of_another_passes_no_time_of_its_own() -> None:
@@ -176,14 +187,14 @@ def test_what_takes_the_place_of_another_passes_no_time_of_its_own() -> None:
         answer(pool, 1, chat, 22, length)
         pool.free(1)
         times.append(pool.blocks.policy._led_time)  # type: ignore[attr-defined]
-    assert times == [24, 24]
+    assert times == [2, 2]
 
 
 def test_neither_a_fork_nor_its_parent_leaves_one() -> None:
     pool, chat = make_pool(900, *STATES), text(1, 20)
     asked(pool, 1, chat, 22)
     assert pool.fork(1, 2) is Result.OK
-    assert pool.sequences[1].ends == pool.sequences[2].ends == (20,)
+    assert pool.sequences[1].ends == pool.sequences[2].ends == (16, 20)  # the early end is one of them
     answer(pool, 1, chat, 22, 36)
     answer(pool, 2, chat[: 5 * DIGEST_BYTES] + text(3, 15), 22, 36)
     assert ends(pool) == [20]

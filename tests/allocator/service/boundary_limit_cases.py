@@ -28,6 +28,11 @@ async def reported_boundaries(allocator: Allocator, number: int) -> None:
     await report_chunks(allocator, pb.ReportChunk(namespaces=[""], sequences=[sequence]))
 
 
+async def reported_answer_ends(allocator: Allocator, number: int) -> None:
+    sequence = reported(1, answer_ends=range(1, number + 1))
+    await report_chunks(allocator, pb.ReportChunk(namespaces=[""], sequences=[sequence]))
+
+
 async def chunk_tokens(allocator: Allocator, number: int) -> None:
     declared = spec()
     declared.chunk_token_count_max = number

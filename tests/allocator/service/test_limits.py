@@ -75,6 +75,7 @@ EDGES: list[Edge] = [
     Edge("TURN_ENDS_MAX", boundary_cases.turn_ends_of_a_step),
     Edge("TURN_ENDS_MAX", boundary_cases.turn_ends_of_a_unary_session),
     Edge("BOUNDARIES_MAX", boundary_cases.reported_boundaries),
+    Edge("ANSWER_ENDS_MAX", boundary_cases.reported_answer_ends),
     Edge("FIRST_BLOCK_MAX", drop_cases.first_block),
     Edge("DROPS_PER_STEP_MAX", drop_cases.drops_of_a_step, "TOO_LARGE"),
     Edge("DROPS_UNTOLD_MAX", drop_cases.drops_of_others, "LIMIT"),

@@ -36,12 +36,18 @@ class TwinPartings(TwinState):
         return self.late_seen + 4 >= self.again + self.inside
 
     def answer_ends(self, prompt: int) -> set[int]:
-        """Ends of an answer one edge behind the prompt, two, four and so on, while prompts go on from answers."""
+        """Ends of an answer one edge behind the prompt, two, four and so on, while prompts go on from answers.
+
+        Only prompts whose attention takes as many blocks as two states have them.
+        """
         names = {kind.name for kind in self.kinds}
         if self.retention == "dense" or not names >= {"full_attention", "state"} or not self.go_on:
             return set()
         edge = self.edge_tokens()
         last = (prompt - 1) // edge * edge
+        blocks = sum(kind.width * (last // kind.block_size) for kind in self.kinds if kind.name == "full_attention")
+        if blocks < 2 * sum(kind.width for kind in self.kinds if kind.name == "state"):
+            return set()
         return {last + edge * 2**doubling for doubling in range(12)} - {prompt}
 
     def edge_tokens(self) -> int:

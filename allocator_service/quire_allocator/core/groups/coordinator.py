@@ -117,7 +117,7 @@ class Coordinator:
         if self._tells_ends and self.retention is not None:
             early = early_end(self._groups, self._edge_tokens, prompt_token_count, max(matched, junction))
             if self._full_count and self.retention.partings.go_on:
-                answers = answer_ends(self._edge_tokens, prompt_token_count)
+                answers = answer_ends(self._groups, self._edge_tokens, prompt_token_count)
         prompt_end = (prompt_token_count - 1) // self._edge_tokens * self._edge_tokens
         return Ends(self.boundaries(prompt_token_count, (junction, early, *turn_ends)), prompt_end, early, answers)
 

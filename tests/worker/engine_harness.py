@@ -23,7 +23,6 @@ from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.engine import Engine
-from quire_worker.execution.decode_graphs import decode_graphs_of
 from quire_worker.execution.drafter import Drafter
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
@@ -221,7 +220,11 @@ async def running(
             buffer.fill_(NAN_BYTE)
     for buffer in kv_cache.buffers:
         buffer.fill_(NAN_BYTE)  # what was never written must never be read
-    graphs = decode_graphs_of(model, kv_cache, graph_batch_max)
+    graphs = None
+    if graph_batch_max:  # on a GPU: whoever imports this has not chosen yet where kernels run
+        from quire_worker.execution.decode_graphs import decode_graphs_of
+
+        graphs = decode_graphs_of(model, kv_cache, graph_batch_max)
     allocator = AllocatorServer(permissions)
     await allocator.start()
     async with AsyncAllocatorClient(f"127.0.0.1:{allocator.port}") as client:

@@ -82,6 +82,32 @@ class Output:
     scores: list[float | None] = field(default_factory=list)  # of texts that a beam search has found
 
 
+@dataclass(frozen=True)
+class Played:
+    """Prompts and what `Harness.play` got for them.
+
+    Attributes:
+        max_tokens: that each text had.
+        prompts: in order.
+        outputs: of each, at first.
+        again: of each, twice, when all had ended.
+    """
+
+    max_tokens: int
+    prompts: list[list[int]]
+    outputs: list[Output]
+    again: list[Output]
+
+    def assert_text_of_transformers(self, folder: Path) -> None:
+        """Compares all texts, and of those asked for again, what was found in the cache."""
+        for tokens, output, hit in zip(self.prompts, self.outputs, self.again, strict=True):
+            expected = reference_text(folder, tuple(tokens), self.max_tokens)
+            assert output.tokens[0] == expected, f"prompt of {len(tokens)}"
+            assert hit.tokens == [expected] * 2, f"prompt of {len(tokens)}, found in the cache and forked"
+            cached = (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
+            assert hit.request.usage.cached_token_count == cached
+
+
 class CheckedEngine(Engine):
     """Checks the scheduler after every turn, and tells when it is in none."""
 
@@ -168,6 +194,18 @@ class Harness:
             output.scores += [delivery.score] if delivery.finish_reason is not None else []
             if delivery.is_last:
                 return output
+
+    async def play(self, lengths: Sequence[int], *, max_tokens: int = 20) -> Played:
+        """Prompts of these lengths come one after the other, so that prefills meet decodes; then all come again, and
+        each is forked."""
+        prompts = [prompt(length, seed=length) for length in lengths]
+        tasks = []
+        for tokens in prompts:
+            tasks.append(asyncio.create_task(self.generate(tokens, max_tokens=max_tokens)))
+            await asyncio.sleep(0)
+        outputs = await asyncio.gather(*tasks)
+        again = await asyncio.gather(*(self.generate(tokens, max_tokens=max_tokens, n=2) for tokens in prompts))
+        return Played(max_tokens, prompts, outputs, again)
 
     async def replace_allocator(self) -> None:
         """Puts an empty one in the allocator's place and returns once the engine has a session with it.

@@ -82,14 +82,14 @@ class Scene:
         samples = [sample for family in families for sample in family.samples]
         return {s.labels["kind"]: s.value for s in samples if s.name == "quire_worker_failures_total"}
 
-    async def fails(self, tokens: str | list[int], reason: Reason, kind: str) -> None:
-        """A request that ends with this reason, is counted, and logged by its id."""
+    async def failure_of(self, tokens: str | list[int], kind: str) -> Reason:
+        """The reason with which a request ends, which is counted, and logged by its id."""
         before = await self.failures()
         with pytest.raises(QuireError) as caught:
             await self.client.generate(tokens, max_tokens=40, ignore_eos=True, request_id=f"doomed-{kind}")
-        assert caught.value.reason is reason
         assert await self.failures() == {**before, kind: before[kind] + 1}
         assert f"doomed-{kind}" in self.log.read_text()
+        return caught.value.reason
 
 
 def break_model(healthy: Path, folder: Path) -> list[int]:
@@ -128,24 +128,24 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
 async def test_a_request_whose_logits_are_nan_ends_alone(scene: Scene) -> None:
     async with scene.company():
         for _ in range(3):
-            await scene.fails([*prompt(1), POISON, *prompt(2)], Reason.MODEL_FAILED, "not_finite")
+            assert await scene.failure_of([*prompt(1), POISON, *prompt(2)], "not_finite") is Reason.MODEL_FAILED
 
 
 async def test_nothing_that_held_nan_is_found_by_the_next_prompt(scene: Scene) -> None:
     tokens = [*prompt(3, 64), POISON, *prompt(4, 64)]
-    await scene.fails(tokens, Reason.MODEL_FAILED, "not_finite")
+    assert await scene.failure_of(tokens, "not_finite") is Reason.MODEL_FAILED
     shared = await scene.client.generate(tokens[:64] + prompt(5), max_tokens=1, ignore_eos=True)
     assert shared.usage.cached_token_count == 0
 
 
 async def test_a_text_that_the_tokenizer_panics_at_is_refused_alone(scene: Scene) -> None:
     async with scene.company():
-        await scene.fails(f"{SECRET} {UNENCODABLE}", Reason.TOKENIZER_FAILED, "tokenizer")
+        assert await scene.failure_of(f"{SECRET} {UNENCODABLE}", "tokenizer") is Reason.TOKENIZER_FAILED
 
 
 async def test_a_token_that_the_tokenizer_panics_at_ends_its_text_alone(scene: Scene) -> None:
     async with scene.company():
-        await scene.fails(scene.victim, Reason.TOKENIZER_FAILED, "tokenizer")
+        assert await scene.failure_of(scene.victim, "tokenizer") is Reason.TOKENIZER_FAILED
 
 
 async def test_a_process_that_may_have_little_more_memory_computes_in_parts(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.engine import Engine
-from quire_worker.execution.decode_graphs import decode_graphs_of
 from quire_worker.execution.drafter import Drafter
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
@@ -81,6 +80,32 @@ class Output:
     logprobs: list[tuple[TokenLogprobs, ...]]
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     scores: list[float | None] = field(default_factory=list)  # of texts that a beam search has found
+
+
+@dataclass(frozen=True)
+class Played:
+    """Prompts and what `Harness.play` got for them.
+
+    Attributes:
+        max_tokens: that each text had.
+        prompts: in order.
+        outputs: of each, at first.
+        again: of each, twice, when all had ended.
+    """
+
+    max_tokens: int
+    prompts: list[list[int]]
+    outputs: list[Output]
+    again: list[Output]
+
+    def assert_text_of_transformers(self, folder: Path) -> None:
+        """Compares all texts, and of those asked for again, what was found in the cache."""
+        for tokens, output, hit in zip(self.prompts, self.outputs, self.again, strict=True):
+            expected = reference_text(folder, tuple(tokens), self.max_tokens)
+            assert output.tokens[0] == expected, f"prompt of {len(tokens)}"
+            assert hit.tokens == [expected] * 2, f"prompt of {len(tokens)}, found in the cache and forked"
+            cached = (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
+            assert hit.request.usage.cached_token_count == cached
 
 
 class CheckedEngine(Engine):
@@ -170,6 +195,18 @@ class Harness:
             if delivery.is_last:
                 return output
 
+    async def play(self, lengths: Sequence[int], *, max_tokens: int = 20) -> Played:
+        """Prompts of these lengths come one after the other, so that prefills meet decodes; then all come again, and
+        each is forked."""
+        prompts = [prompt(length, seed=length) for length in lengths]
+        tasks = []
+        for tokens in prompts:
+            tasks.append(asyncio.create_task(self.generate(tokens, max_tokens=max_tokens)))
+            await asyncio.sleep(0)
+        outputs = await asyncio.gather(*tasks)
+        again = await asyncio.gather(*(self.generate(tokens, max_tokens=max_tokens, n=2) for tokens in prompts))
+        return Played(max_tokens, prompts, outputs, again)
+
     async def replace_allocator(self) -> None:
         """Puts an empty one in the allocator's place and returns once the engine has a session with it.
 
@@ -221,7 +258,11 @@ async def running(
             buffer.fill_(NAN_BYTE)
     for buffer in kv_cache.buffers:
         buffer.fill_(NAN_BYTE)  # what was never written must never be read
-    graphs = decode_graphs_of(model, kv_cache, graph_batch_max)
+    graphs = None
+    if graph_batch_max:  # on a GPU: whoever imports this has not chosen yet where kernels run
+        from quire_worker.execution.decode_graphs import decode_graphs_of
+
+        graphs = decode_graphs_of(model, kv_cache, graph_batch_max)
     allocator = AllocatorServer(permissions)
     await allocator.start()
     async with AsyncAllocatorClient(f"127.0.0.1:{allocator.port}") as client:

@@ -43,21 +43,11 @@ async def test_mixed_batches_prefix_hits_and_forks_give_the_text_of_transformers
     folders: dict[str, Path], family: str
 ) -> None:
     folder = folders[family]
-    prompts = [prompt(length, seed=length) for length in LENGTHS]
     blocks = pool_of(folder, BLOCKS)
     async with running(folder, blocks=blocks) as harness:
-        tasks = []
-        for tokens in prompts:  # one after the other, so that prefills meet decodes
-            tasks.append(asyncio.create_task(harness.generate(tokens, max_tokens=20)))
-            await asyncio.sleep(0)
-        outputs = await asyncio.gather(*tasks)
-        again = await asyncio.gather(*(harness.generate(tokens, max_tokens=20, n=2) for tokens in prompts))
+        played = await harness.play(LENGTHS)
         assert await harness.free_block_count() == blocks
-    for tokens, output, hit in zip(prompts, outputs, again, strict=True):
-        expected = reference_text(folder, tuple(tokens), 20)
-        assert output.tokens[0] == expected, f"prompt of {len(tokens)}"
-        assert hit.tokens == [expected] * 2, f"prompt of {len(tokens)}, found in the cache and forked"
-        assert hit.request.usage.cached_token_count == (len(tokens) - 1) // 16 * 16
+    played.assert_text_of_transformers(folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,11 +17,11 @@ from quire_worker.model.paged_model import PagedModel, load_model
 
 from tests.worker.engine_harness import BLOCK_SIZE, prompt, reference_text, running
 from tests.worker.state_models import STATE_FAMILIES, write_with_states
+from tests.worker.test_families import LENGTHS
 from tests.worker.tiny_models import FAMILIES, write_tiny, write_tiny_llama, write_tiny_qwen3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-LENGTHS = [1, 15, 16, 17, 31, 33, 48, 100, 131, 200]
 # What a graph holds: no recurrent states, which the host moves, no experts, of which torch asks on the host in float32
 # which are used, and nothing that is made on the host in each pass, as numbers of Gemma-3n are.
 CAPTURED = ["llama", "qwen3", "mistral", "gemma2", "gemma3"]
@@ -49,22 +49,12 @@ async def test_mixed_batches_prefix_hits_and_forks_give_the_text_of_transformers
 ) -> None:
     folder = write(name, tmp_path / "model")
     model = on_gpu(folder)
-    prompts = [prompt(length, seed=length) for length in LENGTHS]
     blocks = 256 * len(model.cache_spec.groups)
     async with running(folder, blocks=blocks, model=model, graph_batch_max=graph_batch_max) as harness:
-        tasks = []
-        for tokens in prompts:  # one after the other, so that prefills meet decodes
-            tasks.append(asyncio.create_task(harness.generate(tokens, max_tokens=20)))
-            await asyncio.sleep(0)
-        outputs = await asyncio.gather(*tasks)
-        again = await asyncio.gather(*(harness.generate(tokens, max_tokens=20, n=2) for tokens in prompts))
+        played = await harness.play(LENGTHS)
         assert await harness.free_block_count() == blocks
     assert "decode is not captured" not in capsys.readouterr().out
-    for tokens, output, hit in zip(prompts, outputs, again, strict=True):
-        expected = reference_text(folder, tuple(tokens), 20)
-        assert output.tokens[0] == expected, f"prompt of {len(tokens)}"
-        assert hit.tokens == [expected] * 2, f"prompt of {len(tokens)}, found in the cache and forked"
-        assert hit.request.usage.cached_token_count == (len(tokens) - 1) // 16 * 16
+    played.assert_text_of_transformers(folder)
 
 
 @pytest.mark.parametrize("swap_slots", [0, 64], ids=["computed again", "swapped"])
@@ -82,6 +72,7 @@ async def test_requests_that_outgrow_their_pool_finish_with_the_same_text(tmp_pa
     for tokens, output in zip(prompts, outputs, strict=True):
         expected = reference_text(folder, tuple(tokens), 56)
         assert output.tokens[0][: len(expected)] == expected
+        assert len(output.tokens[0]) == 56
 
 
 def test_a_worker_that_sizes_its_own_pool_streams_the_text_of_transformers(tmp_path: Path) -> None:

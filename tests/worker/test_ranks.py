@@ -126,22 +126,12 @@ async def test_two_ranks_give_the_text_of_transformers(
     pair: Pair, name: str, parts: dict[str, int], kv_heads: int, tmp_path: Path
 ) -> None:
     folder = write(name, tmp_path)
-    prompts = [prompt(length, seed=length) for length in LENGTHS]
     async with pair.running(folder) as harness:
-        tasks = []
-        for tokens in prompts:  # one after the other, so that prefills meet decodes
-            tasks.append(asyncio.create_task(harness.generate(tokens, max_tokens=12)))
-            await asyncio.sleep(0)
-        outputs = await asyncio.gather(*tasks)
-        again = await asyncio.gather(*(harness.generate(tokens, max_tokens=12, n=2) for tokens in prompts))
+        played = await harness.play(LENGTHS, max_tokens=12)
         layers = harness.engine.cache.spec.layers
         assert {layer.kv_head_count for layer in layers if layer.kind is not GroupKind.STATE} == {kv_heads}
         assert split_modules(harness.engine.model) == parts
-    for tokens, output, hit in zip(prompts, outputs, again, strict=True):
-        expected = reference_text(folder, tuple(tokens), 12)
-        assert output.tokens[0] == expected, f"prompt of {len(tokens)}"
-        assert hit.tokens == [expected] * 2, f"prompt of {len(tokens)}, found in the cache and forked"
-        assert hit.request.usage.cached_token_count == (len(tokens) - 1) // 16 * 16
+    played.assert_text_of_transformers(folder)
 
 
 async def test_requests_that_outgrow_their_pool_are_preempted_on_both_ranks(pair: Pair, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import load_model
 from quire_worker.model.states import flat, mixers, passes
+from quire_worker.model.states.passes import Segment
 from quire_worker.model.states.view import SegmentView
 from quire_worker.service import WorkerService
-from quire_worker.state_pages import StateKey
 from transformers import AutoModelForCausalLM
 
 from tests.worker.engine_harness import paged_model, prompt, reference_model, reference_text, running
@@ -43,21 +43,11 @@ async def test_mixed_batches_prefix_hits_and_forks_give_the_text_of_transformers
     folders: dict[str, Path], family: str
 ) -> None:
     folder = folders[family]
-    prompts = [prompt(length, seed=length) for length in LENGTHS]
     blocks = pool_of(folder, 256)
     async with running(folder, blocks=blocks) as harness:
-        tasks = []
-        for tokens in prompts:  # one after the other, so that prefills meet decodes
-            tasks.append(asyncio.create_task(harness.generate(tokens, max_tokens=20)))
-            await asyncio.sleep(0)
-        outputs = await asyncio.gather(*tasks)
-        again = await asyncio.gather(*(harness.generate(tokens, max_tokens=20, n=2) for tokens in prompts))
+        played = await harness.play(LENGTHS)
         assert await harness.free_block_count() == blocks
-    for tokens, output, hit in zip(prompts, outputs, again, strict=True):
-        expected = reference_text(folder, tuple(tokens), 20)
-        assert output.tokens[0] == expected, f"prompt of {len(tokens)}"
-        assert hit.tokens == [expected] * 2, f"prompt of {len(tokens)}, found in the cache and forked"
-        assert hit.request.usage.cached_token_count == (len(tokens) - 1) // 16 * 16
+    played.assert_text_of_transformers(folder)
 
 
 def spare_pool_of(folder: Path, table_length: int) -> int:
@@ -265,12 +255,16 @@ def test_layers_of_minimax_that_attend_may_have_a_window(tmp_path: Path) -> None
     assert difference(write_with_states("MiniMax", tmp_path, sliding_window=24)) < 1e-4
 
 
-def test_a_layer_of_the_cache_gives_the_states_that_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_the_cache_gives_the_states_that_it_is_asked_for() -> None:
     """As transformers before 5.21 asks."""
-    monkeypatch.setattr(SegmentView, "_get", lambda _, *place: place)
-    layer = SegmentView(cast("Any", None), cast("Any", None)).layers[3]
-    assert layer.conv_states[1] == (3, StateKey("conv", 1))
-    assert layer.recurrent_states[0] == (3, StateKey("recurrent", 0))
+    view = SegmentView(cast("Any", None), Segment(slice(0, 2), torch.tensor([0]), is_begun=False))
+    inputs, state = torch.ones(1, 4, 2), torch.ones(1, 5)
+    view.update_conv_state(inputs, 3, state_idx=1)
+    view.update_recurrent_state(state, 3)
+    layer = view.layers[3]
+    assert torch.equal(cast(torch.Tensor, layer.conv_states[1]), inputs)
+    assert layer.recurrent_states[0] is state
+    assert layer.conv_states[0] is view.layers[2].recurrent_states[0] is None
     assert not layer.record_past
 
 

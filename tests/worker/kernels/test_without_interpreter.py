@@ -67,7 +67,7 @@ ARGUMENTS = {
 }
 
 
-# Triton 3.6's interpreter fails with NumPy 2.5, which such a machine may have; elsewhere all of these tests run in it.
+# Triton 3.6's interpreter fails with NumPy 2.4, which such a machine may have; elsewhere all of these tests run in it.
 INTERPRETED = pytest.param(True, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"))
 
 

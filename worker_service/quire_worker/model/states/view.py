@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from quire_worker.model.states.passes import Segment, States
 from quire_worker.state_pages import StateKey
 
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """States of one kind of a layer, by their number."""
-
-    view: SegmentView
-    layer: int
-    kind: str
-
-    def __getitem__(self, state_idx: int) -> torch.Tensor | None:
-        return self.view._get(self.layer, StateKey(self.kind, state_idx))
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class LayerView:
+class ByNumber(Generic[T]):
+    """What is read when it is asked for, by its number."""
+
+    def __init__(self, read: Callable[[int], T]) -> None:
+        """Reads nothing as yet."""
+        self._read = read
+
+    def __getitem__(self, number: int) -> T:
+        return self._read(number)
+
+
+class LayerView(NamedTuple):
     """A layer of the cache: transformers before 5.21 asks it for its tensors.
 
     Attributes:
@@ -32,19 +34,9 @@ class LayerView:
         record_past: whether states are kept to go back to.
     """
 
-    conv_states: _Held
-    recurrent_states: _Held
+    conv_states: ByNumber[torch.Tensor | None]
+    recurrent_states: ByNumber[torch.Tensor | None]
     record_past: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Layers:
-    """All layers of the cache, by their number."""
-
-    view: SegmentView
-
-    def __getitem__(self, layer_idx: int) -> LayerView:
-        return LayerView(_Held(self.view, layer_idx, "conv"), _Held(self.view, layer_idx, "recurrent"))
 
 
 class SegmentView:
@@ -60,9 +52,13 @@ class SegmentView:
         self._tensors: dict[tuple[int, StateKey], torch.Tensor] = {}
 
     @property
-    def layers(self) -> _Layers:
+    def layers(self) -> ByNumber[LayerView]:
         """Gives the layers, each of which gives its states: `view.layers[3].conv_states[0]`."""
-        return _Layers(self)
+        return ByNumber(
+            lambda layer: LayerView(
+                ByNumber(partial(self.get_conv_state, layer)), ByNumber(partial(self.get_recurrent_state, layer))
+            )
+        )
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Returns the last inputs of a convolution, `[sequences, channels, columns]`; None where there are none."""

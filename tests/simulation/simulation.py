@@ -27,7 +27,7 @@ from tests.simulation.world import LEASE_S, Allocator, Clock, Link, ViolationErr
 FAULT_RATES = (0.05, 0.2, 0.6)  # of all events
 SMALL_CHUNKS = {
     "REPORT_CHUNK_ENTRIES_MAX": 5,
-    "REPORT_CHUNK_BYTES_MAX": 208,  # the fixed bytes of a sequence with twelve ends of its answer fit
+    "REPORT_CHUNK_BYTES_MAX": 248,  # the fixed bytes of a sequence with all ends of its answer fit
     "HEADS_MAX": 4,
 }  # so that all is cut in two
 STUCK_STEPS = 2000  # without an answer, although the owner goes on trying

@@ -48,7 +48,7 @@ def test_who_goes_on_from_an_answer_hits_soon_before_its_end() -> None:
     worker.check_text(request)
     text = request.samples[0].tokens
     assert len(text) == 146
-    # Its last boundary is 80; the answer ends at 144, the next one would be 208.
+    # Its last boundary is 80; the answer ends at 144, the next one would be 176.
     again = worker.submit([*text, *numbers(20, seed=9)], max_tokens=3)
     worker.run()
     worker.check_text(again)

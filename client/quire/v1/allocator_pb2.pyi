@@ -840,7 +840,7 @@ class ReportedSequence(_message.Message):
 
     @_builtins.property
     def answer_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The answer ends that its grow was told, unless it is a fork or was forked: at most 12, rising."""
+        """The answer ends that its grow was told, unless it is a fork or was forked: at most 22, rising."""
 
     def __init__(
         self,
@@ -1434,7 +1434,7 @@ class StepReply(_message.Message):
     def answer_end_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per grow of a new sequence: how many answer ends it has, which are boundaries behind its prompt, in a pool with STATE
         groups: a commit that ends there makes a checkpoint, which takes the place of the one before, for those who will go
-        on from the answer. At most 12; a fork has none, and a sequence that was forked has no more of them. Empty when all
+        on from the answer. At most 22; a fork has none, and a sequence that was forked has no more of them. Empty when all
         are 0.
         """
 

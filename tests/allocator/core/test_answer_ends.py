@@ -50,15 +50,16 @@ def states(pool: Pool) -> list[int]:
     return sorted(count * 4 for count, _ in pool.blocks.namespaces[""].scopes[-1].index)  # type: ignore[attr-defined]
 
 
-def test_they_are_at_distances_from_the_last_edge_of_the_prompt_that_double() -> None:
-    assert answer_ends(STATES_OF_16, 16, 100)[:4] == (112, 128, 160, 224)
+def test_they_are_at_distances_from_the_last_edge_of_the_prompt_that_grow_with_it() -> None:
+    assert answer_ends(STATES_OF_16, 16, 100)[:8] == (112, 128, 144, 160, 192, 224, 288, 352)
+    assert answer_ends(STATES_OF_16, 16, 100)[-2:] == (96 + 1536 * 16, 96 + 2048 * 16)
     assert answer_ends(STATES_OF_16, 16, 97)[:2] == (112, 128)
-    assert answer_ends(STATES_OF_16, 16, 65)[:3] == (80, 96, 128)
+    assert answer_ends(STATES_OF_16, 16, 65)[:3] == (80, 96, 112)
     assert len(answer_ends(STATES_OF_16, 16, 100)) == ANSWER_ENDS_MAX == limits.ANSWER_ENDS_MAX
 
 
 def test_none_is_at_the_end_of_the_prompt_itself_or_beyond_what_a_token_count_can_say() -> None:
-    assert answer_ends(STATES_OF_16, 16, 96)[:2] == (112, 144)  # its last boundary is 80
+    assert answer_ends(STATES_OF_16, 16, 96)[:2] == (112, 128)  # its last boundary is 80
     assert answer_ends(STATES_OF_16, 16, 2**32 - 40) == (2**32 - 32, 2**32 - 16)
 
 
@@ -87,7 +88,7 @@ def test_pools_that_keep_no_states_or_all_of_them_or_no_attention_have_none(
 def test_who_is_let_in_is_told_of_them_and_hits_end_there() -> None:
     pool = make_pool(200, full(4), state(1024))
     told = pool.allocate(1, 22)
-    assert told.answer_ends[:3] == (24, 28, 36)
+    assert told.answer_ends[:3] == (24, 28, 32)
     assert told.answer_ends == pool.sequences[1].answer_ends
     assert set(told.answer_ends) < set(pool.sequences[1].ends)
     assert not set(told.answer_ends) & set(pool.sequences[1].boundaries)
@@ -103,8 +104,8 @@ def test_each_takes_the_place_of_the_one_before_and_the_first_that_of_the_end_of
     assert (ends(pool), states(pool)) == ([28], [20, 28])
     answer(pool, 1, chat, 28, 47)
     pool.free(1)
-    assert (ends(pool), states(pool)) == ([36], [20, 36])
-    assert asked(pool, 2, chat, 60) == 36
+    assert (ends(pool), states(pool)) == ([44], [20, 44])
+    assert asked(pool, 2, chat, 60) == 44
 
 
 def test_the_state_of_the_prompt_leaves_before_all_that_is_kept() -> None:

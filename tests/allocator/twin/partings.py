@@ -36,7 +36,8 @@ class TwinPartings(TwinState):
         return self.late_seen + 4 >= self.again + self.inside
 
     def answer_ends(self, prompt: int) -> set[int]:
-        """Ends of an answer one edge behind the prompt, two, four and so on, while prompts go on from answers.
+        """Ends of an answer one edge behind the prompt, then at doubled distances and halfway between two of them, while
+        prompts go on from answers.
 
         Only prompts whose attention takes as many blocks as two states have them.
         """
@@ -48,7 +49,9 @@ class TwinPartings(TwinState):
         blocks = sum(kind.width * (last // kind.block_size) for kind in self.kinds if kind.name == "full_attention")
         if blocks < 2 * sum(kind.width for kind in self.kinds if kind.name == "state"):
             return set()
-        return {last + edge * 2**doubling for doubling in range(12)} - {prompt}
+        doubled = [2**doubling for doubling in range(12)]
+        between = [(near + far) // 2 for near, far in zip(doubled[1:], doubled[2:], strict=False)]
+        return {last + edge * distance for distance in (*doubled, *between)} - {prompt}
 
     def edge_tokens(self) -> int:
         """How many tokens are between two edges."""

@@ -1,13 +1,14 @@
-"""Where an answer leaves a state, in a pool with states and full attention: at distances that double.
+"""Where an answer leaves a state, in a pool with states and full attention: at distances that grow with it.
 
 A prompt leaves a state at its end, and who goes on from its answer would compute that again. How long an answer gets
-nobody knows, so while it is computed a state is made one, two, four, ... edges behind the last one of the prompt. Each
-takes the place of the one before, and the first one that of the prompt's (`Retention.make`): a turn leaves one state,
-as it did, which is now soon before the end of the answer. Who goes on computes half of an answer again at most.
+nobody knows, so while it is computed a state is made 1, 2, 3, 4, 6, 8, 12, ... edges behind the last one of the prompt:
+at powers of two, and halfway between them. Each takes the place of the one before, and the first one that of the
+prompt's (`Retention.make`): a turn leaves one state, as it did, which is now soon before the end of the answer. Who
+goes on computes a third of an answer again at most.
 
     prompt of 100 tokens, edges every 16; its last boundary is 96
-        answer ends                      112, 128, 160, 224, ...
-        what an answer of 100 leaves     one state after 160 of 200 tokens
+        answer ends                      112, 128, 144, 160, 192, 224, 288, ...
+        what an answer of 100 leaves     one state after 192 of 200 tokens
 
 It takes room that others lose: what is gone on from is copied while the state before it is still cached. So an answer
 leaves states only where the attention of its prompt takes at least as many blocks as two states: where states are much
@@ -27,7 +28,8 @@ from typing import Final
 
 from quire_allocator.core.spec import GroupKind, GroupSpec
 
-ANSWER_ENDS_MAX: Final = 12  # the last one is 2,048 edges behind the prompt
+ANSWER_ENDS_MAX: Final = 22  # the last one is 2,048 edges behind the prompt
+_DISTANCES: Final = tuple(sorted([1, *[2 << each for each in range(11)], *[3 << each for each in range(10)]]))
 _STATES: Final = 2  # as many of them as the attention of a prompt takes blocks for
 _TOKENS_MAX: Final = 2**32 - 1  # that a token count can say
 
@@ -44,5 +46,5 @@ def answer_ends(groups: Sequence[GroupSpec], edge_tokens: int, prompt_token_coun
     attention = sum([end // group.block_size for group in groups if group.kind is GroupKind.FULL_ATTENTION])
     if attention < _STATES * sum([group.kind is GroupKind.STATE for group in groups]):
         return ()
-    ends = [end + (edge_tokens << doubling) for doubling in range(ANSWER_ENDS_MAX)]
+    ends = [end + distance * edge_tokens for distance in _DISTANCES]
     return tuple([each for each in ends if prompt_token_count < each <= _TOKENS_MAX])

@@ -11,6 +11,9 @@ blocks of full attention, and the tail behind which it goes on, a window of each
 other, and what the request that runs at that moment holds. With a load of 2, half of that fits. No pool is so small
 that the longest request could not run: of the loads beyond that, only the first is measured, in the smallest such pool.
 
+`--random` measures scenarios that nobody has chosen instead (`hybrid_sides/scenarios.py`): models, workloads and loads
+that are drawn by their number, a row each.
+
 vLLM is measured where it can be imported, and left out elsewhere. Its manager needs no more than its code and what that
 imports, which a script puts into an environment beside the torch and transformers of `.[all]`:
 
@@ -30,6 +33,7 @@ from typing import Any
 
 from hybrid_sides import ages, optimum
 from hybrid_sides.quire_side import RETENTIONS, QuireSide
+from hybrid_sides.scenarios import draw
 from hybrid_sides.shapes import Shape, all_shapes
 from hybrid_sides.vllm_side import RETENTION_INTERVALS, VERSION, VllmSide
 from hybrid_sides.workloads import FULL_SCALE, QUICK_SCALE, TRACE, WORKLOADS, Request, trace
@@ -53,6 +57,9 @@ def arguments() -> argparse.Namespace:
     workloads = [*WORKLOADS, TRACE]
     parser.add_argument("--trace", type=Path, help="file of requests, a line of JSON each; without it: no trace")
     parser.add_argument("--quick", action="store_true", help="small workloads: less than a minute")
+    parser.add_argument(
+        "--random", type=int, default=0, metavar="COUNT", help="scenarios 0 to COUNT - 1 that are drawn"
+    )
     parser.add_argument("--shapes", nargs="+", default=shapes, choices=shapes, metavar="SHAPE", help=", ".join(shapes))
     parser.add_argument(
         "--workloads", nargs="+", default=workloads, choices=workloads, metavar="WORKLOAD", help=", ".join(workloads)
@@ -94,15 +101,21 @@ def make_side(name: str, shape: Shape, pool_bytes: int, chunk_tokens: int) -> Qu
 
 
 def measure(
-    shape: Shape, workload: str, requests: Sequence[Request], options: argparse.Namespace, sides: Sequence[str]
+    shape: Shape,
+    workload: str,
+    requests: Sequence[Request],
+    loads: Sequence[float],
+    *,
+    chunk_tokens: int,
+    sides: Sequence[str],
 ) -> list[Row]:
     """One row per load."""
     reuses = optimum.find_reuses(requests, shape)
     working_set = reuses.working_set_bytes()
     longest = max(request.computed_token_count for request in requests)
-    room = int(ROOM_TO_RUN * shape.running_bytes(longest, options.chunk))
+    room = int(ROOM_TO_RUN * shape.running_bytes(longest, chunk_tokens))
     rows = []
-    for load in sorted(options.loads):
+    for load in sorted(loads):
         started = time.monotonic()
         pool_bytes = max(int(working_set / load), room)
         if rows and rows[-1]["load"] > working_set / room:
@@ -121,7 +134,7 @@ def measure(
             elif name == FULL and shape.state_bytes:
                 row[name] = ""  # states are no attention
             else:
-                side = make_side(name, shape, pool_bytes, options.chunk)
+                side = make_side(name, shape, pool_bytes, chunk_tokens)
                 row[name] = round(sum(map(side.serve, requests)) / reuses.prompt_token_count, 4)
                 refused[name] = side.refused_count
         row["endless"] = round(reuses.ratio, 4)
@@ -132,6 +145,43 @@ def measure(
     return rows
 
 
+def chosen(options: argparse.Namespace, sides: Sequence[str]) -> list[Row]:
+    """The rows of all shapes, workloads and loads that the command line names."""
+    scale = QUICK_SCALE if options.quick else FULL_SCALE
+    shapes = all_shapes()
+    rows = []
+    for workload in options.workloads:
+        if workload == TRACE and options.trace is None:
+            print("the trace is left out: no --trace", file=sys.stderr)
+            continue
+        if workload == TRACE:
+            requests = list(trace(options.trace, scale.session_share, scale.trace_tokens_max))
+        else:
+            requests = list(WORKLOADS[workload](scale))
+        for name in options.shapes:
+            rows += measure(shapes[name], workload, requests, options.loads, chunk_tokens=options.chunk, sides=sides)
+    return rows
+
+
+def drawn(options: argparse.Namespace, sides: Sequence[str]) -> list[Row]:
+    """A row for each of the scenarios that are drawn, but for the longest."""
+    rows = []
+    for number in range(options.random):
+        scenario = draw(number, LOADS)
+        requests = scenario.requests()
+        if requests:
+            (row,) = measure(
+                scenario.shape,
+                scenario.workload,
+                requests,
+                [scenario.load],
+                chunk_tokens=options.chunk,
+                sides=sides,
+            )
+            rows.append({"scenario": number, **row})
+    return rows
+
+
 def least(name: str, goal: float, rows: Sequence[Row], baseline: Callable[[Row], float]) -> Goal:
     """The worst ratio of Quire's hits to others', and where; where those have none, nothing can be worse."""
     ratios = [(row[QUIRE] / baseline(row), row) for row in rows if baseline(row)]
@@ -139,7 +189,8 @@ def least(name: str, goal: float, rows: Sequence[Row], baseline: Callable[[Row],
         return Goal(f"{name}: nothing to compare with", None, goal, "higher")
     value, row = min(ratios, key=lambda ratio: ratio[0])
     unmet = sum(ratio < goal for ratio, _ in ratios)
-    where = f"{row['shape']}, {row['workload']}, load {row['load']:g}"
+    number = f"scenario {row['scenario']}, " if "scenario" in row else ""
+    where = f"{number}{row['shape']}, {row['workload']}, load {row['load']:g}"
     return Goal(f"{name}, least of {len(ratios)} ({unmet} below; least at {where})", value, goal, "higher")
 
 
@@ -164,19 +215,7 @@ def main() -> None:
     """Measures everything and prints or writes what was asked for."""
     options = arguments()
     sides = usable_sides(options.sides)
-    scale = QUICK_SCALE if options.quick else FULL_SCALE
-    shapes = all_shapes()
-    rows = []
-    for workload in options.workloads:
-        if workload == TRACE and options.trace is None:
-            print("the trace is left out: no --trace", file=sys.stderr)
-            continue
-        if workload == TRACE:
-            requests = list(trace(options.trace, scale.session_share, scale.trace_tokens_max))
-        else:
-            requests = list(WORKLOADS[workload](scale))
-        for name in options.shapes:
-            rows += measure(shapes[name], workload, requests, options, sides)
+    rows = drawn(options, sides) if options.random else chosen(options, sides)
     publish("Share of prompt tokens that hit", rows, goals(rows, sides), as_json=options.json, csv_file=options.csv)
 
 

@@ -63,10 +63,12 @@ def test_none_is_at_the_end_of_the_prompt_itself_or_beyond_what_a_token_count_ca
     assert answer_ends(STATES_OF_16, 16, 2**32 - 40) == (2**32 - 32, 2**32 - 16)
 
 
-def test_prompts_whose_attention_takes_fewer_blocks_than_two_states_have_none() -> None:
-    assert answer_ends(STATES_OF_16, 16, 64) == ()  # three blocks of attention, and two of a state
-    assert answer_ends((full(16), full(32), *STATES_OF_16[1:]), 32, 97)  # six and three
-    assert not answer_ends((full(16), full(32), *STATES_OF_16[1:]), 32, 64)  # two and one
+def test_prompts_whose_attention_takes_fewer_blocks_than_a_state_have_none() -> None:
+    assert answer_ends(STATES_OF_16, 16, 32) == ()  # one block of attention, and two of a state
+    assert answer_ends(STATES_OF_16, 16, 33)
+    groups = (full(16), full(32), *[state(1024)] * 4)
+    assert answer_ends(groups, 32, 65)  # four and two, and four of a state
+    assert not answer_ends(groups, 32, 64)  # two and one
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from hybrid_sides import ages, optimum
 from hybrid_sides.quire_side import QuireSide
+from hybrid_sides.scenarios import draw
 from hybrid_sides.shapes import Shape, all_shapes
 from hybrid_sides.workloads import DIGEST_TOKENS, QUICK_SCALE, WORKLOADS, Request, Stretch, ask, trace
 
@@ -180,3 +181,24 @@ def test_a_trace_keeps_whole_sessions(tmp_path: Path) -> None:
     first, second = (request.prompt.block_ids() for request in kept)
     assert first[:64] == second[:64]
     assert first[64] != second[64]
+
+
+def test_a_number_always_draws_the_same_scenario_and_others_others() -> None:
+    drawn = [draw(number, (0.5, 2.0)) for number in range(60)]
+    again = [draw(number, (0.5, 2.0)) for number in range(60)]
+    assert drawn == again
+    assert len({scenario.scale for scenario in drawn}) == 60
+    kinds = {(scenario.shape.window > 0, scenario.shape.state_bytes > 0) for scenario in drawn}
+    assert kinds == {(True, False), (False, True)}
+    assert {scenario.workload for scenario in drawn} == set(WORKLOADS)
+    assert {scenario.load for scenario in drawn} == {0.5, 2.0}
+
+
+def test_what_is_drawn_is_of_the_sizes_that_are_said() -> None:
+    for number in range(60):
+        shape, scale = draw(number, (1.0,)).shape, draw(number, (1.0,)).scale
+        full = [layer for layer in shape.layers if layer.kind is GroupKind.FULL_ATTENTION]
+        assert 1 <= len(full) <= 8
+        assert len(full) < len(shape.layers) <= 10 * len(full)
+        assert 300 <= scale.first_tokens <= 12_000
+        assert 3 <= scale.task_count <= 6

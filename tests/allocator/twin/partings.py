@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from tests.allocator.twin.state import TwinBoundary, TwinState
@@ -36,10 +37,10 @@ class TwinPartings(TwinState):
         return self.late_seen + 4 >= self.again + self.inside
 
     def answer_ends(self, prompt: int) -> set[int]:
-        """Ends of an answer one edge behind the prompt, then at doubled distances and halfway between two of them, while
-        prompts go on from answers.
+        """Ends of an answer one edge behind the prompt, at doubled distances and halfway between, while prompts go on
+        from answers.
 
-        Only prompts whose attention takes as many blocks as two states have them.
+        Only prompts whose attention takes as many blocks as a state have them.
         """
         names = {kind.name for kind in self.kinds}
         if self.retention == "dense" or not names >= {"full_attention", "state"} or not self.go_on:
@@ -47,10 +48,10 @@ class TwinPartings(TwinState):
         edge = self.edge_tokens()
         last = (prompt - 1) // edge * edge
         blocks = sum(kind.width * (last // kind.block_size) for kind in self.kinds if kind.name == "full_attention")
-        if blocks < 2 * sum(kind.width for kind in self.kinds if kind.name == "state"):
+        if blocks < sum(kind.width for kind in self.kinds if kind.name == "state"):
             return set()
         doubled = [2**doubling for doubling in range(12)]
-        between = [(near + far) // 2 for near, far in zip(doubled[1:], doubled[2:], strict=False)]
+        between = [(near + far) // 2 for near, far in pairwise(doubled[1:])]
         return {last + edge * distance for distance in (*doubled, *between)} - {prompt}
 
     def edge_tokens(self) -> int:

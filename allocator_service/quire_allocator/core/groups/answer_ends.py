@@ -11,8 +11,8 @@ goes on computes a third of an answer again at most.
         what an answer of 100 leaves     one state after 192 of 200 tokens
 
 It takes room that others lose: what is gone on from is copied while the state before it is still cached. So an answer
-leaves states only where the attention of its prompt takes at least as many blocks as two states: where states are much
-larger than that, few fit, and each that is copied pushes another one out.
+leaves states only where the attention of its prompt takes at least as many blocks as a state: where states are larger
+than that, few fit, and each that is copied pushes another one out.
 
 A pool of which most prompts part before the end of those before them has none: there the ends of prompts are worth
 more (`Partings.go_on`). A fork has none either, and who was forked makes no more of them: which of several answers is
@@ -30,7 +30,6 @@ from quire_allocator.core.spec import GroupKind, GroupSpec
 
 ANSWER_ENDS_MAX: Final = 22  # the last one is 2,048 edges behind the prompt
 _DISTANCES: Final = tuple(sorted([1, *[2 << each for each in range(11)], *[3 << each for each in range(10)]]))
-_STATES: Final = 2  # as many of them as the attention of a prompt takes blocks for
 _TOKENS_MAX: Final = 2**32 - 1  # that a token count can say
 
 
@@ -44,7 +43,7 @@ def answer_ends(groups: Sequence[GroupSpec], edge_tokens: int, prompt_token_coun
     """
     end = (prompt_token_count - 1) // edge_tokens * edge_tokens
     attention = sum([end // group.block_size for group in groups if group.kind is GroupKind.FULL_ATTENTION])
-    if attention < _STATES * sum([group.kind is GroupKind.STATE for group in groups]):
+    if attention < sum([group.kind is GroupKind.STATE for group in groups]):
         return ()
     ends = [end + distance * edge_tokens for distance in _DISTANCES]
     return tuple([each for each in ends if prompt_token_count < each <= _TOKENS_MAX])

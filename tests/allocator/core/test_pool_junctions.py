@@ -91,7 +91,7 @@ def test_a_match_and_a_pending_answer_tell_the_junction_too() -> None:
 
 
 def test_others_are_not_told_of_what_the_owner_has_not_acknowledged() -> None:
-    pool = make_pool(32, full(4), state(64))
+    pool = make_pool(32, full(4), state(64), state(64))  # whose answers have no ends
     pool.log.step = 1
     computed(pool, 1, "ab")
     pool.log.step = 2

@@ -32,12 +32,16 @@ demo: $(READY) ## start an allocator and a worker, stream prompts that share a p
 test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files at a time; long ones have targets of their own
 	$(PYTEST) --ignore tests/faults
 
+# As in the allocator's image. The first two are Python's own, which CFLAGS takes the place of; with the third, functions of
+# the core call one another directly, since no other library is to replace one.
+COMPILED_CFLAGS := -DNDEBUG -fwrapv -fno-semantic-interposition
+
 # Built from a source distribution: extension modules beside the sources would be imported instead of them for ever.
 $(COMPILED)/.ready: $(READY) $(shell find client allocator_service gateway_service worker_service -name '*.py')
 	@echo "compiling the allocator's core into $(COMPILED); this takes a minute and a C compiler"
 	rm -rf build/sdist $(COMPILED)
 	$(BIN)/python -m hatchling build -t sdist -d build/sdist
-	HATCH_BUILD_HOOK_ENABLE_MYPYC=true $(BIN)/pip install -q --disable-pip-version-check --no-deps \
+	HATCH_BUILD_HOOK_ENABLE_MYPYC=true CFLAGS='$(COMPILED_CFLAGS)' $(BIN)/pip install -q --disable-pip-version-check --no-deps \
 		--target $(COMPILED) build/sdist/*.tar.gz
 	@touch $@
 

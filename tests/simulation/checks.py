@@ -154,7 +154,7 @@ def cached_order(pool: Pool) -> list[tuple[int, str, int, bytes]]:
                 runs = manager.tree.runs(scope.root)  # type: ignore[attr-defined]
                 entries += [(run.released, list(reversed(run.blocks))) for run in runs if not run.live]
             else:
-                units = scope.index.values()  # type: ignore[attr-defined]
+                units = scope.units()  # type: ignore[attr-defined]
                 entries += [(unit.released, list(reversed(unit.blocks))) for unit in units if not unit.live]
                 # Of one that was cut, the part that was deeper leaves first.
                 stretches = getattr(scope, "stretches", {}).values()

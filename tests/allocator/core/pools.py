@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+from quire_allocator.core.groups.units import Unit, UnitScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.readers.usage import block_states
@@ -114,7 +116,7 @@ def filled(pool: Pool, sequence_id: int, token_count: int) -> int:
 
 def published(scope: Any) -> dict[tuple[int, bytes], tuple[list[int], int]]:
     """Of a windowed or state group, by position and digest: the blocks, and what they are worth."""
-    found = {key: (list(unit.blocks), unit.worth) for key, unit in scope.index.items()}
+    found = {unit.key: (list(unit.blocks), unit.worth) for unit in scope.units()}
     for stretch in getattr(scope, "stretches", {}).values():
         width = len(stretch.blocks) * 32 // stretch.size
         for offset in range(stretch.size // 32):
@@ -124,15 +126,27 @@ def published(scope: Any) -> dict[tuple[int, bytes], tuple[list[int], int]]:
     return found
 
 
+def positions_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Positions at which scopes are asked for a unit from now on, in order; only where the core is not compiled."""
+    asked, find = list[int](), UnitScope.find
+
+    def count(self: UnitScope, position: int, digest: bytes) -> Unit | None:
+        asked.append(position)
+        return find(self, position, digest)
+
+    monkeypatch.setattr(UnitScope, "find", count)
+    return asked
+
+
 def forget(pool: Pool, manager: int, positions: Sequence[int], namespace: str = "") -> None:
     """Evicts chosen cached positions of a windowed or state group, as a policy might."""
     scope: Any = pool.blocks.namespaces[namespace].scopes[manager]
     for stretch in list(getattr(scope, "stretches", {}).values()):
         if any(stretch.first_position <= position < stretch.end_position for position in positions):
             scope.manager._cut(stretch, stretch.first_position, stretch.end_position)
-    for key, unit in list(scope.index.items()):
+    for position, unit in [(unit.first_position, unit) for unit in scope.units()]:
         if not unit.live and not unit.ticket:
             pool.blocks.push(unit)
-        if key[0] in positions:
+        if position in positions:
             pool.blocks.dropped(scope, scope.manager.evict(unit, 1))
     invariants.check(pool)

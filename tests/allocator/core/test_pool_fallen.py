@@ -12,7 +12,7 @@ from quire_allocator.core.readers import index, invariants
 from quire_allocator.core.spec import GroupSpec, PoolSpec, Result
 
 from tests.allocator.core.compiled import IS_COMPILED
-from tests.allocator.core.pools import chunked, full, published, sliding
+from tests.allocator.core.pools import chunked, full, positions_asked_for, published, sliding
 
 LONG = 20_000  # blocks of a long prompt, of 4 tokens each
 WINDOW = 16  # blocks
@@ -74,18 +74,18 @@ def test_a_commit_makes_no_more_units_than_a_window_needs(
 
 @needs_sources
 @pytest.mark.parametrize("kind", [sliding, chunked])
-def test_a_lookup_looks_only_where_something_begins(kind: Any) -> None:
+def test_a_lookup_looks_only_where_something_begins(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = window_pool(kind(4, 4 * WINDOW))
     for prompt in range(2):
         computed(pool, prompt + 1, text(prompt, LONG))
-    scope, looks = window_scope(pool), list[Any]()
+    scope, looks = window_scope(pool), positions_asked_for(monkeypatch)
 
     class Counted(dict):  # type: ignore[type-arg]
-        def get(self, key: Any) -> Any:  # type: ignore[override]
-            looks.append(key)
+        def get(self, key: tuple[int, bytes]) -> Any:  # type: ignore[override]
+            looks.append(key[0])
             return super().get(key)
 
-    scope.index, scope.stretches = Counted(scope.index), Counted(scope.stretches)
+    scope.stretches = Counted(scope.stretches)
     assert pool.match("", text(9, LONG)) == (0 if kind is sliding else 4 * LONG)  # between two chunks nothing is needed
     assert len(looks) <= 8
     looks.clear()
@@ -99,7 +99,7 @@ def test_a_prompt_in_passes_leaves_a_stretch_for_each_pass() -> None:
     computed(pool, 1, digests, chunk=100)
     scope = window_scope(pool)
     assert len(scope.stretches) <= 2 * 10
-    assert len(scope.index) <= 3 * WINDOW
+    assert len(scope.units()) <= 3 * WINDOW
     invariants.check(pool)
 
 

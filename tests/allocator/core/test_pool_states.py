@@ -33,7 +33,8 @@ def grown(pool: Pool, sequence_id: int, token_count: int) -> tuple[list[list[int
 def checkpoints(pool: Pool, letters: str) -> list[int]:
     """Digest blocks after which a state alone could go on."""
     scope = pool.blocks.namespaces[""].scopes[-1]
-    return sorted(count for count, digest in scope.index if d(letters)[32 * count - 32 : 32 * count] == digest)  # type: ignore[attr-defined]
+    found = [(unit.first_position, unit.first_digest) for unit in scope.units()]  # type: ignore[attr-defined]
+    return sorted(count for count, digest in found if d(letters)[32 * count - 32 : 32 * count] == digest)
 
 
 def in_passes(pool: Pool, sequence_id: int, letters: str, ends: list[int]) -> None:

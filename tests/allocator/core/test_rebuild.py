@@ -344,8 +344,8 @@ def test_a_rebuilt_pool_keeps_what_the_lost_one_kept(has_full: bool) -> None:
     space = pool.blocks.namespaces[""]
     boundaries = sorted(token_count for token_count, _ in space.boundaries)
     assert boundaries[-1] == 32
-    units = space.scopes[int(has_full)].index  # type: ignore[attr-defined]
-    worths = {unit.blocks[0]: unit.worth for unit in units.values()}
+    units = space.scopes[int(has_full)].units()  # type: ignore[attr-defined]
+    worths = {unit.blocks[0]: unit.worth for unit in units}
     kept = LED if has_full else KEPT
     assert [worths[block] for block in (15, 16, 17)] == [ASIDE, kept, kept]
     joined = b"".join(text)

@@ -167,7 +167,7 @@ def test_between_two_chunks_full_attention_alone_is_hit() -> None:
     computed(pool, 1, "abcdefg")
     pool.free(1)
     windows = pool.blocks.namespaces[""].scopes[1]
-    for unit in list(windows.index.values()):  # type: ignore[attr-defined]
+    for unit in windows.units():  # type: ignore[attr-defined]
         pool.blocks.dropped(windows, windows.manager.evict(unit, 1))
     invariants.check(pool)
     assert pool.match("", d("abcdefg")) == 24

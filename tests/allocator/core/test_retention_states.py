@@ -43,9 +43,10 @@ def serve(pool: Pool, digests: bytes, token_count: int) -> int:
 def worths(pool: Pool, digests: bytes, manager: int = 1) -> dict[int, int]:
     """What the cached checkpoints of a text are worth, by the tokens before them."""
     scope, size = pool.blocks.namespaces[""].scopes[manager], pool.digest_tokens
-    units: dict[tuple[int, bytes], Unit] = scope.index  # type: ignore[attr-defined]
-    own = [(count, unit) for (count, digest), unit in units.items() if digests[32 * count - 32 : 32 * count] == digest]
-    return {count * size: unit.worth for count, unit in sorted(own, key=lambda item: item[0])}
+    units: list[Unit] = scope.units()  # type: ignore[attr-defined]
+    placed = sorted([(unit.first_position, unit) for unit in units], key=lambda item: item[0])
+    own = [(count, unit) for count, unit in placed if digests[32 * count - 32 : 32 * count] == unit.first_digest]
+    return {count * size: unit.worth for count, unit in own}
 
 
 def in_turn(pool: Pool, chat_count: int, token_count: int, round_count: int) -> float:

@@ -119,7 +119,8 @@ class FallenManager(UnitManager[PartT]):
         name = scope.namespace.name
         noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
         # Units and stretches become each other meanwhile: what was noted is yielded, and is in the log if it went.
-        for position, digests in (*noted, *scope.index):
+        noted += [(unit.first_position, unit.first_digest) for unit in scope.units()]
+        for position, digests in noted:
             yield IndexedStretch(name, self.groups, self.spec, b"", digests, position)
 
     def evict(self, entry: Scoped, wanted: int) -> int:
@@ -229,7 +230,7 @@ class FallenManager(UnitManager[PartT]):
         for offset in range(first - begin, end - begin):
             own, place = blocks[offset * width : (offset + 1) * width], offset * DIGEST_BYTES
             key = begin + offset, digests[place : place + DIGEST_BYTES]
-            if key in scope.index:  # only where the owner made digests up
+            if scope.find(key[0], key[1]) is not None:  # only where the owner made digests up
                 self._lose(stretch, key[0], key[1], own)
                 continue
             unit = Unit(scope, own)

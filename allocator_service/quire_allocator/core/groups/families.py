@@ -72,12 +72,11 @@ class StateScope(UnitScope):
 
     def _last(self, positions: list[int], end: int, first: int, above: int, digests: bytes) -> Unit | None:
         """Returns the deepest checkpoint of a prompt among `positions[first:end]` that are not before `above`."""
-        index = self.index
         for i in range(end - 1, first - 1, -1):
             position = positions[i]
             if position < above:
                 return None
-            unit = index.get((position, _digest_at(digests, position)))
+            unit = self.find(position, _digest_at(digests, position))
             if unit is not None:
                 return unit
         return None

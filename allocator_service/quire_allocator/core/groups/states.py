@@ -221,7 +221,7 @@ class StateManager(UnitManager[StatePart]):
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[StatePart]) -> None:
         units = {part.unit for part in parts if part.unit is not None}
-        units |= {unit for scope in scopes for unit in scope.index.values()}
+        units |= {unit for scope in scopes for unit in scope.units()}
         for unit in units:
             states.mark(unit.blocks, unit.live, published=unit.is_published)
 
@@ -259,11 +259,11 @@ class StateManager(UnitManager[StatePart]):
 
     def checkpoint_at(self, scope: UnitScope, token_count: int, digest: bytes) -> Unit | None:
         """Returns the checkpoint after so many tokens of that digest, whoever made it; None where there is none."""
-        return scope.index.get((token_count // self._digest_tokens, digest))
+        return scope.find(token_count // self._digest_tokens, digest)
 
     def checkpoints(self, scope: UnitScope) -> list[tuple[int, bytes]]:
         """Returns after how many tokens of which digest there are checkpoints."""
-        return [(position * self._digest_tokens, digest) for position, digest in scope.index]
+        return [(unit.first_position * self._digest_tokens, unit.first_digest) for unit in scope.units()]
 
     def own_checkpoints(self, part: StatePart) -> list[tuple[int, bytes]]:
         """Returns token counts and digests of the checkpoints that a sequence holds, or made and nobody has used; the

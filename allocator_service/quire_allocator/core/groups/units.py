@@ -97,32 +97,53 @@ class Unit(Scoped):
 class UnitScope(Scope):
     """What a namespace has in a manager of units.
 
+    A unit is found by position and digest. A digest stands for a whole prefix, and so for one position: units are filed
+    by the digest alone, which is hashed faster. Only an owner that makes digests up repeats one at another position.
+
     Attributes:
-        index: the published ones.
-        depths: positions at which there are any, of whatever prefix.
+        depths: positions at which there are published ones, of whatever prefix.
     """
 
-    __slots__ = ("depths", "index")
+    __slots__ = ("_by_digest", "_repeated", "depths")
 
     def __init__(self, namespace: Namespace, manager: Evictor) -> None:
         super().__init__(namespace, manager)
-        self.index: dict[UnitKey, Unit] = {}
+        self._by_digest: dict[bytes, Unit] = {}
+        self._repeated: dict[UnitKey, Unit] = {}  # those whose digest was filed for another position; most often none
         self.depths = Depths()
+
+    def find(self, position: int, digest: bytes) -> Unit | None:
+        """Returns the unit that is published as this; None where there is none."""
+        unit = self._by_digest.get(digest)
+        if unit is not None and unit.first_position == position:
+            return unit
+        return self._repeated.get((position, digest)) if self._repeated else None
+
+    def units(self) -> list[Unit]:
+        """Returns all that are published."""
+        return [*self._by_digest.values(), *self._repeated.values()]
 
     def add(self, unit: Unit, key: UnitKey) -> Unit:
         """Publishes a unit, unless another one is published as that; returns the one that is."""
-        published = self.index.setdefault(key, unit)
-        if published is unit:
-            unit.now_published(key[0], key[1])
-            self.depths.add(key[0])
-        return published
+        if self._repeated and key in self._repeated:
+            return self._repeated[key]
+        published = self._by_digest.setdefault(key[1], unit)
+        if published is not unit:
+            if published.first_position == key[0]:
+                return published
+            self._repeated[key] = unit
+        unit.now_published(key[0], key[1])
+        self.depths.add(key[0])
+        return unit
 
     def remove(self, unit: Unit) -> None:
         """Forgets what a unit is published as: no prompt can hit it any more."""
-        key = unit.key
-        assert key is not None
-        del self.index[key]
-        self.depths.remove(key[0])
+        position, digest = unit.first_position, unit.first_digest
+        if self._by_digest.get(digest) is unit:
+            del self._by_digest[digest]
+        else:
+            del self._repeated[position, digest]
+        self.depths.remove(position)
         unit.now_published(0, b"")
 
 
@@ -165,7 +186,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
 
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         name = scope.namespace.name
-        for unit in list(scope.index.values()):
+        for unit in scope.units():
             if unit.is_published:  # still
                 yield IndexedStretch(name, self.groups, self.spec, b"", unit.first_digest, unit.first_position)
 
@@ -198,7 +219,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
 
     def drop_path(self, scope: UnitScope, digests: bytes, kept_digest_count: int) -> None:
         for position, digest in self._places(digests, kept_digest_count):
-            unit = scope.index.get((position, digest))
+            unit = scope.find(position, digest)
             if unit is not None and not unit.live:
                 self._drop(unit)
 

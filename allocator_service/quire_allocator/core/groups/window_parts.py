@@ -86,7 +86,7 @@ class PublishingManager(FallenManager[WindowPart]):
     def _publish_own(self, part: WindowPart, unit: Unit, key: UnitKey, swaps: list[Swap]) -> Unit:
         """Gives a private unit its key. Returns the unit to use from now on: another one where the key was published
         before. In an append-only pool that one gets the blocks if nobody holds it, or they are kept beside it."""
-        other = part.scope.index.get(key) if self._append_only else None
+        other = part.scope.find(key[0], key[1]) if self._append_only else None
         if other is None:
             return self._publish(part.scope, unit, key, swaps, key[0])
         own, position = unit.blocks, key[0]

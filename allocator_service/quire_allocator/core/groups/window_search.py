@@ -48,13 +48,13 @@ class WindowSearch:
 
     def find(self, rule: WindowRule, block_size: int, reset_positions: int) -> WindowHit:
         """Returns the longest hit. Every `reset_positions` no token needs an earlier one, unless it is 0."""
-        index, path = self._scope.index, self._path
+        scope, path = self._scope, self._path
         while self._end > 0:
             end = self._end = self._last_end(reset_positions)
             first = rule.first_needed(end * block_size) // block_size
             units, self._places = list[Unit](), []
             for position in range(first, end):
-                unit = index.get((position, path.at(position)))
+                unit = scope.find(position, path.at(position))
                 if unit is not None:
                     units.append(unit)
                 elif not self._stands(position):

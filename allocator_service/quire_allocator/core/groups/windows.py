@@ -194,7 +194,7 @@ class WindowManager(PublishingManager):
         apart = [
             range(position, position + 1)
             for position in scope.depths.between(new.start, new.stop)
-            if (position, path.at(position)) in scope.index
+            if scope.find(position, path.at(position)) is not None
         ]
         if self.keeper is not None:
             stops = [count for count in part.boundaries if committed < count <= until]
@@ -359,7 +359,7 @@ class WindowManager(PublishingManager):
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:
         units = {unit for part in parts for unit in part.units}
-        units |= {unit for scope in scopes for unit in scope.index.values()}
+        units |= {unit for scope in scopes for unit in scope.units()}
         for unit in units:
             states.mark(unit.blocks, unit.live, published=unit.is_published)
         for scope in scopes:

@@ -215,7 +215,7 @@ def check_states(manager: StateManager, uses: Sequence[Use[UnitScope, StatePart]
 
 def _check_families(scope: UnitScope) -> None:
     assert isinstance(scope, StateScope), "a state has the scope of a window"
-    assert scope.roots.keys() == scope.index.keys(), "not every checkpoint has a family"
+    assert scope.roots.keys() == {unit.key for unit in scope.units()}, "not every checkpoint has a family"
     members: dict[tuple[int, bytes], set[int]] = {}
     for (position, _), root in scope.roots.items():
         assert root[0] <= position, "a family has a root behind one of its checkpoints"
@@ -242,12 +242,14 @@ def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceStat
 def _check_units(width: int, scope: UnitScope, tables: Sequence[Sequence[Unit]]) -> Found:
     """Checks that each unit counts the tables it is in; the published ones are those of the index."""
     found = Found()
-    depths = sorted({position for position, _ in scope.index})
+    published = scope.units()
+    depths = sorted({unit.first_position for unit in published})
     assert scope.depths.positions == depths, "units are sought at other depths than they stand at"
     holders: Counter[int] = Counter(id(unit) for table in tables for unit in table)
-    for key, unit in scope.index.items():
-        assert unit.key == key, f"a unit of position {key[0]} is filed under another key than its own"
-        assert len(key[1]) == DIGEST_BYTES, "a unit is published under a part of a digest"
+    for unit in published:
+        position, digest = unit.first_position, unit.first_digest
+        assert scope.find(position, digest) is unit, f"a unit of position {position} is filed elsewhere"
+        assert len(digest) == DIGEST_BYTES, "a unit is published under a part of a digest"
         found.add(unit, unit.blocks, holders[id(unit)], is_leaf=True)
     for unit in {id(unit): unit for table in tables for unit in table}.values():
         assert unit.scope is scope, "a unit stands in a table of another scope"
@@ -256,7 +258,7 @@ def _check_units(width: int, scope: UnitScope, tables: Sequence[Sequence[Unit]])
             assert unit.live == holders[id(unit)], f"a private unit counts {unit.live} tables"
             found.held.extend(unit.blocks)
         else:
-            assert scope.index.get(unit.key) is unit, "a published unit is not in the index"
+            assert scope.find(*unit.key) is unit, "a published unit is not in the index"
     return found
 
 

@@ -94,7 +94,7 @@ def _check_worths(retention: Retention, space: Namespace, needed: Counter[int], 
         scope, spare = cast(UnitScope, space.scopes[number]), 0
         if isinstance(scope, WindowScope):
             spare = sum(stretch.block_count for stretch in scope.stretches.values())
-        for unit in scope.index.values():
+        for unit in scope.units():
             assert unit.needed_count == needed[id(unit)], "a unit counts others that need it than there are"
             assert unit.aside_count == aside[id(unit)], "a unit counts others that have it aside than there are"
             if not unit.live:

@@ -53,17 +53,17 @@ class _Tails:
 
     def __init__(self, window: WindowManager, scope: UnitScope, before: dict[UnitKey, bytes]) -> None:
         self.window = window
-        self._units = scope.index
+        self._scope = scope
         self._before = before
         going_on = {(position - 1, before) for (position, _), before in before.items()}
-        self.last = [key for key in self._units if key not in going_on]
+        self.last = [unit.key for unit in scope.units() if unit.key is not None and unit.key not in going_on]
 
     def units(self, digest: bytes, end: int, positions: range) -> list[Unit] | None:
         """Returns those of some positions on the path whose block before position `end` has that digest; None if one
         lacks."""
         found: list[Unit] = []
         for position in range(end - 1, positions.start - 1, -1):
-            unit = self._units.get((position, digest))
+            unit = self._scope.find(position, digest)
             if position in positions:
                 if unit is None:
                     return None

@@ -47,7 +47,8 @@ def ends(pool: Pool) -> list[int]:
 
 def states(pool: Pool) -> list[int]:
     """After how many tokens there are checkpoints."""
-    return sorted(count * 4 for count, _ in pool.blocks.namespaces[""].scopes[-1].index)  # type: ignore[attr-defined]
+    units = pool.blocks.namespaces[""].scopes[-1].units()  # type: ignore[attr-defined]
+    return sorted(unit.key[0] * 4 for unit in units)
 
 
 def test_they_are_at_distances_from_the_last_edge_of_the_prompt_that_grow_with_it() -> None:

@@ -3,7 +3,8 @@
 Printed is the share of prompt tokens that were cached, of Quire's core, of vLLM's KVCacheManager with dense and with
 sparse retention, of a pool of the same bytes in which every layer keeps every token, and of an upper bound over all
 groups that knows the future (`hybrid_sides/optimum.py`). Where `--sides` asks for them, also bounds of what policies
-hit that know only how long ago a text was used, or besides which turn it was and how long (`hybrid_sides/ages.py`).
+hit that know only how long ago a text was used, or besides which turn it was and how long (`hybrid_sides/ages.py`), and
+of the trace what is hit with times that the other samples of its sessions have taught.
 
 Every side has the same bytes, laid out by its own rule. How many is said by the *load*, working set over pool. The
 working set is the bytes in the fullest moment if everything that a later prompt can hit is kept, and nothing else: the
@@ -46,6 +47,11 @@ ROOM_TO_RUN = 1.25  # of what the longest request holds: pages have padding, and
 QUIRE, OPTIMUM, FULL = "quire", "optimum", "full attention only"
 VLLM = tuple(f"vllm {retention}" for retention in RETENTION_INTERVALS)
 AGES, AGES_BY_CLASS = "ages known", "ages and classes known"
+LEARNED = {
+    "ages learned": ages.all_alike,
+    "ages and classes learned": ages.by_turn_and_length,
+    "ages, classes and waits learned": ages.by_turn_length_and_wait,
+}
 FORCED = tuple(f"quire {retention}" for retention in RETENTIONS)
 Row = dict[str, Any]
 
@@ -69,9 +75,9 @@ def arguments() -> argparse.Namespace:
         "--sides",
         nargs="+",
         default=sides,
-        choices=[*sides, AGES, AGES_BY_CLASS, *FORCED],
+        choices=[*sides, AGES, AGES_BY_CLASS, *LEARNED, *FORCED],
         metavar="SIDE",
-        help=", ".join([*sides, AGES, AGES_BY_CLASS, *FORCED]),
+        help=", ".join([*sides, AGES, AGES_BY_CLASS, *LEARNED, *FORCED]),
     )
     parser.add_argument("--chunk", type=int, default=CHUNK_TOKENS, help="tokens of one pass (default: %(default)s)")
     add_output_arguments(parser)
@@ -108,8 +114,9 @@ def measure(
     *,
     chunk_tokens: int,
     sides: Sequence[str],
+    others: Sequence[Sequence[Request]] = (),
 ) -> list[Row]:
-    """One row per load."""
+    """One row per load; `others` are what ages are learned from."""
     reuses = optimum.find_reuses(requests, shape)
     working_set = reuses.working_set_bytes()
     longest = max(request.computed_token_count for request in requests)
@@ -131,6 +138,9 @@ def measure(
             elif name in (AGES, AGES_BY_CLASS):
                 bound = ages.hit_ratio_max(requests, shape, pool_bytes, has_classes=name == AGES_BY_CLASS)
                 row[name] = round(bound, 4)
+            elif name in LEARNED:
+                learned = ages.hit_ratio_learned(others, requests, shape, pool_bytes, LEARNED[name]) if others else 0.0
+                row[name] = round(learned, 4) if others else ""
             elif name == FULL and shape.state_bytes:
                 row[name] = ""  # states are no attention
             else:
@@ -155,11 +165,16 @@ def chosen(options: argparse.Namespace, sides: Sequence[str]) -> list[Row]:
             print("the trace is left out: no --trace", file=sys.stderr)
             continue
         if workload == TRACE:
-            requests = list(trace(options.trace, scale.session_share, scale.trace_tokens_max))
+            samples = range(scale.session_share if set(LEARNED) & set(sides) else 1)
+            requests, *others = [
+                list(trace(options.trace, scale.session_share, scale.trace_tokens_max, sample)) for sample in samples
+            ]
         else:
-            requests = list(WORKLOADS[workload](scale))
+            requests, others = list(WORKLOADS[workload](scale)), []
         for name in options.shapes:
-            rows += measure(shapes[name], workload, requests, options.loads, chunk_tokens=options.chunk, sides=sides)
+            rows += measure(
+                shapes[name], workload, requests, options.loads, chunk_tokens=options.chunk, sides=sides, others=others
+            )
     return rows
 
 

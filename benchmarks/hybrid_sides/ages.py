@@ -11,12 +11,15 @@ price of a byte each class has a best time, and the sum of their gains and the p
 least of them, over prices, is returned. The times are chosen knowing the whole workload, hits may end at any block, and
 the pool has to fit on average only: no policy of this kind hits more, and a real one less. Weights are those of
 `optimum.py`: a token costs its bytes of full attention and its share of the tail of the text in which it was computed.
+
+`hit_ratio_learned` is what is left of that where the times are chosen on other requests of the same kind, and may tell
+texts apart by how long they waited for their last touch, too: what nobody can learn ahead is no longer in it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -37,38 +40,106 @@ class Touch(NamedTuple):
     time: int
     turn: int
     length: int
+    wait: int
     token_bytes: float
+
+
+Class = tuple[int, ...]
+Classes = Callable[[Touch], Class]
+Curves = Mapping[Class, tuple[Floats, Floats]]
+
+
+def all_alike(_: Touch) -> Class:
+    """One class for all texts."""
+    return ()
+
+
+def by_turn_and_length(touch: Touch) -> Class:
+    """One for each turn of a session and each doubling of a length."""
+    return touch.turn, touch.length
+
+
+def by_turn_length_and_wait(touch: Touch) -> Class:
+    """The same, and for each doubling of the time since the touch before."""
+    return touch.turn, touch.length, touch.wait
 
 
 def hit_ratio_max(requests: Sequence[Request], shape: Shape, pool_bytes: int, *, has_classes: bool) -> float:
     """Returns a ratio of prompt tokens above which no policy hits that knows ages, and with `has_classes` also which
     turn of its session a text is and how long."""
-    hits, kept = _curves(requests, shape, has_classes=has_classes)
-    computed = [request.computed_token_count for request in requests]
-    running = sum(count * shape.full_token_bytes + shape.tail_bytes(count) for count in computed) / len(requests)
-    room = pool_bytes - running
-    low, high = 0.0, 1.0  # tokens for a byte, kept for the whole workload
-    for _ in range(PRICE_STEPS):
-        price = (low + high) / 2
-        taken = sum(float(own[np.argmax(gain - price * own)]) for gain, own in zip(hits, kept, strict=True))
-        low, high = (price, high) if taken > room else (low, price)
+    curves = _curves(requests, shape, by_turn_and_length if has_classes else all_alike)
+    room = _room(requests, shape, pool_bytes)
+    low, high = _prices(curves, curves, room)
     tokens = min(
-        price * room + sum(float((gain - price * own).max()) for gain, own in zip(hits, kept, strict=True))
+        price * room + sum(float((hits - price * kept).max()) for hits, kept in curves.values())
         for price in (low, high)
     )
     return tokens / sum(request.prompt_token_count for request in requests)
 
 
-def _curves(requests: Sequence[Request], shape: Shape, *, has_classes: bool) -> tuple[list[Floats], list[Floats]]:
+def hit_ratio_learned(
+    others: Sequence[Sequence[Request]], requests: Sequence[Request], shape: Shape, pool_bytes: int, classes: Classes
+) -> float:
+    """Returns the ratio of prompt tokens that hit if each class is kept for the time that is best for the `others`, all
+    of them together, and the rest of the room for what one byte less dear would keep. The price of a byte alone is
+    chosen for these requests, so that the pool fits on average."""
+    curves = _curves(requests, shape, classes)
+    learned = _together([_curves(other, shape, classes) for other in others])
+    room = _room(requests, shape, pool_bytes)
+    (kept_more, hit_more), (kept, hit) = (_outcome(curves, learned, price) for price in _prices(learned, curves, room))
+    share = (room - kept) / (kept_more - kept) if kept_more > kept else 0.0
+    return (hit + min(1.0, max(0.0, share)) * (hit_more - hit)) / sum(each.prompt_token_count for each in requests)
+
+
+def _room(requests: Sequence[Request], shape: Shape, pool_bytes: int) -> float:
+    """Returns what is left of a pool beside the request that runs, in bytes, on average."""
+    computed = [request.computed_token_count for request in requests]
+    return pool_bytes - sum(count * shape.full_token_bytes + shape.tail_bytes(count) for count in computed) / len(
+        requests
+    )
+
+
+def _prices(learned: Curves, curves: Curves, room: float) -> tuple[float, float]:
+    """Returns two prices of a byte, next to each other: with the times of the first too much is kept."""
+    low, high = 0.0, 1.0  # tokens for a byte, kept for the whole workload
+    for _ in range(PRICE_STEPS):
+        price = (low + high) / 2
+        low, high = (price, high) if _outcome(curves, learned, price)[0] > room else (low, price)
+    return low, high
+
+
+def _outcome(curves: Curves, learned: Curves, price: float) -> tuple[float, float]:
+    """Returns the bytes kept on average and the tokens hit, with the times that are best for `learned` at a price."""
+    bytes_kept = tokens_hit = 0.0
+    for key, (hits, kept) in curves.items():
+        if key in learned:  # what was never seen is not kept
+            time = min(int(np.argmax(learned[key][0] - price * learned[key][1])), len(kept) - 1)
+            bytes_kept += float(kept[time])
+            tokens_hit += float(hits[time])
+    return bytes_kept, tokens_hit
+
+
+def _together(all_curves: Sequence[Curves]) -> Curves:
+    """Returns the mean of curves; what has ended stays what it was."""
+    longest = max(len(hits) for curves in all_curves for hits, _ in curves.values())
+    mean: dict[Class, tuple[Floats, Floats]] = {}
+    for curves in all_curves:
+        for key, both in curves.items():
+            sums = mean.setdefault(key, (np.zeros(longest), np.zeros(longest)))
+            for total, own in zip(sums, both, strict=True):
+                np.add(total, np.pad(own, (0, longest - len(own)), mode="edge") / len(all_curves), out=total)
+    return mean
+
+
+def _curves(requests: Sequence[Request], shape: Shape, classes: Classes) -> Curves:
     """Returns for each class what it hits, in tokens, and what it keeps on average, in bytes, by the requests for which
     its blocks are kept."""
     count = len(requests)
-    curves: dict[tuple[int, int], tuple[Floats, Floats]] = {}
+    curves: dict[Class, tuple[Floats, Floats]] = {}
     last: dict[int, Touch] = {}
 
     def note(touch: Touch, block_count: int, age: int, *, returned: bool) -> None:
-        key = (touch.turn, touch.length) if has_classes else (0, 0)
-        hits, kept = curves.setdefault(key, (np.zeros(count + 1), np.zeros(count + 1)))
+        hits, kept = curves.setdefault(classes(touch), (np.zeros(count + 1), np.zeros(count + 1)))
         tokens = block_count * DIGEST_TOKENS
         kept[1 : age + 1] += tokens * touch.token_bytes / count
         hits[age] += tokens if returned else 0
@@ -80,14 +151,15 @@ def _curves(requests: Sequence[Request], shape: Shape, *, has_classes: bool) -> 
             if block not in last:
                 break
             matched += 1
-        turn = last[ids[matched - 1]].turn + 1 if matched else 0
+        before = last[ids[matched - 1]] if matched else None
         for touch, block_count in Counter(last[block] for block in ids[:matched]).items():
             note(touch, block_count, now - touch.time, returned=True)
         length = request.computed_token_count
         token_bytes = shape.full_token_bytes + shape.tail_bytes(length) / length
         size = (max(length, SHORT_TOKENS) // SHORT_TOKENS).bit_length()
-        own = Touch(now, min(turn, TURNS_TOLD_APART), size, token_bytes)
+        turn, wait = (before.turn + 1, now - before.time) if before is not None else (0, 0)
+        own = Touch(now, min(turn, TURNS_TOLD_APART), size, wait.bit_length(), token_bytes)
         last.update(dict.fromkeys(ids[: length // DIGEST_TOKENS], own))
     for touch, block_count in Counter(last.values()).items():
         note(touch, block_count, count - touch.time, returned=False)
-    return [hits.cumsum() for hits, _ in curves.values()], [kept.cumsum() for _, kept in curves.values()]
+    return {key: (hits.cumsum(), kept.cumsum()) for key, (hits, kept) in curves.items()}

@@ -189,7 +189,7 @@ def agents(scale: Scale) -> Iterator[Request]:
             texts[number] = request.text.then(scale.message_tokens + dice.randrange(32))
 
 
-def trace(file: Path, session_share: int, token_count_max: int) -> Iterator[Request]:
+def trace(file: Path, session_share: int, token_count_max: int, sample: int = 0) -> Iterator[Request]:
     """Requests of one in so many sessions of a trace, in order, without the longest.
 
     Leaving out sessions keeps how often and how soon each of the others comes again, among fewer others: the working
@@ -200,6 +200,7 @@ def trace(file: Path, session_share: int, token_count_max: int) -> Iterator[Requ
         file: a line of JSON per request, with `hash_ids`, one per block of 512 tokens of the prompt, equal at the start
             of two prompts where they share a prefix; `input_length` and `output_length` in tokens.
         session_share: 1 for all sessions.
+        sample: which of as many samples that share no session; less than `session_share`.
         token_count_max: longer prompts are left out: the pool of a sample has to hold one of them beside all others.
     """
     known: dict[tuple[int, int], Stretch] = {}
@@ -208,8 +209,8 @@ def trace(file: Path, session_share: int, token_count_max: int) -> Iterator[Requ
         for line in lines:
             fields = json.loads(line)
             session = fields["hash_ids"][:2][-1]
-            is_left_out = sessions.setdefault(session, len(sessions)) % session_share
-            if is_left_out or fields["input_length"] > token_count_max:
+            number = sessions.setdefault(session, len(sessions))
+            if number % session_share != sample or fields["input_length"] > token_count_max:
                 continue
             prompt, left = None, fields["input_length"]
             for block in fields["hash_ids"]:

@@ -140,6 +140,29 @@ def test_no_time_for_which_blocks_are_kept_hits_more_than_the_bound_of_ages(seed
         assert bounds[0] <= bounds[1] + 1e-9, "who knows more hits no less"
 
 
+@pytest.mark.parametrize("classes", [ages.all_alike, ages.by_turn_and_length, ages.by_turn_length_and_wait])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_what_is_learned_elsewhere_hits_no_more_than_what_is_learned_of_the_requests_themselves(
+    name: str, classes: ages.Classes
+) -> None:
+    requests, shape = list(WORKLOADS[name](QUICK_SCALE)), all_shapes()["gpt-oss-20b"]
+    room = optimum.find_reuses(requests, shape).working_set_bytes() // 2
+    others = [list(workload(QUICK_SCALE)) for workload in WORKLOADS.values()]
+    itself = ages.hit_ratio_learned([requests], requests, shape, room, classes)
+    assert 0 < itself < 1
+    assert ages.hit_ratio_learned(others, requests, shape, room, classes) <= itself + 1e-9
+    if classes is ages.all_alike:
+        assert itself == pytest.approx(ages.hit_ratio_max(requests, shape, room, has_classes=False))
+
+
+def test_what_is_not_among_what_was_learned_of_is_not_kept() -> None:
+    requests = [ask(Stretch(None, 200 * DIGEST_TOKENS), 1)] * 9
+    others = [[ask(Stretch(None, 2 * DIGEST_TOKENS), 1)] * 9]
+    shape = SHAPES["windows"]
+    assert ages.hit_ratio_learned(others, requests, shape, 1 << 20, ages.by_turn_and_length) == 0
+    assert ages.hit_ratio_learned(others, requests, shape, 1 << 20, ages.all_alike) > 0.5
+
+
 def test_a_pool_without_end_hits_whatever_ages_are_known() -> None:
     requests = list(WORKLOADS["shared"](QUICK_SCALE))
     for shape in all_shapes().values():
@@ -181,6 +204,8 @@ def test_a_trace_keeps_whole_sessions(tmp_path: Path) -> None:
     first, second = (request.prompt.block_ids() for request in kept)
     assert first[:64] == second[:64]
     assert first[64] != second[64]
+    (other,) = trace(file, session_share=2, token_count_max=2_000, sample=1)
+    assert other.prompt_token_count == 1_024
 
 
 def test_a_number_always_draws_the_same_scenario_and_others_others() -> None:

@@ -33,6 +33,15 @@ def state(block_size: int, checkpoints_max: int = 0) -> GroupSpec:
     return GroupSpec(GroupKind.STATE, block_size, checkpoints_max=checkpoints_max)
 
 
+# Groups and retention of pools that tell nobody where to leave a state: none, all of them, or no attention to judge by.
+WITHOUT_TOLD_ENDS = [
+    ((full(4),), ""),
+    ((full(4), sliding(4, 8)), ""),
+    ((state(4), state(64)), ""),
+    ((full(4), state(64)), "dense"),
+]
+
+
 def make_pool(block_count: int = 8, *groups: GroupSpec, block_size: int = 4, group_count: int = 1, **spec: Any) -> Pool:
     """A pool of these groups; without any, of `group_count` groups of full attention. Evicts by LRU."""
     spec.setdefault("eviction_policy", "lru")

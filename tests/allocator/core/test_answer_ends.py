@@ -9,7 +9,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, Result
 
-from tests.allocator.core.pools import full, make_pool, sliding, state
+from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, state
 from tests.allocator.core.test_retention import text
 
 STATES = (full(4), state(1024), state(1024))  # so few that prompts of four blocks have ends of answers
@@ -72,15 +72,7 @@ def test_prompts_whose_attention_takes_fewer_blocks_than_a_state_have_none() -> 
     assert not answer_ends(groups, 32, 64)  # two and one
 
 
-@pytest.mark.parametrize(
-    ("groups", "retention"),
-    [
-        ((full(4),), ""),
-        ((full(4), sliding(4, 8)), ""),
-        ((state(4), state(64)), ""),
-        ((full(4), state(64)), "dense"),
-    ],
-)
+@pytest.mark.parametrize(("groups", "retention"), WITHOUT_TOLD_ENDS)
 def test_pools_that_keep_no_states_or_all_of_them_or_no_attention_have_none(
     groups: tuple[GroupSpec, ...], retention: str
 ) -> None:

@@ -9,7 +9,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupSpec
 
-from tests.allocator.core.pools import full, make_pool, sliding, state
+from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, sliding, state
 from tests.allocator.core.test_retention import text
 from tests.allocator.core.test_retention_states import serve
 
@@ -45,15 +45,7 @@ def test_there_is_none_so_near_to_the_end_that_no_edge_is_between() -> None:
     assert early_end((full(2), state(1024)), 2, 7, 0) == 0  # ends at 6, and less than one before is no other edge
 
 
-@pytest.mark.parametrize(
-    ("groups", "retention"),
-    [
-        ((full(4),), ""),
-        ((full(4), sliding(4, 8)), ""),
-        ((state(4), state(64)), ""),
-        ((full(4), state(64)), "dense"),
-    ],
-)
+@pytest.mark.parametrize(("groups", "retention"), WITHOUT_TOLD_ENDS)
 def test_pools_that_keep_no_states_or_all_of_them_or_no_attention_have_none(
     groups: tuple[GroupSpec, ...], retention: str
 ) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from quire_allocator.core.boundary import prompt_end
 from quire_allocator.core.spec import GroupKind, GroupSpec
 
 ANSWER_ENDS_MAX: Final = 22  # the last one is 2,048 edges behind the prompt
@@ -41,7 +42,7 @@ def answer_ends(groups: Sequence[GroupSpec], edge_tokens: int, prompt_token_coun
         edge_tokens: boundaries are at multiples of this.
         prompt_token_count: of the prompt.
     """
-    end = (prompt_token_count - 1) // edge_tokens * edge_tokens
+    end = prompt_end(prompt_token_count, edge_tokens)
     attention = sum([end // group.block_size for group in groups if group.kind is GroupKind.FULL_ATTENTION])
     if attention < sum([group.kind is GroupKind.STATE for group in groups]):
         return ()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from quire_allocator.core.blocks import Blocks, Namespace
+from quire_allocator.core.boundary import prompt_end
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.eviction.queue import Candidates
 from quire_allocator.core.groups.answer_ends import answer_ends
@@ -118,8 +119,8 @@ class Coordinator:
             early = early_end(self._groups, self._edge_tokens, prompt_token_count, max(matched, junction))
             if self._full_count and self.retention.partings.go_on:
                 answers = answer_ends(self._groups, self._edge_tokens, prompt_token_count)
-        prompt_end = (prompt_token_count - 1) // self._edge_tokens * self._edge_tokens
-        return Ends(self.boundaries(prompt_token_count, (junction, early, *turn_ends)), prompt_end, early, answers)
+        boundaries = self.boundaries(prompt_token_count, (junction, early, *turn_ends))
+        return Ends(boundaries, prompt_end(prompt_token_count, self._edge_tokens), early, answers)
 
     def boundaries(self, prompt_token_count: int, ends: Sequence[int]) -> tuple[int, ...]:
         """Returns what `SequenceState.boundaries` says of a new sequence: the end of its prompt, and these ends. They
@@ -128,7 +129,7 @@ class Coordinator:
         if not self.settles:
             return ()
         edge = self._edge_tokens
-        edges = {(prompt_token_count - 1) // edge * edge, *[end // edge * edge for end in ends]}
+        edges = {prompt_end(prompt_token_count, edge), *[end // edge * edge for end in ends]}
         edges.discard(0)
         return tuple(sorted(edges))
 
@@ -148,16 +149,15 @@ class Coordinator:
     def open(self, space: Namespace, hits: Sequence[Hit], token_count: int, told: Ends, priority: int) -> SequenceState:
         """Makes a sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
         space.sequence_count += 1  # or it would be forgotten with its last cached block
-        boundaries, prompt_end, early_end, answers = told
-        ends = boundaries
-        if boundaries and self.retention is not None:
-            ends = self.retention.with_steps(boundaries)
-        if answers:
-            ends = tuple(sorted({*ends, *answers}))
+        ends = told.boundaries
+        if ends and self.retention is not None:
+            ends = self.retention.with_steps(ends)
+        if told.answer_ends:
+            ends = tuple(sorted({*ends, *told.answer_ends}))
         parts = tuple([m.open(scope, hit, ends) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts)
-        sequence.boundaries, sequence.ends = boundaries, ends
-        sequence.prompt_end, sequence.early_end, sequence.answer_ends = prompt_end, early_end, answers
+        sequence.ends = ends
+        sequence.boundaries, sequence.prompt_end, sequence.early_end, sequence.answer_ends = told
         if token_count and self.retention is not None:
             self.retention.make(sequence, token_count)
         self.settle(sequence)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from quire_allocator.core.boundary import prompt_end
 from quire_allocator.core.spec import GroupKind, GroupSpec
 
 _EARLY_PART: Final = 8
@@ -37,7 +38,7 @@ def early_end(groups: Sequence[GroupSpec], edge_tokens: int, prompt_token_count:
         prompt_token_count: of the prompt.
         known_token_count: leading tokens of it that were computed before: matched, or up to the junction.
     """
-    end = (prompt_token_count - 1) // edge_tokens * edge_tokens
+    end = prompt_end(prompt_token_count, edge_tokens)
     new = end - known_token_count
     attention = sum([new // group.block_size for group in groups if group.kind is GroupKind.FULL_ATTENTION])
     if not attention or _STATE_PART * attention < sum([group.kind is GroupKind.STATE for group in groups]):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import cast
 
 from quire_allocator.core.blocks import Namespace, Scoped
+from quire_allocator.core.boundary import prompt_end
 from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.groups.states import StatePart
@@ -172,4 +173,4 @@ def told_ends(pool: Pool, sequence: ReportedSequence) -> Ends:
     """Returns where hits are to end in a reported sequence: what its owner was told, and its prompt's end."""
     prompt, edge = max(1, sequence.prompt_token_count), pool.spec.edge_tokens
     answers = tuple([end for end in sequence.answer_ends if pool.coordinator.in_place and not end % edge])
-    return Ends(pool.coordinator.boundaries(prompt, sequence.boundaries), (prompt - 1) // edge * edge, 0, answers)
+    return Ends(pool.coordinator.boundaries(prompt, sequence.boundaries), prompt_end(prompt, edge), 0, answers)

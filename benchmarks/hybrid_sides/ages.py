@@ -81,8 +81,8 @@ def hit_ratio_learned(
     others: Sequence[Sequence[Request]], requests: Sequence[Request], shape: Shape, pool_bytes: int, classes: Classes
 ) -> float:
     """Returns the ratio of prompt tokens that hit if each class is kept for the time that is best for the `others`, all
-    of them together, and the rest of the room for what one byte less dear would keep. The price of a byte alone is
-    chosen for these requests, so that the pool fits on average."""
+    of them together, and the rest of the room for what would be kept next. Only how much is kept in all is chosen for
+    these requests, so that the pool fits on average."""
     curves = _curves(requests, shape, classes)
     learned = _together([_curves(other, shape, classes) for other in others])
     room = _room(requests, shape, pool_bytes)
@@ -94,9 +94,8 @@ def hit_ratio_learned(
 def _room(requests: Sequence[Request], shape: Shape, pool_bytes: int) -> float:
     """Returns what is left of a pool beside the request that runs, in bytes, on average."""
     computed = [request.computed_token_count for request in requests]
-    return pool_bytes - sum(count * shape.full_token_bytes + shape.tail_bytes(count) for count in computed) / len(
-        requests
-    )
+    running = sum(count * shape.full_token_bytes + shape.tail_bytes(count) for count in computed) / len(requests)
+    return pool_bytes - running
 
 
 def _prices(learned: Curves, curves: Curves, room: float) -> tuple[float, float]:

@@ -1,10 +1,12 @@
 """Runs the allocator as `python -m quire_allocator` and `quire-allocator`."""
 
+from quire._descriptors import open_missing
 from quire._extras import require_extra_or_exit
 
 
 def main() -> None:
     """Is the entry point."""
+    open_missing()
     require_extra_or_exit("allocator")
     from quire_allocator.server import main as serve
 

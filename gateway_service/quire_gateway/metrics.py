@@ -9,6 +9,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from quire._serving.logs import dropped_lines
 from quire._serving.metrics import Histogram
 
 from quire_gateway.fleet import Fleet
@@ -27,6 +28,7 @@ METRIC_NAMES: Final = frozenset(
         "quire_gateway_worker_requests_total",
         "quire_gateway_worker_load",
         "quire_gateway_worker_watched",
+        "quire_gateway_log_lines_dropped_total",
     }
 )
 _KINDS: Final = ("prompt", "cached", "output")
@@ -97,6 +99,7 @@ class GatewayCollector(Collector):
             load.add_metric(address, backend.load)
             watched.add_metric(address, float(backend.mirror is not None and backend.mirror.is_exact))
         yield from (ready, chosen, load, watched)
+        yield dropped_lines("quire_gateway")
 
 
 def exposition(collector: GatewayCollector) -> bytes:

@@ -7,12 +7,14 @@ takes seconds.
 import os
 import sys
 
+from quire._descriptors import open_missing
 from quire._extras import require_extra_or_exit
 from quire.errors import UsageError
 
 
 def main() -> None:
     """Is the entry point."""
+    open_missing()
     require_extra_or_exit("worker")
     from quire_worker import preflight
     from quire_worker.options import parse_arguments

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import structlog
 import torch
 from quire._serving import logs
+from quire._serving.never_blocking import write_out
 from quire._serving.process import collect_garbage_rarely, stop_event
 from quire._serving.server import Server
 from quire.aio import AsyncAllocatorClient
@@ -356,4 +357,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"quire-worker: {error}")
     except RankLostError as error:
         print(f"quire-worker: {error}; all ranks have ended", file=sys.stderr, flush=True)  # noqa: T201 - as above
+        write_out()
         os._exit(1)  # a thread may be waiting for the rank that is gone

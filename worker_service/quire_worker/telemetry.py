@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from quire._serving.logs import dropped_lines
 from quire._serving.metrics import Histogram
 from quire.errors import RETRY_AFTER_S_MAX
 from quire.protocol.outcomes import StepOutcome
@@ -42,6 +43,7 @@ METRIC_NAMES = frozenset(
         "quire_worker_forward_seconds_total",
         "quire_worker_blocks",
         "quire_worker_kv_bytes",
+        "quire_worker_log_lines_dropped_total",
     }
 )
 
@@ -114,6 +116,7 @@ class WorkerCollector(Collector):
             value=int(engine.session.connected),
         )
         yield connected
+        yield dropped_lines("quire_worker")
 
     def _counters(self) -> Iterator[Metric]:
         numbers = self._engine.telemetry

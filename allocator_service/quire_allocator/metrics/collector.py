@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from quire._serving.logs import dropped_lines
 
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.readers import usage
@@ -35,6 +36,7 @@ METRIC_NAMES = frozenset(
         "quire_allocator_lease_expirations_total",
         "quire_allocator_quarantines_total",
         "quire_allocator_refused_pools",
+        "quire_allocator_log_lines_dropped_total",
     }
 )
 
@@ -81,6 +83,7 @@ class AllocatorCollector(Collector):
             "Pools that broke so often that nobody may attach them for now.",
             value=self._counters.refused_pool_count(),
         )
+        yield dropped_lines("quire_allocator")
 
     def _pool_gauges(self) -> Iterator[Metric]:
         blocks = GaugeMetricFamily("quire_allocator_blocks", "Blocks by state.", labels=["pool", "state"])

@@ -1,26 +1,30 @@
 """Structured logs on standard error: JSON for machines, colours for a terminal. Warnings of libraries look the same.
 
-No token, prompt, text or whole digest is ever logged.
+No token, prompt, text or whole digest is ever logged. A log never makes a server wait, fail or end: see
+`quire._serving.never_blocking`.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
+from prometheus_client.core import CounterMetricFamily
+
+from quire._serving.never_blocking import dropped_line_count, take_standard_streams
 
 
 def configure(*, log_format: str, level: str, **bound: Any) -> None:
-    """Sets up logging of this process.
+    """Sets up logging of this process, whose standard output and error never block from now on.
 
     Args:
         log_format: "json", "console", or "auto": console where standard error is a terminal.
         level: "debug", "info", "warning" or "error".
         bound: values that every line carries, such as the process' role.
     """
-    pretty = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    error = take_standard_streams()
+    pretty = log_format == "console" or (log_format == "auto" and error.isatty())
     renderer = structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
@@ -31,11 +35,16 @@ def configure(*, log_format: str, level: str, **bound: Any) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast("TextIO", error)),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(**bound)
     logging.getLogger().addHandler(_OfLibraries(logging.WARNING))
+
+
+def dropped_lines(prefix: str) -> CounterMetricFamily:
+    """Returns the metric of lines that were dropped, named `{prefix}_log_lines_dropped_total`."""
+    return CounterMetricFamily(f"{prefix}_log_lines_dropped", "Lines of output that nobody took.", dropped_line_count())
 
 
 class _OfLibraries(logging.Handler):

@@ -10,12 +10,18 @@ For the small messages of a session the additional hand-overs cost a fifth of a 
 - this release of gRPC is known to have both: one that has not complains about the names on standard error.
 
 The variable is set during the import only, so that no child process inherits it.
+
+So is GRPC_VERBOSITY, to NONE. gRPC writes to standard error for each handshake that fails and each header that it
+cannot read, which strangers can send, from the thread that serves the socket: a server would stand still where nobody
+reads its output. What is wrong with a call is in the call's status, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
@@ -33,9 +39,19 @@ def is_at_most(release: tuple[int, int]) -> bool:
         return False
 
 
-if "grpc" not in sys.modules and _VARIABLE not in os.environ and is_at_most(LAST_WITH_BOTH):
-    os.environ[_VARIABLE] = _WITHOUT_EVENT_ENGINE
+@contextlib.contextmanager
+def _set_meanwhile(**variables: str) -> Iterator[None]:
+    """Sets those of the variables that the environment does not have."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
     try:
-        import grpc  # noqa: F401
+        yield
     finally:
-        del os.environ[_VARIABLE]
+        for name in new:
+            del os.environ[name]
+
+
+if "grpc" not in sys.modules:
+    engines = {_VARIABLE: _WITHOUT_EVENT_ENGINE} if is_at_most(LAST_WITH_BOTH) else {}
+    with _set_meanwhile(GRPC_VERBOSITY="NONE", **engines):
+        import grpc  # noqa: F401

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from quire._descriptors import open_missing
+
 
 def main() -> None:
     """Entry point of `quire`: an error is one line on standard error and exit code 1, a wrong use exit code 2."""
+    open_missing()
     try:
         from quire.cli.app import run
     except ModuleNotFoundError as error:

@@ -1,0 +1,150 @@
+"""Standard output and error of a server: a write returns at once and never fails, whatever becomes of the reader.
+
+Whoever reads a server's output may stop reading, end, or write it to a full disk. None of that may stop a server, so
+that text waits here for a thread of its own, which alone touches the file. Text that finds no room, and text that the
+system refuses, is dropped and counted.
+
+Libraries in C write to the descriptor itself; what gRPC would write for any stranger is silenced
+(`quire._transport.grpc_io`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import queue
+import select
+import sys
+import threading
+from typing import Any, Final
+
+BYTES_MAX: Final = 1 << 20  # that wait at a time
+LAST_S: Final = 1.0  # for what waits when the process ends
+
+
+class NeverBlockingText(io.TextIOBase):
+    """Writes text to a descriptor from a thread of its own, which the first text starts.
+
+    A forked child has a thread and a queue of its own, and writes nothing of what waited in its parent.
+
+    Args:
+        descriptor: written to, and never closed.
+
+    Attributes:
+        dropped_line_count: lines that no reader will see.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self.dropped_line_count = 0
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        self._lock = threading.RLock()  # a warning may be written while another text is, by the same thread
+        self._texts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._waiting_bytes = 0
+        self._empty = threading.Event()
+        self._empty.set()
+        self._thread: threading.Thread | None = None
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def write(self, text: str) -> int:
+        """Queues a text, or drops it where too much waits."""
+        data = text.encode(errors="backslashreplace")
+        with self._lock:
+            if not data:
+                return 0
+            if self._waiting_bytes + len(data) > BYTES_MAX:
+                self._drop(data)
+                return len(text)
+            self._waiting_bytes += len(data)
+            self._empty.clear()
+            self._texts.put(data)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_all, name="standard streams", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no thread is to be had: what waits is dropped in the end
+                    self._thread.start()
+        return len(text)
+
+    def flush(self) -> None:
+        """Returns at once: print and loggers flush after each line."""
+
+    def writable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """Tells whether a terminal shows the text."""
+        return os.isatty(self._descriptor)
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Returns whether everything was written, or dropped, within so many seconds."""
+        return self._empty.wait(timeout_s)
+
+    def _drop(self, data: bytes) -> None:
+        self.dropped_line_count += max(1, data.count(b"\n"))
+
+    def _write_all(self) -> None:
+        texts = self._texts
+        while True:
+            data = texts.get()
+            try:
+                self._write_whole(data)
+            except OSError:
+                with self._lock:
+                    self._drop(data)
+            with self._lock:
+                self._waiting_bytes -= len(data)
+                if not self._waiting_bytes:
+                    self._empty.set()
+
+    def _write_whole(self, data: bytes) -> None:
+        """Writes all of it, however long its reader takes.
+
+        Raises:
+            OSError: the reader has gone, the disk is full, or the descriptor is closed.
+        """
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:  # somebody who shares the file has made it so
+                select.select([], [self._descriptor], [])
+
+
+def take_standard_streams() -> NeverBlockingText:
+    """Puts `NeverBlockingText` in the place of this process's standard output and error; returns the latter."""
+    if not isinstance(sys.stderr, NeverBlockingText):
+        before = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = NeverBlockingText(1), NeverBlockingText(2)
+        atexit.register(_give_back, before)
+    return sys.stderr
+
+
+def write_out() -> bool:
+    """Waits a moment until what waits is written or dropped; returns whether it is. For processes that end."""
+    return all(stream.wait_empty(LAST_S) for stream in _taken())
+
+
+def dropped_line_count() -> int:
+    """Counts the lines of this process that no reader will see."""
+    return sum(stream.dropped_line_count for stream in _taken())
+
+
+def _taken() -> list[NeverBlockingText]:
+    return [stream for stream in (sys.stderr, sys.stdout) if isinstance(stream, NeverBlockingText)]
+
+
+def _give_back(before: tuple[Any, Any]) -> None:
+    """Has what is written at the very end go straight to the file, if that takes anything: threads have ended then."""
+    if write_out():
+        sys.stdout, sys.stderr = before

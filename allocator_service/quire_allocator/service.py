@@ -17,7 +17,7 @@ import grpc
 import structlog
 from google.protobuf.message import Message
 from grpc import aio
-from quire._serving.rpc import Authorize, abort, permit_everything
+from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
@@ -67,7 +67,7 @@ def _error(refusal: Refusal, method: str, context: Context) -> QuireError:
     """Returns the error that tells the caller of a refusal; operators read in the log whom permissions stopped."""
     error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
     if error.code is grpc.StatusCode.PERMISSION_DENIED:
-        log.warning("call refused", method=method, reason=error.reason, peer=context.peer())
+        log_refused(method, error.reason, context.peer())
     return error
 
 

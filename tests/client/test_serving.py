@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
-from quire import AsyncClient, ResourceExhaustedError, UnavailableError
+from quire import AsyncClient, Reason, ResourceExhaustedError, UnavailableError
 from quire._serving.server import Server, add_arguments
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc
@@ -83,14 +83,16 @@ async def test_a_server_with_every_call_that_its_service_allows_still_answers_fo
         assert [(await anext(stream)).text for stream in streams] == ["a"] * WORKER_CALLS
 
 
-async def test_beyond_its_limit_the_transport_refuses_without_a_reason() -> None:
+async def test_one_caller_has_half_of_the_places_and_the_next_one_still_finds_some() -> None:
     service = WaitingService()
-    async with serving(service, calls_max=2) as address, AsyncClient(address) as client:
+    async with serving(service, calls_max=4) as address, AsyncClient(address) as client, AsyncClient(address) as other:
         streams = [client.stream("p") for _ in range(2)]
         await service.wait_for(2)
         with pytest.raises(ResourceExhaustedError) as raised:
             await client.status()
-        assert raised.value.reason is None
+        assert raised.value.reason is Reason.LIMIT
+        assert await other.status()
+        assert await client.health()
         service.released.set()
         assert [(await anext(stream)).text for stream in streams] == ["a", "a"]
 

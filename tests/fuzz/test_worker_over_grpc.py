@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire import Client
-from quire._serving.malformed_requests import ReadingInterceptor
+from quire._serving.calls import CallInterceptor
 from quire.v1 import worker_pb2 as pb
 from quire.v1 import worker_pb2_grpc as pb_grpc
 from quire_worker.execution.sizing import PoolMemory
@@ -89,7 +89,7 @@ class Scene:
 @contextlib.asynccontextmanager
 async def worker() -> AsyncIterator[tuple[Harness, str, WorkerService]]:
     async with running(DEMO, blocks=64, waiting_max=8) as harness:
-        server = grpc.aio.server(interceptors=[ReadingInterceptor()])
+        server = grpc.aio.server(interceptors=[CallInterceptor(None, 4_096)])
         service = WorkerService(harness.engine, pool="test", model_name="demo", memory=PoolMemory(512, 1 << 20, None))
         pb_grpc.add_WorkerServiceServicer_to_server(service, server)
         async with serving(server) as address:

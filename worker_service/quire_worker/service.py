@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import structlog
 from google.protobuf.message import Message
 from grpc import aio
-from quire._serving.rpc import Authorize, abort, permit_everything
+from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
@@ -68,7 +68,7 @@ class WorkerService(AdapterCalls):
         except QuireError as error:
             outcome = "failed" if outcome == "cancelled" or isinstance(error, InternalError) else outcome
             if error.reason is Reason.NAMESPACE_FORBIDDEN:
-                log.warning("call refused", method="Generate", reason=error.reason, peer=context.peer())
+                log_refused("Generate", error.reason, context.peer())
             await abort(context, error)
         finally:
             outcomes[outcome] += 1
@@ -191,7 +191,7 @@ class WorkerService(AdapterCalls):
             return await answer(request, self._authorize(context))
         except QuireError as error:
             if error.reason is Reason.NAMESPACE_FORBIDDEN:
-                log.warning("call refused", method=method, reason=error.reason, peer=context.peer())
+                log_refused(method, error.reason, context.peer())
             await abort(context, error)
 
     # -- parts of Generate ---------------------------------------------------------------------------------------------

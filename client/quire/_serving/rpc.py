@@ -1,13 +1,12 @@
-"""gRPC on the server's side: bearer tokens, what a certificate permits, and errors with their reason."""
+"""gRPC on the server's side: who calls, what a certificate permits, and errors with their reason."""
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
-import grpc
 import structlog
 from grpc import aio
 
@@ -15,8 +14,10 @@ from quire.errors import QuireError, Reason, to_metadata
 from quire.protocol.permissions import EVERYTHING, Permissions, permissions_of
 
 Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers only
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 Authorize: TypeAlias = "Callable[[aio.ServicerContext[Any, Any]], Permissions]"  # what the caller of a call may do
 
+REFUSALS_PER_SECOND_MAX: Final = 10  # that are logged
 log = structlog.get_logger()
 
 
@@ -42,40 +43,38 @@ def _certified(uris: tuple[bytes, ...]) -> Permissions:
     return permissions_of(uri.decode("ascii", errors="replace") for uri in uris)
 
 
-class TokenInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
-    """Refuses every call whose `authorization` is not `Bearer TOKEN`: UNAUTHENTICATED / TOKEN."""
-
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """Passes the call on, or puts a handler that refuses it in the real one's place."""
-        handler = await continuation(handler_call_details)
-        if handler is None or self._is_authorized(handler_call_details.invocation_metadata):
-            return handler
-        log.warning("call refused", method=handler_call_details.method, reason=Reason.TOKEN)
-        return _refusing(handler)
-
-    def _is_authorized(self, metadata: Sequence[tuple[str, str | bytes]] | None) -> bool:
-        given = [value for key, value in metadata or () if key == "authorization"]
-        if len(given) != 1:
-            return False
-        value = given[0].encode() if isinstance(given[0], str) else given[0]
-        return hmac.compare_digest(value, self._expected)
+def caller_of(context: Context) -> Hashable:
+    """Returns what tells callers apart where places are shared out: the certificate's subject and URIs. Without one it
+    is the connection, as all who may connect are trusted alike; a Unix socket has one caller."""
+    auth = context.auth_context()
+    subject = auth.get("x509_subject") or auth.get("x509_common_name")
+    if subject:
+        return (*subject, *auth.get("peer_uri", ()))
+    return context.peer()
 
 
-def _refusing(handler: Handler) -> Handler:
-    async def refuse(_request: object, context: aio.ServicerContext[Any, Any]) -> None:
-        await abort(context, QuireError.of(Reason.TOKEN, "this server asks for a bearer token"))
+class _Refusals:
+    """Logs calls that are refused: the first few of each second, with how many were not logged before them."""
 
-    if handler.request_streaming and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse)
-    if handler.request_streaming:
-        return grpc.stream_unary_rpc_method_handler(refuse)
-    return grpc.unary_unary_rpc_method_handler(refuse)
+    def __init__(self) -> None:
+        self._second = 0
+        self._logged = self._unlogged = 0
+
+    def log(self, method: str, reason: Reason | None, peer: str | None) -> None:
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second, self._logged = second, 0
+        if self._logged == REFUSALS_PER_SECOND_MAX:
+            self._unlogged += 1
+            return
+        log.warning("call refused", method=method, reason=reason, peer=peer, more=self._unlogged)
+        self._logged += 1
+        self._unlogged = 0
+
+
+_refusals = _Refusals()
+
+
+def log_refused(method: str, reason: Reason | None, peer: str | None = None) -> None:
+    """Logs that a call was refused; whoever is refused often cannot fill the log."""
+    _refusals.log(method, reason, peer)

@@ -13,12 +13,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client.registry import Collector
 
 from quire._secret_files import read_token
+from quire._serving.calls import HEALTH_CALLS_MAX, CallInterceptor
 from quire._serving.listening import require_safe
-from quire._serving.malformed_requests import ReadingInterceptor
 from quire._serving.metrics import MetricsServer
 from quire._serving.probes import Probes
 from quire._serving.process import write_ready_file
-from quire._serving.rpc import Authorize, TokenInterceptor, permit_as_certified, permit_everything
+from quire._serving.rpc import Authorize, permit_as_certified, permit_everything
 from quire._serving.tls import ServerTls
 from quire._serving.unix_socket import hold_socket
 from quire._transport.address import is_unix, require_free
@@ -28,9 +28,11 @@ from quire.protocol.limits import MESSAGE_BYTES_MAX
 
 log = structlog.get_logger()
 
-# At a time, streams included. It only bounds memory: the transport refuses without a reason, and health checks like any
-# other call, so that it must lie far above what the services themselves refuse with one (a worker's queue: 1,088).
+# At a time, streams included, of which one caller has half: far above what the services themselves refuse with a reason
+# that says more (a worker's queue: 1,088).
 CALLS_MAX: Final = 4_096
+CONNECTIONS_MAX: Final = 1_024
+HANDSHAKE_S: Final = 10.0
 _TLS_OPTIONS: Final = {
     "tls-cert": "certificate of this server, with its chain",
     "tls-key": "its private key",
@@ -126,7 +128,7 @@ class Server:
     Args:
         options: of `add_arguments`.
         service_name: what health is asked for.
-        calls_max: calls at a time; far above what the service refuses by itself.
+        calls_max: calls at a time, those to health apart; far above what the service refuses by itself.
 
     Attributes:
         token: what callers must show, and what this server shows to another one; None without.
@@ -149,14 +151,18 @@ class Server:
         self._address = ""
         self._socket_lock: int | None = None
         self.grpc = aio.server(
-            interceptors=[*([TokenInterceptor(self.token)] if self.token else []), ReadingInterceptor()],
-            maximum_concurrent_rpcs=calls_max,
+            interceptors=[CallInterceptor(self.token, calls_max)],
+            # Only bounds memory: it refuses health, too, and without a reason.
+            maximum_concurrent_rpcs=4 * calls_max,
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
                 # Beyond 1,000 calls that come at once gRPC would cancel some at random instead.
-                ("grpc.server.max_pending_requests", calls_max),
-                ("grpc.server.max_pending_requests_hard_limit", calls_max),
+                ("grpc.server.max_pending_requests", 4 * calls_max),
+                ("grpc.server.max_pending_requests_hard_limit", 4 * calls_max),
+                ("grpc.max_concurrent_streams", calls_max // 2 + HEALTH_CALLS_MAX),  # of one connection
+                ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
+                ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
                 ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not load sharing
             ],
         )

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc import aio
-from quire._serving.malformed_requests import ReadingInterceptor
+from quire._serving.calls import CallInterceptor
 from quire.errors import Reason, code_of, from_rpc_error
 from quire.protocol.limits import MESSAGE_BYTES_MAX
 from quire.protocol.packing import pack_uint32, pack_uint64
@@ -68,7 +68,7 @@ async def running_allocator(
     clock = Clock()
     directory = Directory(lease_s=10.0, pools_max=pools_max, blocks_max=blocks_max)
     service = AllocatorService(directory, Counters(), check_invariants=check_invariants, clock=clock)
-    server = aio.server(interceptors=[ReadingInterceptor()], options=MESSAGE_OPTIONS)
+    server = aio.server(interceptors=[CallInterceptor(None, 4_096)], options=MESSAGE_OPTIONS)
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -1,0 +1,212 @@
+"""What every call passes before its handler: the token, a place, and the arrival of its message.
+
+Lifecycle of a call:
+
+    1. refused    it shows no token, or a wrong one: answered at once, whether its message has come or not
+    2. unread     it has a place, and its message is awaited for `MESSAGE_S` seconds. Where places run out, the caller
+                  with most unread calls loses the one that has waited longest
+    3. served     its message is there, and its handler runs
+    4. ended      its place is free
+
+gRPC would read the message of a unary call before it asks anybody, so that callers without a token could fill a server
+with calls whose messages never come. Handlers of unary requests are therefore registered as handlers of streams, which
+read one message. Health has places of its own, and so have its watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import inspect
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from quire._serving.places import Places
+from quire._serving.rpc import Context, Handler, abort, caller_of, log_refused
+from quire.errors import QuireError, Reason
+
+MESSAGE_S: Final = 10.0  # for the message of a unary call, after its head
+HEALTH_CALLS_MAX: Final = 256
+HEALTH_WATCHES_MAX: Final = 256
+_HEALTH: Final = "/grpc.health.v1.Health/"
+
+
+class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
+    """Lets calls pass to their handlers.
+
+    - A call whose `authorization` is not `Bearer TOKEN` is refused: UNAUTHENTICATED / TOKEN.
+    - One that finds no place: RESOURCE_EXHAUSTED / LIMIT.
+    - One whose message does not come: DEADLINE_EXCEEDED / IDLE; whose bytes are no message: INVALID_ARGUMENT /
+      MALFORMED. Streams of requests are left to their handlers, which read them one by one.
+
+    Args:
+        token: that callers must show; None lets everybody in.
+        calls_max: calls at a time, those to health apart. One caller may have as many as are left free.
+    """
+
+    def __init__(self, token: str | None, calls_max: int) -> None:
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._calls, self._health = _Calls(calls_max), _Calls(HEALTH_CALLS_MAX)
+        self._health_watches = _Calls(HEALTH_WATCHES_MAX)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Puts a handler around the real one, or one that refuses in its place."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        if not self._is_authorized(handler_call_details.invocation_metadata):
+            log_refused(method, Reason.TOKEN)
+            return grpc.stream_stream_rpc_method_handler(_refuse)
+        calls = self._calls
+        if method.startswith(_HEALTH):
+            calls = self._health_watches if method.endswith("/Watch") else self._health
+        kind = (handler.request_streaming, handler.response_streaming)
+        behavior, make = {
+            (False, False): (_answering, grpc.stream_unary_rpc_method_handler),
+            (False, True): (_streaming, grpc.stream_stream_rpc_method_handler),
+            (True, True): (_conversing, grpc.stream_stream_rpc_method_handler),
+        }[kind]
+        return make(behavior(calls, handler), handler.request_deserializer, handler.response_serializer)
+
+    def _is_authorized(self, metadata: Sequence[tuple[str, str | bytes]] | None) -> bool:
+        if self._expected is None:
+            return True
+        given = [value for key, value in metadata or () if key == "authorization"]
+        if len(given) != 1:
+            return False
+        value = given[0].encode() if isinstance(given[0], str) else given[0]
+        return hmac.compare_digest(value, self._expected)
+
+
+class _Place:
+    """A place of one call; `timeout` is that of its message while it is awaited."""
+
+    def __init__(self, caller: Hashable) -> None:
+        self.caller = caller
+        self.is_lost = False
+        self.timeout: asyncio.Timeout | None = None
+
+
+class _Calls:
+    """The calls of one kind that have a place."""
+
+    def __init__(self, count_max: int) -> None:
+        self._places = Places(count_max)
+        self._unread: dict[Hashable, dict[_Place, None]] = {}  # by caller, the one that has waited longest first
+
+    @contextlib.contextmanager
+    def place(self, caller: Hashable) -> Iterator[_Place]:
+        """Keeps a place for a call.
+
+        Raises:
+            QuireError: LIMIT.
+        """
+        while not self._places.take(caller):
+            if not self._unread:
+                text = f"at most {self._places.count_max} such calls are served, and to one caller as many as are free"
+                raise QuireError.of(Reason.LIMIT, text)
+            most = caller if caller in self._unread else max(self._unread, key=lambda each: len(self._unread[each]))
+            self._lose(next(iter(self._unread[most])))
+        place = _Place(caller)
+        try:
+            yield place
+        finally:
+            if not place.is_lost:
+                self._places.leave(caller)
+
+    async def read(self, place: _Place, context: Context) -> Any:
+        """Returns the call's message.
+
+        Raises:
+            QuireError: IDLE or MALFORMED.
+        """
+        try:
+            async with asyncio.timeout(MESSAGE_S) as place.timeout:
+                self._unread.setdefault(place.caller, {})[place] = None
+                message = await context.read()
+        except TimeoutError:
+            raise QuireError.of(Reason.IDLE, f"the message of the call did not come within {MESSAGE_S:g} s") from None
+        except DecodeError:
+            message = aio.EOF  # type: ignore[attr-defined]
+        finally:
+            self._forget(place)
+        if place.is_lost:
+            raise QuireError.of(Reason.LIMIT, "the message of the call came too late: others needed its place")
+        if message is aio.EOF:  # type: ignore[attr-defined]
+            raise QuireError.of(Reason.MALFORMED, "the request's bytes are no message of its type")
+        return message
+
+    def _lose(self, place: _Place) -> None:
+        """Takes the place of a call whose message has not come, and ends the call."""
+        self._forget(place)
+        self._places.leave(place.caller)
+        place.is_lost = True
+        assert place.timeout is not None
+        place.timeout.reschedule(asyncio.get_running_loop().time())
+
+    def _forget(self, place: _Place) -> None:
+        unread = self._unread.get(place.caller, {})
+        unread.pop(place, None)
+        if not unread:
+            self._unread.pop(place.caller, None)
+
+
+async def _refuse(_requests: object, context: Context) -> None:
+    await abort(context, QuireError.of(Reason.TOKEN, "this server asks for a bearer token"))
+
+
+def _answering(calls: _Calls, handler: Handler) -> Callable[[object, Context], Awaitable[Any]]:
+    inner = handler.unary_unary
+
+    async def answer(_requests: object, context: Context) -> Any:
+        try:
+            with calls.place(caller_of(context)) as place:
+                made = inner(await calls.read(place, context), context)
+                return await made if inspect.isawaitable(made) else made
+        except QuireError as error:
+            return await abort(context, error)
+
+    return answer
+
+
+def _streaming(calls: _Calls, handler: Handler) -> Callable[[object, Context], Awaitable[None]]:
+    """A stream is either yielded or, by a coroutine, written to the context."""
+    inner = handler.unary_stream
+
+    async def stream(_requests: object, context: Context) -> None:
+        try:
+            with calls.place(caller_of(context)) as place:
+                request = await calls.read(place, context)
+                if not inspect.isasyncgenfunction(inner):
+                    await inner(request, context)
+                    return
+                async with contextlib.aclosing(inner(request, context)) as messages:
+                    async for message in messages:
+                        await context.write(message)
+        except QuireError as error:
+            await abort(context, error)
+
+    return stream
+
+
+def _conversing(calls: _Calls, handler: Handler) -> Callable[[Any, Context], Awaitable[None]]:
+    inner = handler.stream_stream
+
+    async def converse(requests: Any, context: Context) -> None:
+        try:
+            with calls.place(caller_of(context)):
+                await inner(requests, context)
+        except QuireError as error:
+            await abort(context, error)
+
+    return converse

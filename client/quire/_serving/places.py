@@ -1,0 +1,45 @@
+"""Places of which there are a limited number, and how many of them one caller may have.
+
+Pure: no clock, no wire.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+
+
+class Places:
+    """Places that callers take and leave. A caller may have as many as are left free: alone it gets half of them, of
+    n callers that want all each gets one of n + 1 parts, and there is always one for a caller who has none.
+
+    Args:
+        count_max: places that there are.
+    """
+
+    def __init__(self, count_max: int) -> None:
+        self.count_max = count_max
+        self.count = 0
+        self._held: Counter[Hashable] = Counter()
+
+    def take(self, caller: Hashable, count: int = 1) -> bool:
+        """Returns whether the caller has them from now on; all of them or none."""
+        held = self._held[caller] + count
+        if held > self.count_max - self.count - count + 1:
+            if held == count:
+                del self._held[caller]
+            return False
+        self._held[caller] = held
+        self.count += count
+        return True
+
+    def leave(self, caller: Hashable) -> None:
+        """Gives one back."""
+        self.count -= 1
+        self._held[caller] -= 1
+        if not self._held[caller]:
+            del self._held[caller]
+
+    def held_by(self, caller: Hashable) -> int:
+        """Counts those that a caller has."""
+        return self._held.get(caller, 0)

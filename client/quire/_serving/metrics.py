@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import ipaddress
 import socket
 import ssl
 import sys
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from io import BufferedIOBase
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any, Final
+from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -18,10 +24,13 @@ from prometheus_client.registry import Collector
 
 from quire._serving.probes import Probes
 from quire._serving.tls import ServerTls
-from quire._transport import address
+from quire._transport.address import is_local, resolve, split
 from quire.protocol.permissions import EVERYTHING, Permissions, permissions_of
 
 log = structlog.get_logger()
+REQUEST_S: Final = 10.0  # of a connection, from its first byte to the last one of its answer
+CONNECTIONS_MAX: Final = 32
+HEAD_BYTES_MAX: Final = 16_384
 PERMISSIONS_KEY = "quire.permissions"  # in a request's environment
 Wsgi = Callable[[dict[str, object], Callable[..., object]], Iterable[bytes]]
 
@@ -53,8 +62,11 @@ class Histogram:
 
 
 class MetricsServer:
-    """Serves GET /metrics from a thread of its own, over HTTPS where there is TLS; with a token only to callers that
+    """Serves GET /metrics from threads of its own, over HTTPS where there is TLS; with a token only to callers that
     show it, with client certificates only to those that may look into every pool. Probes need neither.
+
+    Nobody can keep others from an answer: a connection has `REQUEST_S` seconds in all, and where there are
+    `CONNECTIONS_MAX`, the oldest one ends.
 
     Lifecycle: constructed listening on `bound_address`, then `close`.
     """
@@ -64,13 +76,10 @@ class MetricsServer:
     ) -> None:
         registry = CollectorRegistry()
         registry.register(collector)
-        host, port = address.split(listen)
-        app: Wsgi = make_wsgi_app(registry)
-        self._server = make_server(
-            host, port, _guarded(app, token, probes), server_class=_MetricsHttp, handler_class=_QuietHandler
-        )
-        self._server.tls = tls
-        self.bound_address = f"{host}:{self._server.server_port}"
+        host, _ = split(listen)
+        app = _guarded(make_wsgi_app(registry), token, probes)
+        self._server = _MetricsHttp(listen, _of_known_hosts(app, host) if is_local(listen) else app, tls)
+        self.bound_address = f"{listen.rpartition(':')[0]}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 
@@ -81,23 +90,82 @@ class MetricsServer:
         self._thread.join()
 
 
-class _MetricsHttp(WSGIServer):
-    tls: ServerTls | None = None
+class _MetricsHttp(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False  # a thread whose peer stands still would be waited for
+    request_queue_size = 128
+
+    def __init__(self, listen: str, app: Wsgi, tls: ServerTls | None) -> None:
+        self.tls = tls
+        self._started_s: dict[socket.socket, float] = {}  # of each connection, the oldest first
+        self.address_family, address = resolve(listen)
+        super().__init__(address, _QuietHandler)  # type: ignore[arg-type]  # four parts, for IPv6
+        self.set_app(app)  # type: ignore[arg-type]  # its stubs want more precise types
+
+    def server_bind(self) -> None:
+        """Binds without asking for the name of this machine, which takes as long as its name server likes."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "quire", self.server_address[1]
+        self.setup_environ()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """A connection; its handshake is the first read's, which is the handler's and has its time limit."""
+        """A connection; its handshake is the first read's, in a thread of its own."""
         connection, peer = super().get_request()
         if self.tls is not None:
             connection = self.tls.context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        while len(self._started_s) >= CONNECTIONS_MAX:
+            if (oldest := next(iter(self._started_s), None)) is not None:
+                self._hang_up(oldest)
+        self._started_s[connection] = time.monotonic()
         return connection, peer
+
+    def service_actions(self) -> None:
+        """Ends connections whose time is over; called after each request, and twice a second."""
+        until_s = time.monotonic() - REQUEST_S
+        for connection, started_s in list(self._started_s.items()):
+            if started_s < until_s:
+                self._hang_up(connection)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection that was answered, or failed."""
+        self._started_s.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A peer that is refused, or gone, is no defect."""
         log.info("scrape failed", error=str(sys.exception()))
 
+    def _hang_up(self, connection: socket.socket) -> None:
+        """Ends a connection; the thread that reads or writes it finds out."""
+        self._started_s.pop(connection, None)
+        with contextlib.suppress(OSError):
+            # Not SSLSocket's own, which takes the connection's state from under the thread.
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+class _Head:
+    """The lines of a request's head, up to `HEAD_BYTES_MAX` of them all; what is beyond is not there."""
+
+    def __init__(self, file: BufferedIOBase) -> None:
+        self._file = file
+        self._bytes_left = HEAD_BYTES_MAX
+
+    def readline(self, size: int = -1) -> bytes:
+        line = self._file.readline(min(size, self._bytes_left) if size >= 0 else self._bytes_left)
+        self._bytes_left -= len(line)
+        return line
+
+    def close(self) -> None:
+        self._file.close()
+
 
 class _QuietHandler(WSGIRequestHandler):
-    timeout = 10  # seconds; a peer that sends nothing must not hold the one thread
+    timeout = REQUEST_S
+
+    def setup(self) -> None:
+        """Bounds what a caller makes us keep."""
+        super().setup()
+        self.rfile = _Head(self.rfile)  # type: ignore[assignment]  # nothing else of it is used
 
     def get_environ(self) -> dict[str, Any]:
         """Returns what WSGI has, and what the caller may do."""
@@ -113,7 +181,32 @@ class _QuietHandler(WSGIRequestHandler):
         """A scrape every few seconds is no news."""
 
 
+def _of_known_hosts(app: Wsgi, listen_host: str) -> Wsgi:
+    """Refuses requests for another name than this machine's own: a page that a browser shows may have had its name
+    point here, and would read what it gets. An address is no name."""
+
+    def serve(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
+        host = urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}").hostname or ""
+        if host not in ("localhost", listen_host) and not _is_address(host):
+            start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
+            return [b"this address serves localhost alone\n"]
+        return app(environ, start_response)
+
+    return serve
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
+    """Answers probes, and hands those that may see the metrics to `app`, one at a time."""
+    scraping = threading.Lock()
+
     def guard(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
         said = probes.answer(str(environ.get("PATH_INFO")))
         if said is not None:
@@ -131,6 +224,7 @@ def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
         if environ.get("PATH_INFO") != "/metrics":
             start_response("404 Not Found", [("Content-Type", "text/plain")])
             return [b"metrics are at /metrics\n"]
-        return app(environ, start_response)
+        with scraping:
+            return app(environ, start_response)
 
     return guard

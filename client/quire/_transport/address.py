@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from typing import Any
 
 from quire.errors import UsageError
 
@@ -55,6 +56,19 @@ def is_local(address: str) -> bool:
         return False
 
 
+def resolve(address: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """Returns what a server binds for `host:port`: names, IPv4, and IPv6 in brackets, also with the scope of a
+    link-local address (`[fe80::1%eth0]:9470`).
+
+    Raises:
+        UsageError: it is no address.
+        OSError: the name is unknown.
+    """
+    host, port = split(address)
+    family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return family, found
+
+
 def require_free(option: str, address: str, what: str = "listen") -> None:
     """Refuses an address that a server could not have, before anything is loaded or started.
 
@@ -69,12 +83,11 @@ def require_free(option: str, address: str, what: str = "listen") -> None:
     if is_unix(address):
         return
     try:
-        host, port = split(address)
+        family, found = resolve(address)
+        with socket.create_server(found, family=family):
+            return
     except UsageError as error:
         raise UsageError(f"{option}: {error}") from None
-    try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            return
     except OSError as error:
         reason = error.strerror
         if error.errno == errno.EADDRINUSE:

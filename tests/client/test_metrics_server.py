@@ -1,0 +1,107 @@
+"""The listener of metrics and probes: whoever connects to it, and however slowly, the next one is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+from quire._serving import metrics
+from quire._serving.metrics import MetricsServer
+from quire._serving.probes import Probes
+from quire._transport.address import split
+
+WAIT_S = 30.0
+
+
+@contextlib.contextmanager
+def serving(listen: str = "127.0.0.1:0") -> Iterator[MetricsServer]:
+    probes = Probes(asyncio.new_event_loop(), lambda: True)
+    server = MetricsServer(listen, CollectorRegistry(), token=None, tls=None, probes=probes)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def ask(server: MetricsServer, path: str = "/readyz", **headers: str) -> int:
+    host, port = split(server.bound_address)
+    connection = http.client.HTTPConnection(host, port, timeout=WAIT_S)
+    with contextlib.closing(connection):
+        connection.request("GET", path, headers=headers)
+        return connection.getresponse().status
+
+
+def half_a_request(server: MetricsServer) -> socket.socket:
+    connection = socket.create_connection(split(server.bound_address), WAIT_S)
+    connection.sendall(b"GET / HTTP/1.1\r\nX: ")
+    return connection
+
+
+def test_a_caller_that_never_ends_its_header_keeps_nobody_from_an_answer() -> None:
+    with serving() as server, half_a_request(server):
+        assert ask(server) == 200
+        assert ask(server, "/metrics") == 200
+
+
+def test_more_half_requests_than_connections_cost_the_oldest_their_place() -> None:
+    with serving() as server, contextlib.ExitStack() as open_ones:
+        held = [open_ones.enter_context(half_a_request(server)) for _ in range(metrics.CONNECTIONS_MAX + 5)]
+        assert ask(server) == 200
+        assert held[0].recv(100) == b""
+
+
+def test_a_request_has_a_time_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_S", 0.5)
+    with serving() as server, half_a_request(server) as slow, contextlib.suppress(OSError):
+        while True:  # a byte before each read's own limit
+            slow.sendall(b"a")
+            slow.settimeout(0.1)
+            with contextlib.suppress(TimeoutError):
+                assert slow.recv(100) == b""
+                break
+
+
+def test_a_head_is_no_longer_than_it_may_be() -> None:
+    with serving() as server, socket.create_connection(split(server.bound_address), WAIT_S) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(b"GET /readyz HTTP/1.1\r\n")
+            for _ in range(64):
+                connection.sendall(b"X: " + b"a" * 60_000 + b"\r\n")
+            connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            connection.recv(100)
+        assert ask(server) == 200
+
+
+def test_a_server_is_closed_while_a_caller_holds_a_connection() -> None:
+    with serving() as server, half_a_request(server):
+        started = time.monotonic()
+        server.close()
+        assert time.monotonic() - started < metrics.REQUEST_S / 2
+        server.close = lambda: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("host", "status"), [("localhost", 200), ("127.0.0.1:9", 200), ("[::1]", 200),
+                                              ("evil.example", 421), ("localhost.evil.example:80", 421)])  # fmt: skip
+def test_on_loopback_a_name_that_is_not_ours_is_refused(host: str, status: int) -> None:
+    with serving() as server:
+        assert ask(server, "/metrics", Host=host) == status
+
+
+@pytest.mark.parametrize("listen", ["[::1]:0", "[::]:0", "localhost:0"])
+def test_metrics_listen_wherever_grpc_does(listen: str) -> None:
+    if ":" in listen.rpartition(":")[0]:
+        try:
+            with socket.socket(socket.AF_INET6) as probe:
+                probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6 loopback")
+    with serving(listen) as server:
+        assert server.bound_address.startswith(listen.removesuffix("0"))
+        assert ask(server) == 200

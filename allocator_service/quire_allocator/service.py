@@ -17,6 +17,7 @@ import grpc
 import structlog
 from google.protobuf.message import Message
 from grpc import aio
+from quire._serving.places import Places
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
@@ -137,6 +138,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self.counters = counters
         self.clock = clock
         self.watching = Watching(directory)
+        self.stream_places = Places(limits.STREAMS_MAX)
         self.sessions = SessionRegistry(
             directory,
             _Witness(counters, self.watching),

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from grpc import aio
+from quire._serving.places import Places
+from quire._serving.rpc import caller_of
 from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 
@@ -40,7 +42,7 @@ class Watching:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._watchers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
-        self._count = 0
+        self.places = Places(limits.WATCHERS_MAX)
         self._draining = False
 
     def wake(self, pool: str) -> None:
@@ -63,10 +65,14 @@ class Watching:
         name = translate.pool_name(request.pool)
         authorization.require_observing(permissions, name)
         self._directory.pool(name)
-        require(self._count < limits.WATCHERS_MAX, f"at most {limits.WATCHERS_MAX} watchers are served", "LIMIT")
+        caller = caller_of(context)
+        require(
+            self.places.take(caller),
+            f"at most {self.places.count_max} watchers are served, and to one caller as many as are free",
+            "LIMIT",
+        )
         news = asyncio.Event()
         self._watchers[name].add(news)
-        self._count += 1
         try:
             watcher = _Watcher(self._directory, name, context, permissions)
             cursor = request.cursor
@@ -77,7 +83,7 @@ class Watching:
                 session_id, cursor = await watcher.catch_up(session_id, cursor)
                 await news.wait()
         finally:
-            self._count -= 1
+            self.places.leave(caller)
             self._watchers[name].discard(news)
             if not self._watchers[name]:
                 del self._watchers[name]

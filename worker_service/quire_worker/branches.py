@@ -29,6 +29,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quire._serving.places import Places
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
 
@@ -38,7 +39,7 @@ from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
 
-BRANCH_COUNT_MAX = 1_024
+BRANCH_COUNT_MAX = 1_024  # of one namespace; of all, twice as many
 TTL_MS_DEFAULT, TTL_MS_MIN, TTL_MS_MAX = 60_000, 100, 3_600_000
 FORK_COUNT_MAX = 64
 CANDIDATE_COUNT_MAX = 256
@@ -80,7 +81,8 @@ class Branches:
 
     Args:
         engine: computes them.
-        count_max: branches that there may be at a time.
+        count_max: branches that one namespace may have at a time, where no other has any; there are twice as many,
+            and a namespace may have as many as are left free.
         clock: seconds.
     """
 
@@ -88,7 +90,7 @@ class Branches:
         self, engine: Engine, *, count_max: int = BRANCH_COUNT_MAX, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._engine = engine
-        self._count_max = count_max
+        self._places = Places(count_max)
         self._clock = clock
         self._branches: dict[bytes, Branch] = {}
         self._alarm = Alarm(self._sweep, clock)
@@ -124,6 +126,7 @@ class Branches:
         Raises:
             QuireError: LIMIT, there are too many branches; or as of `Engine.submit`; or it could not be computed.
         """
+        self._take(namespace, 1)
         branch = self._new(tokens, namespace, ttl_s)
         try:
             async with branch.lock:
@@ -143,7 +146,7 @@ class Branches:
         async with self._using(parent):
             if parent.answered is not None and parent.answered[0] == request_id:
                 return parent.answered[1]
-            self._check_room(count)
+            self._take(parent.namespace, count)
             children = [self._new(list(parent.tokens), parent.namespace, parent.ttl_s) for _ in range(count)]
             if self._is_held(parent):
                 assert parent.sample is not None
@@ -355,12 +358,19 @@ class Branches:
 
     # -- who there is, and until when ----------------------------------------------------------------------------------
 
-    def _check_room(self, count: int) -> None:
-        if len(self._branches) + count > self._count_max:
-            raise QuireError.of(Reason.LIMIT, f"a worker holds at most {self._count_max} branches: release some")
+    def _take(self, namespace: str, count: int) -> None:
+        """Takes places for new branches.
+
+        Raises:
+            QuireError: LIMIT.
+        """
+        if not self._places.take(namespace, count):
+            held, most = self._places.held_by(namespace), self._places.count_max
+            message = f"a worker holds at most {most} branches, and of one namespace as many as are free; it has {held}"
+            raise QuireError.of(Reason.LIMIT, f"{message}: release some")
 
     def _new(self, tokens: list[int], namespace: str, ttl_s: float) -> Branch:
-        self._check_room(1)
+        """Makes a branch in a place that was taken."""
         now_s = self._clock()
         branch = Branch(secrets.token_bytes(16), tokens, namespace, ttl_s, now_s + ttl_s)
         self._branches[branch.id] = branch
@@ -371,7 +381,8 @@ class Branches:
         branch.expires_s = self._clock() + branch.ttl_s
 
     def _end(self, branch: Branch) -> None:
-        self._branches.pop(branch.id, None)
+        if self._branches.pop(branch.id, None) is not None:
+            self._places.leave(branch.namespace)
         if branch.sample is not None:
             self._engine.scheduler.roster.drop(branch.sample)
             self._engine.wake.set()

@@ -18,7 +18,7 @@ is called.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import cast
 
 from quire.protocol.limits import PROTOCOL_VERSION
@@ -70,7 +70,9 @@ class SessionMachine:
         sessions: SessionRegistry,
         on_end: Callable[[], None] = lambda: None,
         permissions: Permissions = EVERYTHING,
+        caller: Hashable = None,
     ) -> None:
+        self.caller: Hashable = id(self) if caller is None else caller
         self.phase = Phase.ATTACHING
         self.owner: Ownership | None = None
         self.attaching: tuple[str, bytes] | None = None
@@ -179,8 +181,9 @@ class SessionMachine:
         self._report_heard = now
         staging = self._sessions.staging
         if self not in staging:
+            own_count = sum([stream.caller == self.caller for stream in staging])
             require(
-                len(staging) < limits.REPORTS_MAX,
+                len(staging) + own_count < limits.REPORTS_MAX,
                 f"{limits.REPORTS_MAX} reports are under way",
                 "REPORT_ADMISSION",
             )

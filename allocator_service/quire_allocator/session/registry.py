@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar, cast
 
 from quire_allocator import limits
@@ -18,7 +18,13 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Stream(Protocol):
-    """What is asked of a stream from outside; `SessionMachine` is one."""
+    """What is asked of a stream from outside; `SessionMachine` is one.
+
+    Attributes:
+        caller: whose it is; of the places for reports one caller has as many as are left free.
+    """
+
+    caller: Hashable
 
     def end(self, reason: str, message: str) -> None:
         """Ends the stream: its next message is refused with this reason."""

@@ -17,7 +17,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 from grpc import aio
-from quire._serving.rpc import abort
+from quire._serving.rpc import abort, caller_of
 from quire.errors import QuireError, Reason
 from quire.protocol.limits import HEARTBEAT_S, SILENCE_S
 from quire.protocol.permissions import Permissions
@@ -61,14 +61,19 @@ class SessionStream:
         self._reading = False
         self._beating: asyncio.Task[None] | None = None
         self._reported = asyncio.Event()
-        self._machine = SessionMachine(service.sessions, self._interrupt, permissions)
+        self._permissions = permissions
+        self._caller = caller_of(context)
+        self._machine = SessionMachine(service.sessions, self._interrupt, permissions, self._caller)
 
     async def run(self) -> None:
         """Serves the stream until it ends."""
-        machine, code = self._machine, "OK"
+        machine, code, places = self._machine, "OK", self._service.stream_places
+        is_placed = False
         try:
-            open_count = len(self._service.sessions.streams)
-            require(open_count <= limits.STREAMS_MAX, f"at most {limits.STREAMS_MAX} streams are served", "LIMIT")
+            require(self._permissions.may_own_any, "the certificate permits owning no pool", "POOL_FORBIDDEN")
+            is_placed = places.take(self._caller)
+            text = f"at most {places.count_max} streams are served, and to one caller as many as are free"
+            require(is_placed, text, "LIMIT")
             await self._answer(await self._read_first())
             while machine.phase is not Phase.DETACHED and (request := await self._read()) is not None:
                 await self._answer(request)
@@ -83,6 +88,8 @@ class SessionStream:
             if self._beating is not None:
                 self._beating.cancel()
             machine.close()
+            if is_placed:
+                places.leave(self._caller)
             self._service.counters.count_rpc("Session", code)
 
     async def _answer(self, request: pb.SessionRequest | None) -> None:

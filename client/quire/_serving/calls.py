@@ -101,7 +101,7 @@ class _Calls:
     """The calls of one kind that have a place."""
 
     def __init__(self, count_max: int) -> None:
-        self._places = Places(count_max)
+        self._places = Places(count_max // 2)
         self._unread: dict[Hashable, dict[_Place, None]] = {}  # by caller, the one that has waited longest first
 
     @contextlib.contextmanager

@@ -10,15 +10,15 @@ from collections.abc import Hashable
 
 
 class Places:
-    """Places that callers take and leave. A caller may have as many as are left free: alone it gets half of them, of
-    n callers that want all each gets one of n + 1 parts, and there is always one for a caller who has none.
+    """Places that callers take and leave. A caller may have as many as are left free: alone it gets half of them, and
+    of n callers that want all, each gets one of n + 1 parts. So there is a place for a caller who has none.
 
     Args:
-        count_max: places that there are.
+        alone_max: places of a caller that is alone; there are twice as many.
     """
 
-    def __init__(self, count_max: int) -> None:
-        self.count_max = count_max
+    def __init__(self, alone_max: int) -> None:
+        self.count_max = 2 * alone_max
         self.count = 0
         self._held: Counter[Hashable] = Counter()
 

@@ -74,6 +74,11 @@ class Permissions:
         return pool in self.pools or pool in self.observed
 
     @property
+    def may_own_any(self) -> bool:
+        """Tells whether there is a pool that it may own."""
+        return bool(self.pools.exact or self.pools.prefixes)
+
+    @property
     def may_observe_all(self) -> bool:
         """Tells whether it may know of every pool, as who reads the metrics does."""
         return self.pools.are_all or self.observed.are_all

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from quire._serving.places import Places
 from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
@@ -269,8 +270,8 @@ async def test_an_unknown_pool_cannot_be_watched(allocator: Allocator) -> None:
         await Watch(allocator).call.read()
 
 
-async def test_the_number_of_watchers_is_limited(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "WATCHERS_MAX", 1)
+async def test_the_number_of_watchers_is_limited(allocator: Allocator) -> None:
+    allocator.service.watching.places = Places(1)
     await filled(allocator)
     first = Watch(allocator)
     await first.until("snapshot_end")

@@ -1,0 +1,245 @@
+"""The doors of allocator and worker: while one caller does its worst within its permissions, another one is served.
+
+Real servers and sockets. The attacker has a certificate of its own, and the token; a stranger has neither. What both try
+is generated from the protocol: every call held half-sent, every wait held as often as it can be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quire import AsyncAllocatorClient, AsyncClient, PoolSpec
+from quire._serving.calls import MESSAGE_S
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire.v1 import worker_pb2 as worker_pb
+
+from tests.allocator.service.harness import spec
+from tests.client.servers import allocator_process, secret_file
+from tests.security.certificates import Certificates
+from tests.security.deployment import TOKEN, Caller, Deployment, deployed
+
+LIVENESS_S = 1.0  # within which liveness answers another caller
+FIRST_TOKEN_S = 2.0  # and a worker begins to
+MEMORY_BYTES = 256 << 20  # by which a server may grow
+CALLS = 200  # of each method at a time
+NUMBERS = itertools.count()
+SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
+
+METHODS = {
+    server: [
+        f"/{service.full_name}/{method.name}"
+        for service in (module.DESCRIPTOR.services_by_name[name], health_pb2.DESCRIPTOR.services_by_name["Health"])
+        for method in service.methods
+    ]
+    for server, module, name in (("allocator", pb, "AllocatorService"), ("worker", worker_pb, "WorkerService"))
+}
+EVERY = [(server, method) for server, methods in METHODS.items() for method in methods]
+
+
+@pytest.fixture(scope="module")
+def deployment(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    for name in ("attacker", "honest"):
+        if not (certificates.folder / f"{name}.pem").exists():
+            certificates.add(name, "--pool", f"{name}*", "--observe", "*", "--namespace", name)
+    folder = tmp_path_factory.mktemp("doors")
+    with deployed(certificates, folder) as running:
+        yield running
+
+
+def channel(deployment: Deployment, who: str, server: str, number: int = 0) -> aio.Channel:
+    credentials = deployment.certificates.client(who).channel_credentials()
+    options = [("grpc.use_local_subchannel_pool", 1), ("number", number)]
+    return aio.secure_channel(getattr(deployment, server).address, credentials, options=options)
+
+
+def metadata(token: str | None = TOKEN) -> tuple[tuple[str, str], ...]:
+    return Caller(None, token).metadata
+
+
+def half_sent(connection: aio.Channel, method: str, count: int, token: str | None = TOKEN) -> list[Any]:
+    """Calls whose messages never come."""
+    opened = connection.stream_stream(method)
+    return [opened(metadata=metadata(token)) for _ in range(count)]
+
+
+async def assert_others_are_served(deployment: Deployment) -> None:
+    """Liveness of both, and an answer of each, for a caller that comes now."""
+    for server in ("allocator", "worker"):
+        async with channel(deployment, "honest", server, next(NUMBERS)) as honest:
+            await honest.channel_ready()
+            health = health_pb2_grpc.HealthStub(honest)
+            request = health_pb2.HealthCheckRequest(service="liveness")
+            await health.Check(request, metadata=metadata(), timeout=30)  # until what was thrown at it has arrived
+            answer = await health.Check(request, metadata=metadata(), timeout=LIVENESS_S)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    tls = deployment.certificates.client("honest")
+    async with AsyncAllocatorClient(deployment.allocator.address, token=TOKEN, tls=tls) as client:
+        session = await client.open_session(f"honest-{next(NUMBERS)}", SPEC, keep_alive=False)
+        assert (await session.allocate(1, 4, namespace="honest")).ok
+        await session.close()
+    async with AsyncClient(deployment.worker.address, token=TOKEN, tls=tls) as client:
+        await client.status()
+        async with client.stream("The for", namespace="honest", max_tokens=4, timeout_s=30) as chunks:
+            async with asyncio.timeout(FIRST_TOKEN_S):
+                await anext(chunks)
+
+
+@contextlib.asynccontextmanager
+async def memory_bounded(deployment: Deployment) -> AsyncIterator[None]:
+    processes = [psutil.Process(server.process.pid) for server in (deployment.allocator, deployment.worker)]
+    before = [process.memory_info().rss for process in processes]
+    yield
+    grown = [process.memory_info().rss - rss for process, rss in zip(processes, before, strict=True)]
+    assert max(grown) < MEMORY_BYTES
+
+
+@pytest.mark.parametrize(("server", "method"), EVERY, ids=[f"{server}{method}" for server, method in EVERY])
+async def test_a_call_without_the_token_is_refused_though_its_message_never_comes(
+    deployment: Deployment, server: str, method: str
+) -> None:
+    async with channel(deployment, "attacker", server) as connection:
+        (call,) = half_sent(connection, method, 1, token=None)
+        assert await asyncio.wait_for(call.code(), MESSAGE_S / 2) is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("server", METHODS)
+async def test_calls_of_every_kind_that_are_held_half_sent_keep_nobody_from_an_answer(
+    deployment: Deployment, server: str
+) -> None:
+    async with memory_bounded(deployment), contextlib.AsyncExitStack() as open_ones:
+        calls = []
+        for number, method in enumerate(METHODS[server]):
+            connection = await open_ones.enter_async_context(channel(deployment, "attacker", server, number))
+            await connection.channel_ready()
+            calls += half_sent(connection, method, CALLS)
+        await asyncio.gather(*(call.wait_for_connection() for call in calls), return_exceptions=True)
+        await assert_others_are_served(deployment)
+        for call in calls:
+            call.cancel()
+
+
+async def test_a_call_whose_message_does_not_come_ends(deployment: Deployment) -> None:
+    async with channel(deployment, "attacker", "allocator") as connection:
+        (call,) = half_sent(connection, "/quire.v1.AllocatorService/ListPools", 1)
+        assert await asyncio.wait_for(call.code(), 3 * MESSAGE_S) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def held(calls: list[Any]) -> int:
+    """Counts the calls that were not refused."""
+    firsts = [asyncio.ensure_future(call.read()) for call in calls]
+    await asyncio.wait(firsts, timeout=3)
+    for first in firsts:
+        first.cancel()
+    await asyncio.gather(*firsts, return_exceptions=True)
+    return sum(not call.done() for call in calls)
+
+
+async def test_watches_of_health_and_of_pools_leave_places_for_others(deployment: Deployment) -> None:
+    async with contextlib.AsyncExitStack() as open_ones:
+        attacker, honest = [
+            await open_ones.enter_async_context(channel(deployment, who, "allocator")) for who in ("attacker", "honest")
+        ]
+        pool = f"attacker-{next(NUMBERS)}"
+        opening = pb.OpenSessionRequest(request_id="1", pool=pool, spec=spec())
+        await pb_grpc.AllocatorServiceStub(attacker).OpenSession(opening, metadata=metadata())
+
+        def watches(connection: aio.Channel, count: int) -> list[Any]:
+            health, stub = health_pb2_grpc.HealthStub(connection), pb_grpc.AllocatorServiceStub(connection)
+            of_health = [health.Watch(health_pb2.HealthCheckRequest(), metadata=metadata()) for _ in range(count)]
+            return of_health + [stub.WatchEvents(pb.WatchEventsRequest(pool=pool), metadata=metadata())
+                                for _ in range(count)]  # fmt: skip
+
+        taken = watches(attacker, 300)
+        assert 0 < await held(taken) < len(taken)
+        mine = watches(honest, 10)
+        assert await held(mine) == len(mine)
+        await assert_others_are_served(deployment)
+        for call in taken + mine:
+            call.cancel()
+
+
+async def test_streams_that_never_attach_leave_places_for_others(deployment: Deployment) -> None:
+    async with channel(deployment, "attacker", "allocator") as connection:
+        stub = pb_grpc.AllocatorServiceStub(connection)
+        calls = [stub.Session(metadata=metadata()) for _ in range(1_500)]
+        await asyncio.gather(*(call.wait_for_connection() for call in calls), return_exceptions=True)
+        await assert_others_are_served(deployment)
+        tls = deployment.certificates.client("honest")
+        async with AsyncAllocatorClient(deployment.allocator.address, token=TOKEN, tls=tls) as client:
+            async with asyncio.timeout(5):
+                session = client.session(f"honest-{next(NUMBERS)}", SPEC)
+                await session.open()
+            await session.close()
+        for call in calls:
+            call.cancel()
+
+
+async def test_who_may_own_no_pool_gets_no_stream(deployment: Deployment) -> None:
+    if not (deployment.certificates.folder / "looker.pem").exists():
+        deployment.certificates.add("looker", "--observe", "*")
+    async with channel(deployment, "looker", "allocator") as connection:
+        call = pb_grpc.AllocatorServiceStub(connection).Session(metadata=metadata())
+        assert await asyncio.wait_for(call.code(), 4) is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_branches_and_waiting_texts_of_one_namespace_leave_places_for_others(deployment: Deployment) -> None:
+    tls = deployment.certificates.client("attacker")
+    async with AsyncClient(deployment.worker.address, token=TOKEN, tls=tls) as attacker:
+        branch = await attacker.prefill("The for", namespace="attacker", ttl_s=60)
+        while True:
+            try:
+                await branch.fork(64)
+            except Exception as error:  # it takes as many as there are to be had
+                assert "branches" in str(error)
+                break
+        texts = [attacker.stream("a" * 50, namespace="attacker", max_tokens=400, ignore_eos=True) for _ in range(60)]
+        begun = [asyncio.ensure_future(anext(text)) for text in texts]
+        await asyncio.wait(begun, timeout=1)
+        async with AsyncClient(
+            deployment.worker.address, token=TOKEN, tls=deployment.certificates.client("honest")
+        ) as o:
+            async with await o.prefill("The for", namespace="honest", ttl_s=60) as mine:
+                assert mine.token_count
+            async with o.stream("The for", namespace="honest", max_tokens=4, timeout_s=30) as chunks:
+                await anext(chunks)
+        for first in begun:
+            first.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+
+
+async def test_a_server_ends_in_its_drains_time_whatever_calls_are_held(tmp_path: Path) -> None:
+    token = secret_file(tmp_path / "token", TOKEN)
+    with allocator_process(tmp_path, "--token-file", str(token)) as server:  # it drains for 5 s
+        async with contextlib.AsyncExitStack() as open_ones:
+            calls = []
+            for method in METHODS["allocator"]:
+                connection = await open_ones.enter_async_context(aio.insecure_channel(server.address))
+                calls += half_sent(connection, method, 50)
+            await asyncio.gather(*(call.wait_for_connection() for call in calls[::50]), return_exceptions=True)
+            server.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(server.process.wait, 5 + 5) == 0
+
+
+async def test_refused_calls_cannot_fill_a_log(tmp_path: Path) -> None:
+    token = secret_file(tmp_path / "token", TOKEN)
+    with allocator_process(tmp_path, "--token-file", str(token)) as server:
+        async with aio.insecure_channel(server.address) as connection:
+            calls = half_sent(connection, "/quire.v1.AllocatorService/ListPools", 500, token=None)
+            assert {await call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+        server.stop()
+    log = (tmp_path / "allocator.log").read_text()
+    assert 0 < log.count("call refused") < 250
+    assert re.search(r'"more": [1-9]', log) or log.count("call refused") < 50

@@ -7,6 +7,9 @@ Lifecycle of a watch:
     3. following  events as they are published; a new session of the pool leads back to 2
     4. ended      by its caller, because the pool is gone, or because it fell behind the events that are kept
 
+Where nothing happens, an event without a change comes every `WATCH_BEAT_S` seconds: the watcher knows then that it has
+missed nothing.
+
 A watcher reads the log at its own pace: nothing is queued for it, and no step ever waits for it. The pool changes while
 a snapshot is sent, which is why the changes follow it (`CacheEvent` in the protocol says what watchers must expect).
 Blocks in namespaces that the caller may not use are left out.
@@ -22,6 +25,7 @@ from typing import Any, TypeAlias
 from grpc import aio
 from quire._serving.places import Places
 from quire._serving.rpc import caller_of
+from quire.protocol.limits import WATCH_BEAT_S
 from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 
@@ -81,7 +85,11 @@ class Watching:
                 news.clear()
                 require(not self._draining, "the allocator is shutting down", "DRAINING")
                 session_id, cursor = await watcher.catch_up(session_id, cursor)
-                await news.wait()
+                try:
+                    async with asyncio.timeout(WATCH_BEAT_S):
+                        await news.wait()
+                except TimeoutError:
+                    await context.write(pb.CacheEvent(pool=name, session_id=session_id, cursor=cursor))
         finally:
             self.places.leave(caller)
             self._watchers[name].discard(news)

@@ -74,7 +74,8 @@ class ServerProcess:
         self._ready_file = folder / f"{module}.json"
         self._ready_file.unlink(missing_ok=True)  # of a server that was there before
         self._ready: dict[str, Any] = {}
-        command = [sys.executable, "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s), *arguments]
+        # -P: nothing of the current folder is imported, which `-m` would look into first.
+        command = [sys.executable, "-P", "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s), *arguments]
         command += ["--ready-file", str(self._ready_file)]
         with contextlib.ExitStack() as files:
             output = files.enter_context(log.open("ab")) if log is not None else sys.stderr.fileno()

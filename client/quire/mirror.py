@@ -6,7 +6,8 @@
         ...
         mirror.matched_token_count(digests, namespace)
 
-Pure: no call, clock or lock. It answers as `match_prefix` would have when the last event was made.
+Pure: no call, clock or lock. It answers as `match_prefix` would have when the last event was made. How long ago the
+allocator was heard is `age_s` of the stream of events: some seconds beside a connection that lives.
 """
 
 from __future__ import annotations

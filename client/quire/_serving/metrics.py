@@ -99,8 +99,8 @@ class _MetricsHttp(ThreadingMixIn, WSGIServer):
         self.tls = tls
         self._started_s: dict[socket.socket, float] = {}  # of each connection, the oldest first
         self.address_family, address = resolve(listen)
-        super().__init__(address, _QuietHandler)  # type: ignore[arg-type]  # four parts, for IPv6
-        self.set_app(app)  # type: ignore[arg-type]  # its stubs want more precise types
+        super().__init__(address, _QuietHandler)
+        self.set_app(app)
 
     def server_bind(self) -> None:
         """Binds without asking for the name of this machine, which takes as long as its name server likes."""

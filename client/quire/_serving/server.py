@@ -163,6 +163,14 @@ class Server:
                 ("grpc.max_concurrent_streams", calls_max // 2 + HEALTH_CALLS_MAX),  # of one connection
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
+                # A caller that vanished without a word is noticed, and its places are free again, after 15 s.
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.http2.ping_timeout_ms", 5_000),  # else a minute, whatever the line before says
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_pings_without_data", 0),
+                # Callers may ping us likewise: gRPC ends connections that do so more often than every 5 minutes.
+                ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
                 ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not load sharing
             ],
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Protocol, Self, TypeVar
 
@@ -192,6 +193,12 @@ class EventStream(_Stream[CacheEvent]):
         """Returns what to resume from later, together with `session_id`."""
         return self._watch.cursor
 
+    @property
+    def age_s(self) -> float:
+        """Returns the seconds since the allocator was heard last, which is so every 5 s while nothing happens. A mirror
+        of these events is as old."""
+        return time.monotonic() - self._watch.heard_s
+
 
 class AsyncEventStream(_AsyncStream[CacheEvent]):
     """Events of one pool as they come, without end. `aclose`, leaving the `async with` block and losing the last
@@ -211,3 +218,9 @@ class AsyncEventStream(_AsyncStream[CacheEvent]):
     def cursor(self) -> int:
         """Returns what to resume from later, together with `session_id`."""
         return self._watch.cursor
+
+    @property
+    def age_s(self) -> float:
+        """Returns the seconds since the allocator was heard last, which is so every 5 s while nothing happens. A mirror
+        of these events is as old."""
+        return time.monotonic() - self._watch.heard_s

@@ -31,6 +31,7 @@ class Watch:
     Attributes:
         call: the current attempt.
         timeout_s: as given.
+        heard_s: when the allocator was heard last, by `time.monotonic`; before that, when the watch was made.
         session_id, cursor: where the next attempt goes on. Inside a snapshot that is its beginning.
     """
 
@@ -56,6 +57,7 @@ class Watch:
         self._is_whole = True  # not inside a snapshot
         self._failures = 0  # since the last event
         self._backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
+        self.heard_s = time.monotonic()
         self.call = self._start()
 
     def _start(self) -> Any:
@@ -70,6 +72,7 @@ class Watch:
         """Returns the event, or None for one that this version does not know; the next attempt goes on after it."""
         self._begun, self._failures = True, 0
         self._backoff.reset()
+        self.heard_s = time.monotonic()
         change = message.WhichOneof("change")
         if change == "cleared":
             self._is_whole, self.session_id, self.cursor = False, b"", 0

@@ -15,3 +15,4 @@ BOUNDARIES_MAX: Final = TURN_ENDS_MAX + 3  # of one sequence: those, its junctio
 REQUEST_ID_CHARACTERS_MAX: Final = 64
 HEARTBEAT_S: Final = 1.0  # both ways
 SILENCE_S: Final = 3.0  # after which an owner leaves its stream
+WATCH_BEAT_S: Final = 5.0  # between messages to a watcher while nothing happens

@@ -2748,7 +2748,8 @@ class CacheEvent(_message.Message):
     """CacheEvent: one change of a pool's prefix index, in a namespace that the caller may use. Watchers get a change when
     the owner has acknowledged the step that made it. A snapshot names everything that can be hit. It may name blocks
     that a later `stored` names again, and blocks that are gone already and whose `removed` is still to come. A watcher
-    that applies `stored` and `removed` in order has the exact index from `snapshot_end` on.
+    that applies `stored` and `removed` in order has the exact index from `snapshot_end` on. While nothing happens, a
+    message without a change comes every 5 s: a watcher that hears nothing for longer has lost its connection.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

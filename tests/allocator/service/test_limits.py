@@ -125,6 +125,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "allocator/session/test_session_guards.py",
         "test_a_block_that_is_given_back_twice_is_noticed",
     ),
+    "WATCH_BEAT_S": ("allocator/service/test_watch.py", "test_a_watch_of_a_quiet_pool_is_told_that_nothing_happens"),
     "ATTACH_TIMEOUT_S": ("allocator/session/test_session_stream.py", "test_a_stream_that_sends_no_attach_is_ended"),
     "LEASE_S": ("allocator/service/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
     "LEASE_S_MIN": ("allocator/service/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),

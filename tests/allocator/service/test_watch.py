@@ -280,6 +280,21 @@ async def test_the_number_of_watchers_is_limited(allocator: Allocator) -> None:
     first.call.cancel()
 
 
+async def test_a_watch_of_a_quiet_pool_is_told_that_nothing_happens(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire_allocator.watch.WATCH_BEAT_S", 0.01)
+    await filled(allocator)
+    watch = Watch(allocator)
+    await watch.until("snapshot_end")
+    owner = allocator.service.directory.pool("a")
+    for _ in range(3):
+        message = await watch.call.read()
+        assert message.WhichOneof("change") is None
+        assert (message.session_id, message.cursor) == (owner.session_id, owner.pool.log.last_cursor)
+    watch.call.cancel()
+
+
 async def test_a_long_stretch_comes_in_pieces_that_fit_a_message(allocator: Allocator) -> None:
     owner = await UnaryOwner.open(allocator, block_count=20_000)
     digests = b"".join(i.to_bytes(32, "little") for i in range(10_000))

@@ -48,7 +48,10 @@ def make_authority(folder: Path, *, days: int) -> Authority:
         UsageError: one of the files is there already, or cannot be written.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    name = _name("quire development CA")
+    # A name of its own: of two authorities of one name in a bundle, some look at the first alone.
+    name = _name(
+        f"quire development CA {x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest.hex()[:16]}"
+    )
     builder = _builder(name, name, key, days).add_extension(
         x509.BasicConstraints(ca=True, path_length=0), critical=True
     )
@@ -134,7 +137,7 @@ def _make_leaf(
     key = ec.generate_private_key(ec.SECP256R1())
     ends = authority.cert.not_valid_after_utc
     builder = (
-        _builder(_name(name), authority.cert.subject, key, days, ends)
+        _builder(_name(name), authority.cert.subject, key, days, ends, authority.key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
@@ -150,10 +153,12 @@ def _builder(
     key: ec.EllipticCurvePrivateKey,
     days: int,
     ends: datetime.datetime | None = None,
+    issuer_key: ec.EllipticCurvePublicKey | None = None,
 ) -> x509.CertificateBuilder:
-    """Returns what all certificates have; none outlives its authority."""
+    """Returns what all certificates have; none outlives its authority, whose key is `issuer_key` (its own: None)."""
     now = _now()
     end = now + datetime.timedelta(days=days)
+    authority = key.public_key() if issuer_key is None else issuer_key
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -162,6 +167,9 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - CLOCK_SKEW)
         .not_valid_after(end if ends is None else min(end, ends))
+        # RFC 5280 asks for both; Python refuses certificates without, from 3.13 on.
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority), critical=False)
     )
 
 

@@ -65,13 +65,18 @@ class BlockingSession:
         answer: Future[StepOutcome] = Future()
         answer.set_running_or_notify_cancel()
         try:
+            if self._loop.has_ended:
+                raise RuntimeError
             self._loop.loop.call_soon_threadsafe(self._steps.put_nowait, (operations, answer))
         except RuntimeError:  # the loop is closed
             answer.set_exception(UnavailableError("the session is closed"))
         return answer
 
     def close(self) -> None:
-        """Gives the pool back, within some seconds, and ends the thread; closing twice is no error."""
+        """Gives the pool back, within some seconds, and ends the thread; closing twice is no error. A forked child
+        leaves it to its parent."""
+        if self._loop.has_ended:
+            return
         with self._closing:
             if self._loop.has_ended:
                 return

@@ -147,7 +147,8 @@ class Branch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        if not self._link.is_inherited:
+            self.release()
 
 
 class AsyncBranchKeeper:
@@ -269,7 +270,8 @@ class AsyncBranch:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.release()
+        if not self._link.is_inherited:
+            await self.release()
 
 
 class Prefills:

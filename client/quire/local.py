@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,14 +70,15 @@ class ServerProcess:
         drain_timeout_s: float = DRAIN_S,
     ) -> None:
         self.module = module
+        self._pid = os.getpid()
         self._grace_s = grace_s(drain_timeout_s)
         self._log = log
         self._ready_file = folder / f"{module}.json"
         self._ready_file.unlink(missing_ok=True)  # of a server that was there before
         self._ready: dict[str, Any] = {}
-        # -P: nothing of the current folder is imported, which `-m` would look into first.
-        command = [sys.executable, "-P", "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s), *arguments]
-        command += ["--ready-file", str(self._ready_file)]
+        # -P: `-m` would put the current folder first on the path, and its select.py in the place of Python's own.
+        command = [sys.executable, "-P", "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s)]
+        command += [*arguments, "--ready-file", str(self._ready_file)]
         with contextlib.ExitStack() as files:
             output = files.enter_context(log.open("ab")) if log is not None else sys.stderr.fileno()
             self.process = subprocess.Popen(
@@ -123,7 +125,9 @@ class ServerProcess:
 
     def stop(self, *, grace_s: float | None = None) -> None:
         """Sends SIGTERM, and SIGKILL if it has not ended after `grace_s` seconds, by default more than its drain may
-        take, or if the wait is interrupted. Stopping twice is no error."""
+        take, or if the wait is interrupted. Stopping twice is no error; a forked child stops nothing."""
+        if os.getpid() != self._pid:
+            return
         self.process.terminate()
         try:
             self.process.wait(self._grace_s if grace_s is None else grace_s)
@@ -145,6 +149,12 @@ class ServerProcess:
         with self._log.open(errors="replace") as lines:
             tail = "".join(deque(lines, LOG_LINES)).rstrip()
         return f"; the end of its log:\n{tail}" if tail else "; its log is empty"
+
+
+def _remove(folder: Path, pid: int) -> None:
+    """Removes a folder of the process `pid`; a forked child, at whose end a TemporaryDirectory would go, leaves it."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class LocalStack:
@@ -227,7 +237,8 @@ class LocalStack:
         """
         deadline = time.monotonic() + self._start_timeout_s
         with contextlib.ExitStack() as undo:
-            folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="quire-")))
+            folder = Path(tempfile.mkdtemp(prefix="quire-"))
+            undo.callback(_remove, folder, os.getpid())
             self._on_progress("starting the allocator")
             self.allocator = self._spawn("quire_allocator", self._allocator_command, folder)
             undo.callback(self._stop_allocator)

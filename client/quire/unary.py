@@ -159,6 +159,8 @@ class UnarySession:
     def close(self, *, timeout_s: float | None = None) -> None:
         """Gives the pool back; closing twice is no error."""
         self._is_closed = True
+        if self._link.is_inherited:  # it is the parent's
+            return
         if self._kept is not None:
             self._kept.stop()
         self._link.call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=self.session_id), timeout_s)
@@ -167,7 +169,7 @@ class UnarySession:
         return f"<{type(self).__name__} of pool {self.pool} at {self._link.address}{', closed' * self._is_closed}>"
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):
+        if not (getattr(self, "_is_closed", True) or self._link.is_inherited):
             warn_unclosed(self)
 
     def __enter__(self) -> Self:
@@ -325,6 +327,8 @@ class AsyncUnarySession:
     async def close(self, *, timeout_s: float | None = None) -> None:
         """Gives the pool back; closing twice is no error."""
         self._is_closed = True
+        if self._link.is_inherited:  # it is the parent's
+            return
         if self._kept is not None:
             self._kept.stop()
         await self._link.call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=self.session_id), timeout_s)
@@ -333,7 +337,7 @@ class AsyncUnarySession:
         return f"<{type(self).__name__} of pool {self.pool} at {self._link.address}{', closed' * self._is_closed}>"
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):
+        if not (getattr(self, "_is_closed", True) or self._link.is_inherited):
             warn_unclosed(self)
 
     async def __aenter__(self) -> Self:

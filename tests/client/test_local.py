@@ -46,6 +46,15 @@ def test_a_child_that_dies_at_once_is_noticed_with_the_end_of_its_log(tmp_path: 
     process.stop()
 
 
+def test_no_file_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("select", "grpc", "quire_allocator"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the current folder was run')")
+    (tmp_path / "of_the_server").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with allocator_process(tmp_path / "of_the_server") as server, AllocatorClient(server.address) as client:
+        assert client.health()
+
+
 def test_a_ready_file_of_a_server_that_was_there_before_is_not_believed(tmp_path: Path) -> None:
     with allocator_process(tmp_path) as first:
         pass

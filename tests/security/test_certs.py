@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import shutil
+import ssl
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -132,3 +136,52 @@ def test_an_authority_that_is_none_or_has_expired_signs_nothing(
     result = quire("certs", str(tmp_path), "--client", "c")
     assert (result.returncode, "are no certificate and key" in result.stderr) == (2, True)
     assert not (tmp_path / "c.pem").exists()
+
+
+def openssl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    return subprocess.run(["openssl", *arguments], capture_output=True, text=True, check=False, timeout=30)
+
+
+def test_certificates_are_what_rfc_5280_asks_for(tmp_path: Path) -> None:
+    quire_certs(tmp_path, "--host", "a.example")
+    quire_certs(tmp_path, "--client", "worker", "--pool", "p")
+    for name, purpose in (("server", "sslserver"), ("client", "sslclient"), ("worker", "sslclient")):
+        strict = ["-x509_strict", "-purpose", purpose, "-CAfile", str(tmp_path / "ca.pem")]
+        done = openssl("verify", *strict, str(tmp_path / f"{name}.pem"))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_two_authorities_in_one_bundle_are_both_trusted(tmp_path: Path) -> None:
+    bundle = b""
+    for name in ("old", "new"):
+        quire_certs(tmp_path / name)
+        bundle += (tmp_path / name / "ca.pem").read_bytes()
+    (tmp_path / "both.pem").write_bytes(bundle)
+    for name in ("old", "new"):
+        done = openssl("verify", "-CAfile", str(tmp_path / "both.pem"), str(tmp_path / name / "server.pem"))
+        assert done.returncode == 0, done.stdout + done.stderr
+    subjects = {certificate(tmp_path / name / "ca.pem").subject for name in ("old", "new")}
+    assert len(subjects) == 2
+
+
+def test_a_strict_context_of_python_trusts_them(tmp_path: Path) -> None:
+    """As `ssl.create_default_context` is from Python 3.13 on."""
+    quire_certs(tmp_path)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
+    client = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+    client.verify_flags |= ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [
+        client.wrap_bio(to_client, to_server, server_hostname="localhost"),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    done = set[int]()
+    for _ in range(10):
+        for number, side in enumerate(sides):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+                done.add(number)
+    assert done == {0, 1}

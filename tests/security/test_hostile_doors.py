@@ -199,9 +199,10 @@ async def test_branches_and_waiting_texts_of_one_namespace_leave_places_for_othe
     tls = deployment.certificates.client("attacker")
     async with AsyncClient(deployment.worker.address, token=TOKEN, tls=tls) as attacker:
         branch = await attacker.prefill("The for", namespace="attacker", ttl_s=60)
-        with pytest.raises(ResourceExhaustedError, match="branches"):  # it takes as many as there are to be had
-            while True:
-                await branch.fork(64)
+        forks = [await branch.fork(64) for _ in range(15)]
+        with pytest.raises(ResourceExhaustedError, match="branches"):
+            await branch.fork(64)
+        assert len(forks) == 15  # and not collected, which would release them
         texts = [attacker.stream("a" * 50, namespace="attacker", max_tokens=400, ignore_eos=True) for _ in range(60)]
         begun = [asyncio.ensure_future(anext(text)) for text in texts]
         await asyncio.wait(begun, timeout=1)

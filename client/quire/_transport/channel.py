@@ -227,15 +227,23 @@ class Link:
         name = (("grpc.ssl_target_name_override", "localhost"),) if tls is not None and is_unix(address) else ()
         self.options = (*OPTIONS, *name)
         self._is_closed = False
+        self._pid = os.getpid()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Tells whether this process was forked from the one whose connection it is, and has to leave it alone."""
+        return os.getpid() != self._pid
 
     def check_open(self) -> None:
         """gRPC's own error for it is no RpcError.
 
         Raises:
-            UnavailableError: the client was closed.
+            UnavailableError: the client was closed, or belongs to the process that this one was forked from.
         """
         if self._is_closed:
             raise UnavailableError("the client is closed")
+        if self.is_inherited:
+            raise UnavailableError("the client is of the process that this one was forked from: make another one here")
 
     def deadline(self, timeout_s: float | None) -> float:
         """Seconds that a call may take."""
@@ -333,7 +341,8 @@ class SyncLink(Link):
     def close(self) -> None:
         """Ends all calls and the connection."""
         self._is_closed = True
-        self.channel.close()
+        if not self.is_inherited:
+            self.channel.close()
 
 
 class AsyncLink(Link):
@@ -387,4 +396,5 @@ class AsyncLink(Link):
     async def close(self) -> None:
         """Ends all calls and the connection."""
         self._is_closed = True
-        await self.channel.close(None)
+        if not self.is_inherited:
+            await self.channel.close(None)

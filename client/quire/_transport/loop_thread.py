@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from quire.errors import UnavailableError
 
 ResultT = TypeVar("ResultT")
 
@@ -18,21 +21,26 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
+        self._pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     @property
     def has_ended(self) -> bool:
-        """Tells whether nothing can be run any more."""
-        return self.loop.is_closed()
+        """Tells whether nothing can be run any more: a forked child has no such thread."""
+        return self.loop.is_closed() or os.getpid() != self._pid
 
     def run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float | None = None) -> ResultT:
         """Runs it in the loop, and cancels it if the caller is interrupted, by Ctrl-C say, or waits no longer.
 
         Raises:
             TimeoutError: it was not done in time.
+            UnavailableError: the thread is that of the process that this one was forked from.
         """
+        if os.getpid() != self._pid:
+            work.close()
+            raise UnavailableError("it is of the process that this one was forked from: make another one here")
         running = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return running.result(timeout_s)

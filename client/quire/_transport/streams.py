@@ -8,10 +8,13 @@ chunk is an error, because another attempt would begin at the beginning. A watch
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import grpc
 from grpc import aio
@@ -51,6 +54,7 @@ class _Stream(Iterator[ItemT]):
         self._link = link
         self._attempts = attempts
         self._closed = threading.Event()
+        _STREAMS.add(self)
 
     def __next__(self) -> ItemT:
         while not self._closed.is_set():
@@ -68,7 +72,8 @@ class _Stream(Iterator[ItemT]):
     def close(self) -> None:
         """Cancels the call unless it has ended; iteration ends."""
         self._closed.set()
-        self._attempts.call.cancel()
+        if not self._link.is_inherited:
+            self._attempts.call.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -89,6 +94,19 @@ class _Stream(Iterator[ItemT]):
             raise self._link.translate(error, self._attempts.request_id, self._attempts.timeout_s) from None
         if not self._closed.wait(pause_s):
             self._attempts.again()
+
+
+_STREAMS: Final[weakref.WeakSet[_Stream[Any]]] = weakref.WeakSet()
+
+
+def _keep_calls() -> None:
+    """Keeps the calls of a process alive in a child that was forked from it: gRPC cancels a call that is collected,
+    under a lock that a thread of the parent may hold."""
+    for stream in _STREAMS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream._attempts.call))
+
+
+os.register_at_fork(after_in_child=_keep_calls)
 
 
 class _AsyncStream(AsyncIterator[ItemT]):
@@ -121,7 +139,8 @@ class _AsyncStream(AsyncIterator[ItemT]):
     async def aclose(self) -> None:
         """Cancels the call unless it has ended; iteration ends."""
         self._closed = True
-        self._attempts.call.cancel()
+        if not self._link.is_inherited:
+            self._attempts.call.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -130,7 +149,8 @@ class _AsyncStream(AsyncIterator[ItemT]):
         await self.aclose()
 
     def __del__(self) -> None:
-        self._attempts.call.cancel()  # gRPC's own tasks keep an abandoned call alive; its other flavour does not
+        if not self._link.is_inherited:
+            self._attempts.call.cancel()  # gRPC's own tasks keep an abandoned call alive; its other flavour does not
 
     async def _try_again(self, error: grpc.RpcError) -> None:
         """Starts the next attempt after a pause, unless the stream is closed by then.

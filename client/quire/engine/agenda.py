@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from typing import Any
 
 from quire.engine.operations import Admission, Commit, Fork, Grow, Operations
 from quire.engine.sequence import Refusal, Sequence
@@ -34,6 +35,10 @@ class NotAdmittedError(Exception):
         missing = f", {refusal.shortfall} blocks are missing" if refusal.shortfall else ""
         super().__init__(f"{refusal.result.name}{missing}")
         self.refusal = refusal
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Is pickled by what it is made of; Exception's own would hand its message to `__init__`."""
+        return type(self), (self.refusal,), vars(self)
 
 
 class Agenda:

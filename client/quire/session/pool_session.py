@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -98,6 +99,7 @@ class PoolSession:
         self.ahead = RoomAhead(self._owner, ahead_tokens)
         self._call: SessionCall | None = None
         self._connected = self._closing = False
+        self._pid = os.getpid()
         self._asks = False  # whoever sent the last step waits for its answer before anything else
         self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
         self._fell_silent = False  # the last stream was left because it was silent
@@ -222,7 +224,10 @@ class PoolSession:
         return self._answers.missed()
 
     async def close(self) -> None:
-        """Detaches, so that the pool is dropped at once; where no allocator answers, its lease ends by itself."""
+        """Detaches, so that the pool is dropped at once; where no allocator answers, its lease ends by itself. A forked
+        child leaves it to its parent."""
+        if os.getpid() != self._pid:
+            return
         if self._tasks and not self._connected and self._refusal is None:  # a stream that broke just now is soon back
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wait_for_change(), BACK_S)

@@ -61,7 +61,7 @@ class Ranks:
         for rank in range(1, self.place.size):
             own = {"RANK": str(rank), "WORLD_SIZE": str(self.place.size), RENDEZVOUS: str(file)}
             process = subprocess.Popen(
-                [sys.executable, "-m", "quire._child", "quire_worker", *arguments],
+                [sys.executable, "-P", "-m", "quire._child", "quire_worker", *arguments],  # -P as in quire.local
                 stdin=subprocess.PIPE,  # the lifeline; nothing is ever written
                 env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **own},
                 start_new_session=True,  # Ctrl-C on a terminal reaches rank 0 alone, which stops the others in order

@@ -1,0 +1,111 @@
+"""A child that was forked beside open sessions, streams and servers leaves, and nothing of its parent's has changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.client.servers import allocator_process
+
+HEAD = """
+import asyncio, gc, os, sys, threading
+from quire import AllocatorClient, AsyncAllocatorClient, PoolSpec, UnavailableError
+from quire.local import ServerProcess
+SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
+address = sys.argv[1]
+pid = os.getpid()
+
+def fork(leave=sys.exit):
+    child = os.fork()
+    if not child:
+        gc.collect()
+        leave(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, status
+"""
+SCENES = {
+    "a unary session": """
+with AllocatorClient(address) as client, client.open_session("p", SPEC) as session:
+    session.allocate(1, 5)
+    fork()
+    assert session.grow(1, 40, timeout_s=10).ok
+""",
+    "a session that a child tries to use": """
+def use(code):
+    try:
+        session.grow(1, 20)
+    except UnavailableError as error:
+        assert "forked" in str(error)
+        os._exit(0)
+    os._exit(1)
+
+with AllocatorClient(address) as client, client.open_session("p", SPEC) as session:
+    session.allocate(1, 5)
+    fork(use)
+    assert session.grow(1, 40, timeout_s=10).ok
+""",
+    "a watch": """
+with AllocatorClient(address) as client, client.open_session("p", SPEC) as session:
+    with client.watch_events("p") as events:
+        next(events), next(events)
+        fork()
+        session.allocate(1, 16, [bytes(32)]), session.commit(1, 16, [bytes(32)])
+        assert next(events).digests == (bytes(32),)
+""",
+    "an engine and a session for threads": """
+with AllocatorClient(address) as client:
+    with client.engine("p", SPEC) as engine, client.blocking_session("q", SPEC) as session:
+        engine.admit(range(20))
+        fork()
+        assert engine.admit(range(20)).tokens
+        assert session.connected
+        assert {pool.pool for pool in client.list_pools()} == {"p", "q"}
+""",
+    "clients of asyncio": """
+async def main():
+    async with AsyncAllocatorClient(address) as client:
+        async with await client.open_session("p", SPEC) as session, client.session("q", SPEC) as stream:
+            await session.allocate(1, 5)
+            fork()
+            assert (await session.grow(1, 40, timeout_s=10)).ok
+            assert stream.connected
+            assert {pool.pool for pool in await client.list_pools()} == {"p", "q"}
+
+asyncio.run(main())
+""",
+    "a server": """
+from pathlib import Path
+from contextlib import ExitStack
+import tempfile, time
+with ExitStack() as undo:
+    folder = Path(tempfile.mkdtemp())
+    arguments = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
+    server = ServerProcess("quire_allocator", arguments, folder=folder, log=folder / "log")
+    undo.callback(server.stop)
+    server.wait_ready(deadline=time.monotonic() + 30)
+    fork()
+    assert server.process.poll() is None
+    with AllocatorClient(server.address) as client:
+        assert client.health()
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with allocator_process(tmp_path_factory.mktemp("allocator")) as server:
+        yield server.address
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_forked_child_that_ends_leaves_its_parents_things_alone(scene: str, address: str, tmp_path: Path) -> None:
+    script = tmp_path / "scene.py"
+    script.write_text(HEAD + SCENES[scene])
+    done = subprocess.run(
+        [sys.executable, str(script), address], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr

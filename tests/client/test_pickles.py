@@ -1,0 +1,80 @@
+"""Every public exception and value is pickled, copied and printed: engines run in the processes of a pool."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import pickle
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import quire
+from quire import QuireError, Reason, StepBuilder
+from quire.engine import NotAdmittedError
+from quire.engine.sequence import Refusal
+from quire.protocol.outcomes import Result
+
+MADE_BY: dict[type[Exception], Callable[[], Exception]] = {
+    NotAdmittedError: lambda: NotAdmittedError(Refusal(Result.NO_SPACE, 7, None, 0)),
+}
+
+
+def exceptions() -> list[type[Exception]]:
+    """Every exception of the client, wherever it is defined."""
+    found: dict[str, type[Exception]] = {}
+    for module in pkgutil.walk_packages(quire.__path__, "quire."):
+        if module.name.startswith(("quire.v1", "quire.cli", "quire._serving")) or module.name.endswith("__main__"):
+            continue
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, type) and issubclass(value, Exception) and value.__module__.startswith("quire"):
+                found[f"{value.__module__}.{value.__qualname__}"] = value
+    return list(found.values())
+
+
+@pytest.mark.parametrize("kind", exceptions(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("again", [lambda it: pickle.loads(pickle.dumps(it)), copy.copy, copy.deepcopy])
+def test_every_exception_arrives_as_it_was(kind: type[Exception], again: Callable[[Any], Any]) -> None:
+    error = MADE_BY.get(kind, lambda: kind("what is wrong"))()
+    if isinstance(error, QuireError):
+        error.reason, error.request_id, error.retry_after_s, error.field = Reason.LIMIT, "request", 1.5, "field"
+    error.add_note("and a note")
+    arrived = again(error)
+    assert type(arrived) is kind
+    assert (str(arrived), repr(arrived), vars(arrived)) == (str(error), repr(error), vars(error))
+
+
+def values() -> list[Any]:
+    """An instance of every public value, with something in each field."""
+    made: list[Any] = []
+    for name in quire.__all__:
+        kind = getattr(quire, name)
+        if dataclasses.is_dataclass(kind):
+            value = object.__new__(kind)  # type: ignore[call-overload]
+            for number, field in enumerate(dataclasses.fields(kind)):
+                object.__setattr__(value, field.name, number)
+            made.append(value)
+        elif isinstance(kind, type) and issubclass(kind, tuple):
+            made.append(kind(*range(len(kind._fields))))  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize("value", values(), ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("again", [lambda it: pickle.loads(pickle.dumps(it)), copy.copy, copy.deepcopy])
+def test_every_value_arrives_as_it_was(value: Any, again: Callable[[Any], Any]) -> None:
+    arrived = again(value)
+    assert type(arrived) is type(value)
+    assert repr(arrived) == repr(value)
+
+
+def test_a_mirror_and_a_step_are_pickled() -> None:
+    spec = quire.PoolSpec.full_attention(block_count=8, block_size=16)
+    mirror = quire.PrefixMirror(spec)
+    mirror.apply(quire.SnapshotEnd("p", b"s", 3, 0))
+    again = pickle.loads(pickle.dumps(mirror))
+    assert (again.is_exact, again.session_id) == (True, b"s")
+    step = StepBuilder()
+    step.free(3)
+    assert pickle.loads(pickle.dumps(step)).message == step.message

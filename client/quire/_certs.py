@@ -49,9 +49,8 @@ def make_authority(folder: Path, *, days: int) -> Authority:
     """
     key = ec.generate_private_key(ec.SECP256R1())
     # A name of its own: of two authorities of one name in a bundle, some look at the first alone.
-    name = _name(
-        f"quire development CA {x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest.hex()[:16]}"
-    )
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    name = _name(f"quire development CA {identifier.digest.hex()[:16]}")
     builder = _builder(name, name, key, days).add_extension(
         x509.BasicConstraints(ca=True, path_length=0), critical=True
     )
@@ -137,7 +136,7 @@ def _make_leaf(
     key = ec.generate_private_key(ec.SECP256R1())
     ends = authority.cert.not_valid_after_utc
     builder = (
-        _builder(_name(name), authority.cert.subject, key, days, ends, authority.key.public_key())
+        _builder(_name(name), authority.cert.subject, key, days, ends=ends, issuer_key=authority.key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
@@ -152,6 +151,7 @@ def _builder(
     issuer: x509.Name,
     key: ec.EllipticCurvePrivateKey,
     days: int,
+    *,
     ends: datetime.datetime | None = None,
     issuer_key: ec.EllipticCurvePublicKey | None = None,
 ) -> x509.CertificateBuilder:

@@ -32,6 +32,7 @@ from quire._transport.diagnosis import ANY_SERVER, what_is_at
 from quire.errors import (
     DeadlineExceededError,
     InternalError,
+    InvalidArgumentError,
     QuireError,
     Reason,
     UnavailableError,
@@ -48,6 +49,7 @@ LIVENESS: Final = "liveness"  # what grpc.health.v1 is asked where it is not abo
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
+TIMEOUT_S_MAX: Final = 1e8  # three years; gRPC takes much longer ones for none at all
 LOOKED_S: Final = 1.0  # for which it is believed what was found at an address
 ATTEMPTS_MAX: Final = 4
 BACKOFF_S: Final = 0.05  # before the second attempt
@@ -112,6 +114,17 @@ def resolve_token(token: str | None) -> str | None:
     return token if token is not None else read_token(os.environ.get("QUIRE_TOKEN_FILE") or None)
 
 
+def checked_timeout(timeout_s: float) -> float:
+    """Returns what gRPC takes for a deadline in so many seconds; infinity is three years.
+
+    Raises:
+        InvalidArgumentError: BAD_PARAMETER, it is less than 0, or no number.
+    """
+    if not timeout_s >= 0:
+        raise InvalidArgumentError(f"timeout_s must be 0 or more seconds, not {timeout_s}", Reason.BAD_PARAMETER)
+    return min(timeout_s, TIMEOUT_S_MAX)
+
+
 def resolve_address(address: str | None, variable: str, default: str) -> str:
     """Returns the given address, or the environment variable's, or the default."""
     return address or os.environ.get(variable) or default
@@ -171,7 +184,7 @@ class Attempts(Generic[ItemT]):
         self._link = link
         self._method = method
         self._request = request
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s = checked_timeout(timeout_s)
         self._deadline = time.monotonic() + timeout_s
         self._count = 1
         self._backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
@@ -214,7 +227,7 @@ class Link:
         self.address = address
         self.server = ANY_SERVER  # what is expected there
         self._found = (-math.inf, "")
-        self.timeout_s = timeout_s
+        self.timeout_s = checked_timeout(timeout_s)
         self._tls = tls = resolve_tls(tls)
         self.credentials = tls.channel_credentials() if tls is not None else None
         token = resolve_token(token)
@@ -247,7 +260,7 @@ class Link:
 
     def deadline(self, timeout_s: float | None) -> float:
         """Seconds that a call may take."""
-        return self.timeout_s if timeout_s is None else timeout_s
+        return self.timeout_s if timeout_s is None else checked_timeout(timeout_s)
 
     def translate(self, error: grpc.RpcError, request_id: str | None, timeout_s: float | None) -> QuireError:
         """Returns the exception for what gRPC raised in a call of so many seconds. Where nobody answered it looks what

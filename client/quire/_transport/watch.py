@@ -9,7 +9,7 @@ from typing import Any, Final
 import grpc
 
 from quire._transport.backoff import Backoff
-from quire._transport.channel import ATTEMPTS_MAX, BACKOFF_S, Link
+from quire._transport.channel import ATTEMPTS_MAX, BACKOFF_S, Link, checked_timeout
 from quire.errors import InternalError, QuireError, from_rpc_error
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.hashing import DIGEST_BYTES, split_digests
@@ -50,7 +50,7 @@ class Watch:
         self._link = link
         self._method = method
         self._pool = request.pool
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s = None if timeout_s is None else checked_timeout(timeout_s)
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._on_wait = on_wait or (lambda _error: None)
         self._begun = False

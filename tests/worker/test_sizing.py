@@ -125,14 +125,14 @@ def test_a_share_is_of_the_memory_that_there_is_and_nothing_said_is_half_of_what
 def test_this_machine_s_memory_is_that_of_its_control_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch
 
-    files = host_memory.ControlGroup(*(tmp_path / name for name in ("max", "current", "stat")))
-    none = host_memory.ControlGroup(*(tmp_path / name for name in ("a", "b", "c")))
-    monkeypatch.setattr(host_memory, "CONTROL_GROUPS", (files, none))
+    files = host_memory.ControlGroup((tmp_path / "max",), tmp_path / "current", tmp_path / "stat")
+    none = host_memory.ControlGroup((tmp_path / "a",), tmp_path / "b", tmp_path / "c")
+    monkeypatch.setattr(host_memory, "control_groups", lambda: [files, none])
     whole = sizing.memory_of(torch.device("cpu"))
     assert 0 < host_memory.available_bytes() < whole
-    files.limit.write_text("max\n")
+    files.limits[0].write_text("max\n")
     assert sizing.memory_of(torch.device("cpu")) == whole > GIB
-    files.limit.write_text("1000000\n")
+    files.limits[0].write_text("1000000\n")
     assert sizing.memory_of(torch.device("cpu")) == 1_000_000
     files.usage.write_text("700000\n")
     files.statistics.write_text("anon 5\ninactive_file 200000\n")

@@ -1,45 +1,105 @@
-"""This machine's memory, as much of it as its control group allows; known without torch."""
+"""This machine's memory, as much of it as the kernel lets this process have; known without torch.
+
+It is limited by the process's control group and all groups above it, of either version (`/proc/self/cgroup` names them,
+`/proc/self/mountinfo` says where they are), and by its own limits of address space and data (`ulimit -v`, `-d`).
+"""
 
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 
 class ControlGroup(NamedTuple):
-    """Files of one version of control groups: what may be taken, what is, and how much of that is files' content that
-    the kernel gives back."""
+    """Files of one control group: what may be taken, what is, and how much of that is files' content that the kernel
+    gives back."""
 
-    limit: Path
+    limits: tuple[Path, ...]
     usage: Path
     statistics: Path
 
 
-CONTROL_GROUPS: Final = tuple(
-    ControlGroup(folder / limit, folder / usage, folder / "memory.stat")
-    for folder, limit, usage in (
-        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    )
-)
 _MEMINFO: Final = Path("/proc/meminfo")
+_SELF: Final = Path("/proc/self")
+# For each version: what its line in /proc/self/cgroup names, and its files. Beyond "high" a group is slowed to a crawl.
+_VERSIONS: Final = {
+    "cgroup2": ("", ("memory.max", "memory.high"), "memory.current"),
+    "cgroup": ("memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"),
+}
+_RLIMITS: Final = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+
+
+def control_groups(proc: Path = _SELF) -> list[ControlGroup]:
+    """Returns the memory's control groups that this process is in, the innermost of each version first.
+
+    Args:
+        proc: the process's folder in /proc.
+    """
+    found = []
+    for kind, (name, limits, usage) in _VERSIONS.items():
+        for folder in _folders(proc, kind, name):
+            files = tuple(folder / limit for limit in limits)
+            found.append(ControlGroup(files, folder / usage, folder / "memory.stat"))
+    return found
+
+
+def _folders(proc: Path, kind: str, controller: str) -> Iterator[Path]:
+    """Yields the folders of the process's group and of those above it, as far as they are mounted."""
+    paths = [
+        path
+        for _, controllers, path in (line.split(":", 2) for line in _lines(proc / "cgroup"))
+        if controller in controllers.split(",")
+    ]
+    for line in _lines(proc / "mountinfo"):
+        before, _, after = line.partition(" - ")
+        root, mount = before.split()[3:5]
+        type_, _, options = after.split(" ", 2)
+        if type_ != kind or (controller and controller not in options.split(",")):
+            continue
+        top = Path(_unescaped(mount))
+        # What is mounted may begin at a group below the root; where the group lies elsewhere, its limits are unseen.
+        inner = [os.path.relpath(path, _unescaped(root)) for path in paths]
+        folder = top / next((path for path in inner if not path.startswith("..")), ".")
+        yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))
+
+
+def _unescaped(text: str) -> str:
+    """Returns a path as /proc/self/mountinfo writes it: with a space as `\\040`."""
+    return text.replace("\\040", " ")
 
 
 def host_bytes() -> int:
     """Returns all memory that this process may ever have."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *(number for group in CONTROL_GROUPS if (number := _number(group.limit)) is not None)])
+    return min([total, *_rlimits(), *(limit for group in control_groups() for limit in _limits(group))])
 
 
 def available_bytes() -> int:
     """Returns what can be taken now without pushing anything else out."""
     left = [host_bytes(), *_fields(_MEMINFO, "MemAvailable:", 1 << 10)]
-    for group in CONTROL_GROUPS:
-        limit, usage = _number(group.limit), _number(group.usage)
-        if limit is not None and usage is not None:
-            left.append(limit - usage + sum(_fields(group.statistics, "inactive_file", 1)))
+    for group in control_groups():
+        usage = _number(group.usage)
+        if usage is not None:
+            given_back = sum(_fields(group.statistics, "inactive_file", 1))
+            left += [limit - usage + given_back for limit in _limits(group)]
+    size_pages, *_, data_pages, _ = map(int, (_SELF / "statm").read_text().split())
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    for limit, pages in zip(_RLIMITS, (size_pages, data_pages), strict=True):
+        soft = resource.getrlimit(limit)[0]
+        if soft != resource.RLIM_INFINITY:
+            left.append(soft - pages * page_bytes)
     return max(min(left), 0)
+
+
+def _limits(group: ControlGroup) -> list[int]:
+    return [number for file in group.limits if (number := _number(file)) is not None]
+
+
+def _rlimits() -> list[int]:
+    return [soft for soft, _ in map(resource.getrlimit, _RLIMITS) if soft != resource.RLIM_INFINITY]
 
 
 def size(byte_count: int) -> str:
@@ -54,10 +114,18 @@ def size(byte_count: int) -> str:
 
 def _number(file: Path) -> int | None:
     """Returns what a file says; None where there is none, or it says that there is no limit."""
-    text = file.read_text().strip() if file.is_file() else ""
+    text = "".join(_lines(file)).strip()
     return int(text) if text.isdigit() else None
 
 
+def _lines(file: Path) -> list[str]:
+    """Returns the lines of a file of the kernel's; none where there is no such file, or it is not for us to read."""
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
 def _fields(file: Path, name: str, unit: int) -> list[int]:
-    rows = [line.split() for line in file.read_text().splitlines()] if file.is_file() else []
+    rows = [line.split() for line in _lines(file)]
     return [int(row[1]) * unit for row in rows if row[0] == name]

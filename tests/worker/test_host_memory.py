@@ -1,0 +1,72 @@
+"""Which limits of memory a worker sees: those of its own control group and of all above it, and its own."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from quire_worker import host_memory
+
+GIB = 1 << 30
+V2 = "30 23 0:26 {root} {top} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = "35 31 0:32 {root} {top} rw,relatime shared:9 - cgroup cgroup rw,memory\n"
+CPU = "32 31 0:29 / /elsewhere rw - cgroup cgroup rw,cpu\n"
+
+
+def scene(folder: Path, cgroup: str, mounts: str, **limits: str) -> list[int]:
+    """What limits are read in groups like these, the innermost first."""
+    proc, top = folder / "proc", folder / "a mount"
+    proc.mkdir()
+    (proc / "cgroup").write_text(cgroup)
+    (proc / "mountinfo").write_text(mounts.replace("{top}", str(top).replace(" ", "\\040")))
+    for path, limit in limits.items():
+        file = top / path.replace("__", "/").replace("DOT", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(limit + "\n")
+    groups = host_memory.control_groups(proc)
+    return [limit for group in groups for limit in host_memory._limits(group)]
+
+
+def test_the_own_group_and_those_above_it_count_in_version_2(tmp_path: Path) -> None:
+    limits = {"slice__memoryDOTmax": "8", "slice__job__memoryDOTmax": "max", "slice__job__memoryDOThigh": "5",
+              "slice__job__step__memoryDOTmax": "6", "other__memoryDOTmax": "1"}  # fmt: skip
+    assert scene(tmp_path, "0::/slice/job/step\n", V2.format(root="/", top="{top}") + CPU, **limits) == [6, 5, 8]
+
+
+def test_and_in_version_1_beside_a_version_2_without_memory(tmp_path: Path) -> None:
+    limits = {"slurm__memoryDOTlimit_in_bytes": "9", "slurm__uid__memoryDOTlimit_in_bytes": "7"}
+    mounts = CPU + V1.format(root="/", top="{top}") + V2.format(root="/", top="/nowhere")
+    assert scene(tmp_path, "4:memory:/slurm/uid\n1:cpu:/x\n0::/init.scope\n", mounts, **limits) == [7, 9]
+
+
+def test_a_mount_that_begins_at_the_containers_group_is_read_from_there(tmp_path: Path) -> None:
+    limits = {"memoryDOTmax": "4", "inner__memoryDOTmax": "3"}
+    mounts = V2.format(root="/docker/abc", top="{top}")
+    assert scene(tmp_path, "0::/docker/abc/inner\n", mounts, **limits) == [3, 4]
+
+
+def test_a_group_that_lies_outside_of_what_is_mounted_leaves_the_mounts_own_limit(tmp_path: Path) -> None:
+    mounts = V2.format(root="/docker/abc", top="{top}")
+    assert scene(tmp_path, "0::/../other\n", mounts, memoryDOTmax="4") == [4]
+
+
+def test_a_machine_without_control_groups_has_no_such_limits(tmp_path: Path) -> None:
+    assert host_memory.control_groups(tmp_path) == []
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_the_process_own_limits_count(limit: str) -> None:
+    script = f"""
+import resource
+from quire_worker import host_memory
+hard = resource.getrlimit(resource.{limit})[1]
+resource.setrlimit(resource.{limit}, ({GIB}, hard))
+assert host_memory.host_bytes() <= {GIB}
+assert 0 < host_memory.available_bytes() < {GIB}
+"""
+    assert resource.getrlimit(resource.RLIMIT_AS)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

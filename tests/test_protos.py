@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,3 +40,17 @@ def test_regenerating_gives_the_files_that_are_in_the_repository(tmp_path: Path)
 def test_every_proto_has_generated_code() -> None:
     for path in (ROOT / "protos" / "quire" / "v1").glob("*.proto"):
         assert (COMMITTED / f"{path.stem}_pb2.py").exists()
+
+
+def test_the_lowest_versions_that_the_metadata_allows_are_those_that_generated_code_needs() -> None:
+    """Generated modules look at the version of what they run on, and fail to be imported on an older one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    floors = dict(re.findall(r"^([a-z-]+)>=([0-9.]+)", "\n".join(project["dependencies"]), re.MULTILINE))
+    generated = ROOT / "client" / "quire" / "v1"
+    needed = {
+        "grpcio": {re.search(r"GRPC_GENERATED_VERSION = '([0-9.]+)'", path.read_text())[1]
+                   for path in generated.glob("*_pb2_grpc.py") if "GRPC_GENERATED_VERSION" in path.read_text()},
+        "protobuf": {re.search(r"Protobuf Python Version: ([0-9.]+)", path.read_text())[1]
+                     for path in generated.glob("*_pb2.py")},
+    }  # fmt: skip
+    assert {name: {floors[name]} for name in needed} == needed

@@ -16,7 +16,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from quire import AsyncClient, Reason, ResourceExhaustedError, UnavailableError
+from quire._serving.process import write_ready_file
 from quire._serving.server import Server, add_arguments
+from quire._serving.unix_socket import hold_socket
+from quire.errors import UsageError
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc
 
@@ -166,3 +169,18 @@ async def test_probes_show_no_token_and_metrics_ask_for_it(tmp_path: Path) -> No
             200,
             401,
         ]
+
+
+def test_a_link_in_the_place_of_a_lock_or_a_ready_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    (tmp_path / "socket.lock").symlink_to(victim)
+    with pytest.raises(UsageError, match=r"socket\.lock"):
+        hold_socket(f"unix:{tmp_path}/socket")
+    monkeypatch.setattr("secrets.token_hex", lambda _count: "guessed")
+    (tmp_path / "ready.guessed").symlink_to(victim)
+    with pytest.raises(UsageError, match="ready file"):
+        write_ready_file(str(tmp_path / "ready"), address="a")
+    assert victim.read_text() == "as it was"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from quire.errors import UsageError
 from quire.types import GroupKind, GroupSpec
 from quire_worker.attention import AttentionBatch
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.splitting.heads import heads_of_rank
 from quire_worker.options import parse_arguments
+from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.messages import pack, unpack
-from quire_worker.ranks.place import RENDEZVOUS, Place, place_of
+from quire_worker.ranks.place import RENDEZVOUS, Place, loopback_interface, place_of
 
 TORCHRUN = {
     "RANK": "1",
@@ -106,3 +109,19 @@ def test_senseless_numbers_are_refused(
     with pytest.raises(SystemExit):
         parse_arguments(["--model", "folder", *arguments])
     assert complaint in capsys.readouterr().err
+
+
+def test_ranks_on_loopback_follow_no_inherited_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine's profile may name the network's interface, on which everybody could read what ranks say."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "eth0")
+    seen: list[tuple[str, str]] = []
+
+    def init_process_group(*_: object, **__: object) -> None:
+        seen.append((os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]))
+        raise RuntimeError("as far as it goes here")
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with pytest.raises(RankLostError):
+        Crew(Place(0, 2, 0, 2, Path("nowhere")), device=torch.device("cpu"), timeout_s=1.0)
+    assert seen == [(loopback_interface(),) * 2]

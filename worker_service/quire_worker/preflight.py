@@ -7,6 +7,7 @@ machine.
 from __future__ import annotations
 
 import argparse
+import tempfile
 from fractions import Fraction
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def check(options: argparse.Namespace) -> None:
         UsageError: an address is taken, unsafe or none, a file of keys is unusable, or the pool is larger than the
             memory.
     """
+    check_temporary_folder()
     check_files(options)
     check_target(options.allocator)
     check_options(options)
@@ -48,6 +50,18 @@ def check_files(options: argparse.Namespace) -> None:
     if options.draft_model is not None:
         check_model(options.draft_model)
     check_memory(options)
+
+
+def check_temporary_folder() -> None:
+    """Looks for a folder where torch can put files while it is loaded.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise UsageError(f"{error.strerror}: name one that can be written to in TMPDIR") from None
 
 
 def check_model(folder: str | Path) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import secrets
 import signal
 from pathlib import Path
 
@@ -52,9 +53,12 @@ def write_ready_file(path: str | None, **values: object) -> None:
     """
     if path is None:
         return
-    temporary = Path(f"{path}.{os.getpid()}")
+    # A name that nobody can have put a link in the place of.
+    temporary = Path(f"{path}.{secrets.token_hex(8)}")
     try:
-        temporary.write_text(json.dumps({**values, "pid": os.getpid()}))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(temporary, flags, 0o644), "w") as file:
+            json.dump({**values, "pid": os.getpid()}, file)
         temporary.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

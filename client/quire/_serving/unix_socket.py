@@ -22,7 +22,7 @@ def hold_socket(address: str) -> int:
         raise UsageError(f"cannot listen on {address}: it names no file")
     lock = None
     try:
-        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if lock is not None:

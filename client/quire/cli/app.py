@@ -51,8 +51,13 @@ certs.register(app)
 def run() -> None:
     """Runs the command line; an error of Quire ends it with one line, and an exit code that says of what kind."""
     try:
-        if output.is_json_asked_for():
-            sys.exit(app(prog_name="quire", standalone_mode=False))  # else wrong options would be said in a box
-        app(prog_name="quire")
+        try:  # not standalone with JSON, or wrong options would be said in a box
+            code = app(prog_name="quire", standalone_mode=not output.is_json_asked_for())
+        except SystemExit as done:
+            code = done.code
+        sys.stdout.flush()
+        sys.exit(code)
     except (QuireError, ServerFailedError, UsageError, typer.TyperException) as error:
+        output.end_with(error)
+    except OSError as error:  # the disk is full that output goes to, or there is no folder for temporary files
         output.end_with(error)

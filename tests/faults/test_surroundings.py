@@ -1,0 +1,112 @@
+"""A log that nobody reads, a disk that is full, a process that forks: servers serve on, and nobody loses anything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire import AllocatorClient, Client, PoolSpec
+
+from tests.e2e.stack import DEMO
+from tests.faults.test_faults import RUNS
+
+SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
+START_S = 90.0
+
+
+@contextlib.contextmanager
+def unread() -> Iterator[int]:
+    """A pipe whose reader stands still."""
+    reader, writer = os.pipe()
+    try:
+        yield writer
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[int]:
+    """A file on a disk that is full."""
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def server(name: str, folder: Path, output: int, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Any]]:
+    """A server whose output goes there; and what its ready file says."""
+    ready = folder / f"{name}.json"
+    command = [sys.executable, "-m", f"quire_{name}", "--listen", "127.0.0.1:0", "--ready-file", str(ready), *arguments]
+    metrics = [] if name == "gateway" else ["--metrics", "127.0.0.1:0"]
+    process = subprocess.Popen([*command, *metrics, "--log-level", "debug"], stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + START_S
+        while not ready.exists():
+            assert process.poll() is None, f"{name} ended with {process.returncode}"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        yield process, json.loads(ready.read_text())
+        process.terminate()
+        assert process.wait(40) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def dropped_line_count(metrics: str) -> float:
+    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=30) as page:
+        found = re.findall(r"^quire_\w+_log_lines_dropped_total (\S+)", page.read().decode(), re.MULTILINE)
+    return float(found[0])
+
+
+@pytest.mark.parametrize("output", [unread, full_disk])
+def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], tmp_path: Path) -> None:
+    with output() as there, server("allocator", tmp_path, there) as (_, allocator):
+        worker = server("worker", tmp_path, there, "--model", str(DEMO), "--blocks", "64", "--allocator",
+                        allocator["address"])  # fmt: skip
+        with worker as (_, of_worker):
+            behind = ("--worker", of_worker["address"], "--allocator", allocator["address"])
+            with server("gateway", tmp_path, there, *behind) as (_, gateway):
+                for run in range(100 * RUNS):  # two lines each
+                    with AllocatorClient(allocator["address"]) as client:
+                        with client.open_session(f"pool-{run}", SPEC, keep_alive=False) as session:
+                            assert session.allocate(1, 10).ok
+                with Client(of_worker["address"]) as client:
+                    assert client.generate("The for", max_tokens=4).text
+                with urllib.request.urlopen(f"http://{gateway['address']}/readyz", timeout=30) as answer:
+                    assert answer.status == 200
+                if output is full_disk:
+                    assert dropped_line_count(allocator["metrics_address"]) >= 200 * RUNS
+
+
+def test_children_that_are_forked_beside_a_session_leave_it_alone(tmp_path: Path) -> None:
+    with full_disk() as there, server("allocator", tmp_path, there) as (_, allocator):
+        script = f"""
+import os, sys
+from quire import AllocatorClient, PoolSpec
+with AllocatorClient({allocator["address"]!r}) as client:
+    with client.open_session("p", PoolSpec.full_attention(block_count=64, block_size=16)) as session:
+        for number in range(1, {5 * RUNS} + 1):
+            assert session.allocate(number, 5).ok
+            child = os.fork()
+            if not child:
+                sys.exit(0)
+            os.waitpid(child, 0)
+            assert session.grow(number, 10, timeout_s=10).ok
+            session.free(number)
+"""
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr

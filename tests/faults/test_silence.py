@@ -59,7 +59,7 @@ async def test_dead_connections_are_left_by_clients_of_either_kind_and_by_the_se
         await asyncio.to_thread(publish)
         async with asyncio.timeout(NOTICED_S):
             while len(heard) < 3 or len(threads) < 3:
-                await asyncio.sleep(0.05)
+                await asyncio.wait(following, timeout=0.05)
         believed = connections(place)
         proxy.strand()
         before = len(heard), len(threads)
@@ -76,9 +76,9 @@ async def test_dead_connections_are_left_by_clients_of_either_kind_and_by_the_se
         async with asyncio.timeout(NOTICED_S):
             await answered()
             while len(heard) == before[0] or len(threads) == before[1]:
-                await asyncio.sleep(0.05)
+                await asyncio.wait(following, timeout=0.05)
             while connections(place) > believed:  # the dead ones, beside the new ones
-                await asyncio.sleep(0.05)
+                await asyncio.wait(following, timeout=0.05)
         assert len(waits) >= 2
         assert max(events.age_s, threads_events.age_s) < NOTICED_S
     finally:

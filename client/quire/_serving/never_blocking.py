@@ -76,11 +76,11 @@ class NeverBlockingText(io.TextIOBase):
         """Returns at once: print and loggers flush after each line."""
 
     def writable(self) -> bool:
-        """Returns True."""
+        """Tells that it can be written to."""
         return True
 
     def fileno(self) -> int:
-        """Returns the descriptor."""
+        """Returns the descriptor that is written to."""
         return self._descriptor
 
     def isatty(self) -> bool:

@@ -34,7 +34,7 @@ class Places:
         return True
 
     def leave(self, caller: Hashable) -> None:
-        """Gives one back."""
+        """Gives back one of the places that a caller has."""
         self.count -= 1
         self._held[caller] -= 1
         if not self._held[caller]:

@@ -29,10 +29,10 @@ from quire._secret_files import read_token
 from quire._transport.address import check_target, is_local, is_unix
 from quire._transport.backoff import BACKOFF_FACTOR, Backoff
 from quire._transport.diagnosis import ANY_SERVER, what_is_at
+from quire._transport.timeouts import checked_timeout
 from quire.errors import (
     DeadlineExceededError,
     InternalError,
-    InvalidArgumentError,
     QuireError,
     Reason,
     UnavailableError,
@@ -49,7 +49,6 @@ LIVENESS: Final = "liveness"  # what grpc.health.v1 is asked where it is not abo
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
-TIMEOUT_S_MAX: Final = 1e8  # three years; gRPC takes much longer ones for none at all
 LOOKED_S: Final = 1.0  # for which it is believed what was found at an address
 ATTEMPTS_MAX: Final = 4
 BACKOFF_S: Final = 0.05  # before the second attempt
@@ -90,8 +89,7 @@ OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.enable_http_proxy", 0),
-    # A connection that has died without a word is left after 10 s of a call, and the next one goes over a new one: gRPC
-    # would use it for as long as TCP does, a quarter of an hour.
+    # A connection that has died is left after 10 s of a call; TCP would keep it for a quarter of an hour.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),  # else a minute, whatever the line before says
@@ -112,17 +110,6 @@ def resolve_token(token: str | None) -> str | None:
         UsageError: that file is unusable.
     """
     return token if token is not None else read_token(os.environ.get("QUIRE_TOKEN_FILE") or None)
-
-
-def checked_timeout(timeout_s: float) -> float:
-    """Returns what gRPC takes for a deadline in so many seconds; infinity is three years.
-
-    Raises:
-        InvalidArgumentError: BAD_PARAMETER, it is less than 0, or no number.
-    """
-    if not timeout_s >= 0:
-        raise InvalidArgumentError(f"timeout_s must be 0 or more seconds, not {timeout_s}", Reason.BAD_PARAMETER)
-    return min(timeout_s, TIMEOUT_S_MAX)
 
 
 def resolve_address(address: str | None, variable: str, default: str) -> str:

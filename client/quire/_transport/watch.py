@@ -9,7 +9,8 @@ from typing import Any, Final
 import grpc
 
 from quire._transport.backoff import Backoff
-from quire._transport.channel import ATTEMPTS_MAX, BACKOFF_S, Link, checked_timeout
+from quire._transport.channel import ATTEMPTS_MAX, BACKOFF_S, Link
+from quire._transport.timeouts import checked_timeout
 from quire.errors import InternalError, QuireError, from_rpc_error
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.hashing import DIGEST_BYTES, split_digests

@@ -97,9 +97,8 @@ class PoolSession:
         self._on_wait = on_wait or self._waits
         self._owner = PoolOwner(pool, spec, incarnation=secrets.token_bytes(16), window=window)
         self.ahead = RoomAhead(self._owner, ahead_tokens)
+        self._connected, self._closing, self._pid = False, False, os.getpid()
         self._call: SessionCall | None = None
-        self._connected = self._closing = False
-        self._pid = os.getpid()
         self._asks = False  # whoever sent the last step waits for its answer before anything else
         self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
         self._fell_silent = False  # the last stream was left because it was silent
@@ -107,8 +106,7 @@ class PoolSession:
         self._refusal: QuireError | None = None
         self._refused_for: Reason | None = None  # why it was refused last; each reason is logged once
         self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
-        self._tasks: list[asyncio.Task[None]] = []
-        self._flushes: set[asyncio.Task[None]] = set()
+        self._tasks, self._flushes = list[asyncio.Task[None]](), set[asyncio.Task[None]]()
 
     def __repr__(self) -> str:
         state = "closed" if self._closing else "attached" if self._connected else "not attached"
@@ -224,10 +222,11 @@ class PoolSession:
         return self._answers.missed()
 
     async def close(self) -> None:
-        """Detaches, so that the pool is dropped at once; where no allocator answers, its lease ends by itself. A forked
-        child leaves it to its parent."""
-        if os.getpid() != self._pid:
-            return
+        """Detaches, so that the pool is dropped at once; where no allocator answers, its lease ends by itself."""
+        if os.getpid() == self._pid:  # else a forked child leaves it to its parent
+            await self._close()
+
+    async def _close(self) -> None:
         if self._tasks and not self._connected and self._refusal is None:  # a stream that broke just now is soon back
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wait_for_change(), BACK_S)

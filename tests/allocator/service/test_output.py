@@ -62,7 +62,8 @@ def serving(folder: Path, *options: str, **streams: Any) -> Iterator[tuple[subpr
         while not ready.exists():
             assert process.poll() is None, f"ended with {process.returncode}"
             assert time.monotonic() < deadline
-            time.sleep(0.02)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
         yield process, json.loads(ready.read_text())
     finally:
         process.kill()
@@ -101,7 +102,8 @@ def test_an_allocator_without_standard_streams_serves_and_none_of_its_sockets_ge
         while not ready.exists():
             assert process.poll() is None, f"ended with {process.returncode}"
             assert time.monotonic() < deadline
-            time.sleep(0.02)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
         for number in (0, 1, 2):
             assert os.readlink(f"/proc/{process.pid}/fd/{number}") == os.devnull
         with AllocatorClient(json.loads(ready.read_text())["address"]) as client:

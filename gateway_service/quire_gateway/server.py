@@ -11,14 +11,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import importlib.metadata
 import os
 import re
+import resource
 import socket
 import ssl
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, cast
 
 import structlog
 import uvicorn
@@ -35,8 +37,10 @@ from starlette.types import ASGIApp
 
 from quire_gateway.app import make_app
 from quire_gateway.bounded_http import BoundedHttp
+from quire_gateway.connections import Connections
 from quire_gateway.fleet import Fleet
 from quire_gateway.gate import Gate, let_in
+from quire_gateway.hosts import Hosts
 from quire_gateway.keys import ApiKeys, read_keys
 from quire_gateway.metrics import Telemetry
 from quire_gateway.options import parse_arguments
@@ -45,6 +49,8 @@ log = structlog.get_logger()
 
 BACKLOG: Final = 2_048
 KEEP_ALIVE_S: Final = 75  # of a connection without a request; longer than clients and proxies keep theirs
+WAITING_MAX: Final = 4_096  # connections without a request
+FILES_BESIDE: Final = 128  # open ones that are no connections of callers
 ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 ANY_ORIGIN: Final = "*"
 LAST_S: Final = 2  # for cancelled answers to end
@@ -131,6 +137,7 @@ async def serve(options: argparse.Namespace) -> None:
             telemetry,
             keys=keys,
             operator_token=token,
+            names=Hosts(options.host) if options.host or is_local(options.listen) else None,
             body_bytes_max=options.body_bytes_max,
             in_flight_max=options.in_flight_max,
         )
@@ -154,10 +161,19 @@ async def serve(options: argparse.Namespace) -> None:
         log.info("stopped")
 
 
+def waiting_max(in_flight_max: int) -> int:
+    """Returns how many connections may wait for a request, and lets the process have as many open files as it may."""
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+    left = WAITING_MAX if allowed == resource.RLIM_INFINITY else allowed - in_flight_max - FILES_BESIDE
+    return max(1, min(WAITING_MAX, left))
+
+
 def _configuration(options: argparse.Namespace, app: ASGIApp, tls: ServerTls | None) -> uvicorn.Config:
+    connections = Connections(waiting_max(options.in_flight_max))
     configuration = uvicorn.Config(
         app,
-        http=BoundedHttp,
+        http=cast("type[asyncio.Protocol]", functools.partial(BoundedHttp, connections=connections)),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -86,7 +86,7 @@ class Served(Response):
             await until_gone(receive, answer)
         except CallerGoneError:
             self._telemetry.left_count += 1
-            log.info("caller left", request_id=self._call.request_id)
+            log.debug("caller left", request_id=self._call.request_id)
 
     async def _whole(self, send: Send) -> None:
         """Sends all choices in one answer."""

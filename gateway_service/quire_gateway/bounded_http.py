@@ -25,9 +25,11 @@ from quire_gateway.sparse_log import log_sparsely
 
 HEAD_BYTES_MAX: Final = 65_536  # of a request line and its headers: what nginx and h11 take by default, or more
 HEAD_S: Final = 20.0  # from a connection, or the first byte of a request, to the end of its headers
+BEHIND_MAX: Final = 32  # requests that may be sent before the one in front of them is answered
 STALLED_S: Final = 60.0  # for which a caller may read nothing of its answer
 LEFT_S: Final = 1.0  # after which it is looked whether a caller that sends no more has left; HTTP/1.0 cannot be asked
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_COMMENT: Final = b":\n\n"  # of a stream of events
 _UPGRADES: Final = frozenset({b"upgrade", b"http2-settings"})
 
 
@@ -49,6 +51,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._unframed_bytes = 0  # since the last byte of a body, or the last whole request
         self._declined: bytes | None = None  # a head without the upgrade that it offers
         self._head_timer: asyncio.TimerHandle | None = None
+        self._probe = b""  # what can be sent in the midst of a request that is answered
         self._is_broken = False  # what follows the requests so far is no HTTP
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -66,27 +69,27 @@ class BoundedHttp(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keeps the connection of a caller that only has no more to send, and finds out if it has left altogether.
 
-        What is sent to one that has left resets the connection. To HTTP/1.1 an interim answer can be sent for that.
+        The system of one that has left refuses what is sent to it. So that there is something to send, HTTP/1.1 has
+        interim answers, and streams of events have comments.
         """
         cycle = self.cycle
         is_answering = cycle is not None and not (cycle.response_complete or cycle.more_body)
         if not is_answering or self.scheme == "https" or self.transport.is_closing():
             return False  # TLS has no half of a connection
-        if not cycle.response_started and cycle.scope["http_version"] != "1.0":
-            self.transport.write(_CONTINUE)
         cycle.keep_alive = False
+        self.transport.write(self._probe)
         self.loop.call_later(LEFT_S, self._end_if_left, cycle)
         return True
 
     def _end_if_left(self, cycle: RequestResponseCycle) -> None:
-        """Ends the connection of a caller that sends no more, once it has refused what was sent to it."""
+        """Ends the connection of a caller that has left, or that cannot be asked whether it has."""
         if cycle.response_complete or self.transport.is_closing():
             return
-        is_asked = cycle.response_started or cycle.scope["http_version"] != "1.0"
-        if is_asked and not self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.loop.call_later(LEFT_S, self._end_if_left, cycle)
+        if not self._probe or self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
             return
-        self.transport.abort()
+        self.transport.write(self._probe)
+        self.loop.call_later(LEFT_S, self._end_if_left, cycle)
 
     def data_received(self, data: bytes) -> None:
         """Parses, unless all is said; counts what is no part of a body."""
@@ -140,18 +143,21 @@ class BoundedHttp(HttpToolsProtocol):
                 self._declined = _without_upgrade(self.parser, self.url, self.headers)
             return
         self._stop_waiting()
-        super().on_headers_complete()
+        if len(self.pipeline) >= BEHIND_MAX:  # the connection ends before this one, so that it is sent again
+            self.cycle.keep_alive, self._is_broken = False, True
+        if not self._is_broken:
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Notes that a request goes on."""
-        if self.parser.should_upgrade():
+        if self.parser.should_upgrade() or self._is_broken:
             return
         self._unframed_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Ends a request."""
-        if self.parser.should_upgrade():
+        if self.parser.should_upgrade() or self._is_broken:
             return
         self._unframed_bytes = 0
         super().on_message_complete()
@@ -159,7 +165,9 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Goes on with the next request, or waits for it."""
         super().on_response_complete()
-        if not self.pipeline:
+        if self.pipeline:
+            self.flow.pause_reading()  # there is enough to do
+        elif self.cycle.response_complete:
             self._waiting.add(self)
 
     def shutdown(self) -> None:
@@ -171,7 +179,43 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._waiting.discard(self)
-        super()._start_asgi_task(cycle, _answered(cycle, app))  # type: ignore[arg-type]
+        self._probe = b"" if cycle.scope["http_version"] == "1.0" else _CONTINUE
+        super()._start_asgi_task(cycle, self._answered(cycle, app))  # type: ignore[arg-type]
+
+    def _answered(self, cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+        """Returns the application with answers that suit their caller."""
+        flow, version = cycle.flow, cycle.scope["http_version"]
+        is_ended_by_closing = False
+
+        async def send(message: Message) -> None:
+            nonlocal is_ended_by_closing
+            if flow.write_paused and not cycle.disconnected:
+                try:
+                    async with asyncio.timeout(STALLED_S):
+                        await flow.drain()
+                except TimeoutError:
+                    cycle.transport.abort()
+                    return
+            if message["type"] == "http.response.start":
+                if cycle.more_body:  # what is left of it is for nobody
+                    cycle.transport.is_unread = True  # type: ignore[attr-defined]
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
+                if version == "1.0" and all(name != b"content-length" for name, _ in message["headers"]):
+                    is_ended_by_closing = True
+                    cycle.chunked_encoding = False
+                is_events = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
+                chunk = _COMMENT if is_ended_by_closing else b"%x\r\n%b\r\n" % (len(_COMMENT), _COMMENT)
+                await cycle.send(message)  # type: ignore[arg-type]
+                self._probe = chunk if is_events else b""
+                return
+            if is_ended_by_closing:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await cycle.send(message)  # type: ignore[arg-type]
+
+        async def answered(scope: Scope, receive: Receive, _send: Send) -> None:
+            await app(scope, receive, send)
+
+        return answered
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what is no request, once those before it are answered, and closes."""
@@ -217,37 +261,6 @@ class BoundedHttp(HttpToolsProtocol):
     def make_room(self) -> None:
         """Ends the connection, which waits longer than others, for the sake of a new one."""
         self.transport.abort()
-
-
-def _answered(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-    """Returns the application with answers that suit their caller."""
-    flow, version = cycle.flow, cycle.scope["http_version"]
-    is_ended_by_closing = False
-
-    async def send(message: Message) -> None:
-        nonlocal is_ended_by_closing
-        if flow.write_paused and not cycle.disconnected:
-            try:
-                async with asyncio.timeout(STALLED_S):
-                    await flow.drain()
-            except TimeoutError:
-                cycle.transport.abort()
-                return
-        if message["type"] == "http.response.start":
-            if cycle.more_body:  # what is left of it is for nobody
-                cycle.transport.is_unread = True  # type: ignore[attr-defined]
-                message["headers"] = [*message["headers"], (b"connection", b"close")]
-            if version == "1.0" and all(name != b"content-length" for name, _ in message["headers"]):
-                is_ended_by_closing = True
-                cycle.chunked_encoding = False
-        elif is_ended_by_closing:
-            cycle.expected_content_length = len(message.get("body", b""))
-        await cycle.send(message)  # type: ignore[arg-type]
-
-    async def answered(scope: Scope, receive: Receive, _send: Send) -> None:
-        await app(scope, receive, send)
-
-    return answered
 
 
 def _without_upgrade(parser: httptools.HttpRequestParser, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -48,8 +48,9 @@ def check_count(hosts: int, version: str) -> None:
 
 def _name_of(host: str) -> str:
     """Returns a name without its port, and an address without its brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
+    address, closing, port = host.removeprefix("[").partition("]")
+    if host.startswith("[") and closing and (not port or port.startswith(":")):
+        return address
     return host.partition(":")[0].lower().rstrip(".")
 
 

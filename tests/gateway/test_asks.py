@@ -299,6 +299,17 @@ def test_credentials_of_the_gateway_are_not_the_callers_to_mend() -> None:
     assert (error.status, error.body["error"]["message"]) == (500, "a worker refuses the gateway's credentials")
 
 
+def test_a_refusal_speaks_of_what_its_reader_has_sent_and_of_options_that_there_are() -> None:
+    late = of_quire(QuireError.of(Reason.DEADLINE, "it takes longer: give it more (--timeout, timeout_s)"), NAMES)
+    assert (late.status, "--timeout" in late.body["error"]["message"]) == (504, False)
+    assert "--request-timeout" in late.body["error"]["message"]
+    names = completion(logprobs=2, echo=True).names
+    wrong = of_quire(
+        QuireError.of(Reason.BAD_PARAMETER, "prompt_logprobs must be at most 20", field="prompt_logprobs"), names
+    )
+    assert wrong.body["error"]["message"] == "logprobs must be at most 20"
+
+
 @pytest.mark.parametrize("kind", [DeadlineExceededError, UnavailableError, InternalError])
 def test_what_no_server_of_ours_has_said_is_not_passed_on(kind: type[QuireError]) -> None:
     error = of_quire(kind("10.0.0.5:7071 did not answer: --timeout"), NAMES)

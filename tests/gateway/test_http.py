@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import uvicorn
 from quire.local import ServerProcess
-from quire_gateway import bounded_http
+from quire_gateway import bounded_http, stream_head
 from quire_gateway.bounded_http import BoundedHttp
 from quire_gateway.connections import Connections
 from quire_gateway.serving import CallerGoneError, until_gone
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.client.servers import ScriptedServer, endless, scripted_server, silent, two_samples
 from tests.e2e.stack import eventually
@@ -375,3 +375,49 @@ async def test_a_caller_that_reads_nothing_is_ended(monkeypatch: pytest.MonkeyPa
         writer.write(HIDDEN)
         await asyncio.wait_for(ended.wait(), 30)
         writer.close()
+
+
+def test_a_stream_begins_before_its_first_piece(served: ServerProcess, worker: ScriptedServer) -> None:
+    """A long prompt takes longer than many clients and proxies wait for a head."""
+    worker.answers["Generate"] = silent(worker)
+    worker.cancelled.clear()
+    try:
+        with closing(connect(served)) as connection:
+            connection.sendall(LINE + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
+            head = heard(connection, b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            assert b"text/event-stream" in head
+        assert worker.cancelled.wait(30)
+    finally:
+        worker.answers["Generate"] = two_samples
+
+
+async def test_a_stream_that_waits_gives_signs_of_life_and_then_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_head, "HEAD_AFTER_S", 0.0)
+    monkeypatch.setattr(stream_head, "BEAT_S", 0.01)
+    sent, several = list[bytes](), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b"head"))
+        if len(sent) == 4:
+            several.set()
+
+    async with stream_head.StreamHead(send) as _, asyncio.timeout(30):
+        await several.wait()
+    assert sent[:4] == [b"head", *[b": waiting\n\n"] * 3]
+    quick = stream_head.StreamHead(send)
+    sent.clear()
+    async with quick:
+        await quick.piece_came()
+        await asyncio.sleep(0.05)
+        assert (sent, quick.is_sent) == ([b"head"], True)
+
+
+def test_of_very_many_requests_behind_one_another_the_first_are_answered_and_none_twice(served: ServerProcess) -> None:
+    one = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Request-Id: %d\r\n\r\n"
+    with closing(connect(served)) as connection:
+        connection.sendall(b"".join(one % number for number in range(1_000)))
+        answers = heard(connection)
+    ids = [int(line.split(b" ")[1]) for line in answers.split(b"\r\n") if line.startswith(b"x-request-id: ")]
+    assert ids == list(range(len(ids)))
+    assert 10 < len(ids) < 1_000

@@ -144,7 +144,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._stop_waiting()
         if len(self.pipeline) >= BEHIND_MAX:  # the connection ends before this one, so that it is sent again
-            self.cycle.keep_alive, self._is_broken = False, True
+            self._end_after(self.cycle)
         if not self._is_broken:
             super().on_headers_complete()
 
@@ -223,13 +223,18 @@ class BoundedHttp(HttpToolsProtocol):
         if cycle is None or cycle.response_complete:
             self._refuse(ApiError(400, msg), b"400 Bad Request")
         elif not cycle.more_body:
-            cycle.keep_alive, self._is_broken = False, True
+            self._end_after(cycle)
         elif self.pipeline or cycle.response_started:
             self.transport.close()
         else:
             cycle.disconnected = True
             cycle.message_event.set()
             self._refuse(ApiError(400, msg), b"400 Bad Request")
+
+    def _end_after(self, cycle: RequestResponseCycle) -> None:
+        """Reads no more requests, and closes once the last one is answered."""
+        cycle.keep_alive, self._is_broken = False, True
+        self.transport.is_unread = True  # type: ignore[attr-defined]
 
     def _refuse(self, error: ApiError, status: bytes) -> None:
         body = orjson.dumps(error.body)

@@ -47,7 +47,7 @@ def make_app(
         form: Callable[..., replies.Form],
     ) -> Served:
         state = request.state
-        ask = await reader.ask(state.body, request.headers.get("content-type", ""), kind, ask_of)
+        ask = await reader.ask(await request.body(), request.headers.get("content-type", ""), kind, ask_of)
         call = await relay.prepare(
             fleet, ask, namespace=state.namespace, request_id=state.request_id, timeout_s=request_timeout_s
         )

@@ -44,8 +44,7 @@ class Gate:
     """Lets a request in, or answers it.
 
     Args:
-        app: the endpoints. They find `namespace`, `request_id` and, where there is work to do, `body` in
-            `scope["state"]`.
+        app: the endpoints. They find `namespace` and `request_id` in `scope["state"]`.
         telemetry: what is counted.
         keys: who may call; None lets everybody in, with the nameless namespace.
         operator_token: what /metrics asks for; None with keys shows it to nobody.
@@ -122,8 +121,7 @@ class Gate:
             ApiError: its body is too large or too slow, there is no place, or the gateway is stopping.
             LeftError: its caller has gone.
         """
-        state = scope["state"]
-        namespace = state["namespace"]
+        namespace = scope["state"]["namespace"]
         self._check_draining()
         if int(headers.get(b"content-length", b"0")) > self._body_bytes_max:
             raise too_large(self._body_bytes_max)
@@ -135,8 +133,7 @@ class Gate:
             self._telemetry.in_flight += 1
             self.idle.clear()
             try:
-                state["body"] = body
-                await self._app(scope, receive, answer)
+                await self._app(scope, _with_body(receive, body), answer)
             finally:
                 self._places.give_back(namespace, 1)
                 self._telemetry.in_flight -= 1
@@ -182,6 +179,16 @@ class Gate:
     def _check_draining(self) -> None:
         if self.is_draining:
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
+
+
+def _with_body(receive: Receive, body: bytes) -> Receive:
+    """Returns what an application receives: the body at once, then what comes after it."""
+    left = [body]
+
+    async def receive_again() -> Message:
+        return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
+
+    return receive_again
 
 
 def _where(error: BaseException) -> str:

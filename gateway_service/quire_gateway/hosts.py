@@ -48,14 +48,14 @@ def check_count(hosts: int, version: str) -> None:
 
 def _name_of(host: str) -> str:
     """Returns a name without its port, and an address without its brackets."""
-    address, closing, port = host.removeprefix("[").partition("]")
-    if host.startswith("[") and closing and (not port or port.startswith(":")):
-        return address
+    if host.startswith("["):
+        address, _, port = host[1:].partition("]")
+        return address if not port or port.startswith(":") else host
     return host.partition(":")[0].lower().rstrip(".")
 
 
 def _is_of_this_machine(name: str) -> bool:
-    if "." not in name and ":" not in name:
+    if not any(sign in name for sign in ".:[]"):
         return True  # also localhost
     if name.endswith(".localhost"):
         return True

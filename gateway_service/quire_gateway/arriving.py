@@ -112,5 +112,5 @@ def _full() -> ApiError:
 
 
 def too_large(bytes_max: int) -> ApiError:
-    """Refuses a body."""
+    """Returns the refusal of a body that is larger than bodies may be."""
     return ApiError(413, f"the body of a request has at most {bytes_max:,} bytes", code=TOO_LARGE)

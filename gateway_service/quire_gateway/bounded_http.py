@@ -55,13 +55,13 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_broken = False  # what follows the requests so far is no HTTP
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begins to wait."""
+        """Starts the deadline of the first request."""
         super().connection_made(Lingering(cast("asyncio.Transport", transport), self.loop))  # type: ignore[arg-type]
         self._wait()
         self._waiting.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends it."""
+        """Stops the deadline, and tells what is answered that its caller has left."""
         self._stop_waiting()
         self._waiting.discard(self)
         super().connection_lost(exc)
@@ -131,7 +131,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def on_message_begin(self) -> None:
-        """Begins a request."""
+        """Starts the deadline of a request behind another one."""
         super().on_message_begin()
         if self._head_timer is None:
             self._wait()
@@ -156,7 +156,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Ends a request."""
+        """Tells the application that a body is whole."""
         if self.parser.should_upgrade() or self._is_broken:
             return
         self._unframed_bytes = 0

@@ -9,7 +9,7 @@ class Waiting(Protocol):
     """A connection that waits for a request."""
 
     def make_room(self) -> None:
-        """Ends."""
+        """Ends the connection at once."""
 
 
 class Connections:

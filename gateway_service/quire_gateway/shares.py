@@ -19,7 +19,7 @@ class Shares:
         self._taken: Counter[str] = Counter()
 
     def take(self, caller: str, amount: int) -> bool:
-        """Takes some, if the caller may have it."""
+        """Takes an amount for a caller, and returns whether it may have it."""
         of_caller = self._taken[caller] + amount if self._is_for_several else amount
         if of_caller > self._free:
             return False
@@ -28,7 +28,7 @@ class Shares:
         return True
 
     def give_back(self, caller: str, amount: int) -> None:
-        """Gives some back."""
+        """Frees what a caller has taken."""
         self._free += amount
         self._taken[caller] -= amount
         if not self._taken[caller]:

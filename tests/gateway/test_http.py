@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
 import shutil
 import socket
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
 from quire.local import ServerProcess
-from quire_gateway import bounded_http, stream_head
-from quire_gateway.bounded_http import BoundedHttp
-from quire_gateway.connections import Connections
-from quire_gateway.serving import CallerGoneError, until_gone
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.client.servers import ScriptedServer, endless, scripted_server, silent, two_samples
 from tests.e2e.stack import eventually
@@ -304,79 +295,6 @@ def test_a_stream_is_one_answer_however_slowly_its_caller_reads(served: ServerPr
         worker.answers["Generate"] = two_samples
 
 
-@asynccontextmanager
-async def in_process(answer: ASGIApp, connections: Connections) -> AsyncIterator[int]:
-    """The port of a server of this process, which answers by the function."""
-    http: Any = functools.partial(BoundedHttp, connections=connections)
-    configuration = uvicorn.Config(answer, http=http, ws="none", lifespan="off", log_config=None)
-    server = uvicorn.Server(configuration)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        serving = asyncio.create_task(server._serve([listener]))
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await serving
-
-
-async def nothing(_scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers at once."""
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def test_a_head_has_a_deadline_and_its_caller_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_http, "HEAD_S", 0.2)
-    async with in_process(nothing, Connections(10)) as port:
-        for sent, told in ((b"GET / HTTP/1.1\r\nHost: x\r\nX: ", b"HTTP/1.1 408"), (b"", b"")):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(sent)
-            assert (await reader.read(12)) == told
-            assert await reader.read() is not None, "it is closed"
-            writer.close()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HIDDEN.replace(b"close", b"keep-alive"))
-        assert (await reader.readuntil(b"\r\n\r\n"))[:12] == b"HTTP/1.1 200"
-        writer.write(b"GET / HTT")
-        assert (await reader.read(12)) == b"HTTP/1.1 408", "of each request on a connection"
-        writer.close()
-
-
-async def test_the_connection_that_waits_longest_makes_room_for_a_new_one() -> None:
-    async with in_process(nothing, Connections(2)) as port:
-        waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-        with suppress(ConnectionError):
-            assert await waiting[0][0].read() == b""
-        for reader, writer in waiting[1:]:
-            writer.write(HIDDEN)
-            assert (await reader.read(12)) == b"HTTP/1.1 200"
-        for _, writer in waiting:
-            writer.close()
-
-
-async def test_a_caller_that_reads_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_http, "STALLED_S", 0.2)
-    ended = asyncio.Event()
-
-    async def endlessly(send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        while True:
-            await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
-            await asyncio.sleep(0)
-
-    async def answer(_scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(CallerGoneError):
-            await until_gone(receive, endlessly(send))
-        ended.set()
-
-    async with in_process(answer, Connections(10)) as port:
-        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1_024)
-        writer.write(HIDDEN)
-        await asyncio.wait_for(ended.wait(), 30)
-        writer.close()
-
-
 def test_a_stream_begins_before_its_first_piece(served: ServerProcess, worker: ScriptedServer) -> None:
     """A long prompt takes longer than many clients and proxies wait for a head."""
     worker.answers["Generate"] = silent(worker)
@@ -392,27 +310,6 @@ def test_a_stream_begins_before_its_first_piece(served: ServerProcess, worker: S
         worker.answers["Generate"] = two_samples
 
 
-async def test_a_stream_that_waits_gives_signs_of_life_and_then_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_head, "HEAD_AFTER_S", 0.0)
-    monkeypatch.setattr(stream_head, "BEAT_S", 0.01)
-    sent, several = list[bytes](), asyncio.Event()
-
-    async def send(message: Message) -> None:
-        sent.append(message.get("body", b"head"))
-        if len(sent) == 4:
-            several.set()
-
-    async with stream_head.StreamHead(send) as _, asyncio.timeout(30):
-        await several.wait()
-    assert sent[:4] == [b"head", *[b": waiting\n\n"] * 3]
-    quick = stream_head.StreamHead(send)
-    sent.clear()
-    async with quick:
-        await quick.piece_came()
-        await asyncio.sleep(0.05)
-        assert (sent, quick.is_sent) == ([b"head"], True)
-
-
 def test_of_very_many_requests_behind_one_another_the_first_are_answered_and_none_twice(served: ServerProcess) -> None:
     one = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Request-Id: %d\r\n\r\n"
     with closing(connect(served)) as connection:
@@ -421,3 +318,21 @@ def test_of_very_many_requests_behind_one_another_the_first_are_answered_and_non
     ids = [int(line.split(b" ")[1]) for line in answers.split(b"\r\n") if line.startswith(b"x-request-id: ")]
     assert ids == list(range(len(ids)))
     assert 10 < len(ids) < 1_000
+
+
+def test_callers_cannot_fill_the_log(worker: ScriptedServer, tmp_path: Path) -> None:
+    with gateway(tmp_path, "--worker", worker.address, QUIRE_API_KEYS="sk-alpha-0123456789") as served:
+        before = (tmp_path / "log").read_text()
+        for _ in range(50):
+            with closing(connect(served)) as connection:
+                connection.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+                assert connection.recv(12) == b"HTTP/1.1 400"
+            assert curl(served, "/v1/models").status == 401
+    assert len((tmp_path / "log").read_text().removeprefix(before).splitlines()) <= 4
+
+
+def test_an_id_that_cannot_be_one_is_replaced_and_the_answer_says_by_which(served: ServerProcess) -> None:
+    """Proxies write ids of their own, some of them long: no reason to refuse a request."""
+    for given in ("a b", "x" * 65, "Root=1-67891233-abcdef012345678912345678;Parent=53995c3f42cd8ad8;Sampled=1"):
+        answer = curl(served, "/v1/completions", "-H", f"X-Request-Id: {given}", body=json.loads(ASK))
+        assert (answer.status, len(answer.headers["x-request-id"])) == (200, 32)

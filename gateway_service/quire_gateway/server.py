@@ -20,7 +20,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import structlog
 import uvicorn
@@ -48,6 +48,7 @@ from quire_gateway.options import parse_arguments
 log = structlog.get_logger()
 
 BACKLOG: Final = 2_048
+HANDSHAKE_S: Final = 10.0  # of TLS
 KEEP_ALIVE_S: Final = 75  # of a connection without a request; longer than clients and proxies keep theirs
 WAITING_MAX: Final = 4_096  # connections without a request
 FILES_BESIDE: Final = 128  # open ones that are no connections of callers
@@ -57,7 +58,22 @@ LAST_S: Final = 2  # for cancelled answers to end
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to us: it would stop listening at once, while probes still have to be told."""
+    """Leaves signals to us: it would stop listening at once, while probes still have to be told. Gives handshakes a
+    deadline."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens on sockets."""
+        loop, config = asyncio.get_running_loop(), self.config
+        protocol: Any = config.http_protocol_class
+        make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
+        deadline_s = None if config.ssl is None else HANDSHAKE_S
+        self.servers = [
+            await loop.create_server(
+                make, sock=each, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=deadline_s
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from quire.local import ServerProcess
 from tests.client.servers import ScriptedServer, endless, scripted_server, silent, two_samples
 from tests.e2e.stack import eventually
 from tests.gateway.scene import curl, gateway, script
+from tests.security.certificates import quire_certs
 
 ASK = json.dumps({"model": "scripted", "prompt": "p", "n": 2}).encode()
 STREAM = json.dumps({"model": "scripted", "prompt": "p", "n": 2, "stream": True}).encode()
@@ -336,3 +337,17 @@ def test_an_id_that_cannot_be_one_is_replaced_and_the_answer_says_by_which(serve
     for given in ("a b", "x" * 65, "Root=1-67891233-abcdef012345678912345678;Parent=53995c3f42cd8ad8;Sampled=1"):
         answer = curl(served, "/v1/completions", "-H", f"X-Request-Id: {given}", body=json.loads(ASK))
         assert (answer.status, len(answer.headers["x-request-id"])) == (200, 32)
+
+
+def test_a_handshake_has_a_deadline_and_holds_nobody_up(worker: ScriptedServer, tmp_path: Path) -> None:
+    quire_certs(tmp_path / "certs")
+    files = [str(tmp_path / "certs" / name) for name in ("server.pem", "server.key", "ca.pem")]
+    tls = ("--tls-cert", files[0], "--tls-key", files[1])
+    with (
+        gateway(tmp_path / "gateway", "--worker", worker.address, *tls) as served,
+        closing(connect(served)) as silent_one,
+    ):
+        command = ["curl", "-sS", "--cacert", files[2], "--json", STREAM, f"https://{served.address}/v1/completions"]
+        done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+        assert done.stdout.endswith(b"data: [DONE]\n\n")
+        assert silent_one.recv(1) == b"", "it is ended"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
@@ -28,6 +29,7 @@ def configure(*, log_format: str, level: str, **bound: Any) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            *([_without_escapes] if pretty else []),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
@@ -36,6 +38,17 @@ def configure(*, log_format: str, level: str, **bound: Any) -> None:
     )
     structlog.contextvars.bind_contextvars(**bound)
     logging.getLogger().addHandler(_OfLibraries(logging.WARNING))
+
+
+def _without_escapes(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Writes control characters as programs do: what others have sent must not steer a terminal."""
+    return {name: _shown(value) if isinstance(value, str) else value for name, value in line.items()}
+
+
+def _shown(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
 
 
 class _OfLibraries(logging.Handler):

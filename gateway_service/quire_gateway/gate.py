@@ -36,6 +36,7 @@ WORK: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 BODIES_BYTES: Final = 64 << 20  # that the bodies of all requests under way take, or
 BODIES_PER_BODY: Final = 8  # so many of the largest ones
 BODY_BYTES_EXPECTED: Final = 32 << 10  # or all requests that may be answered, of so many bytes each, if that is more
+_DEFECT: Final = "the gateway has a defect; its log has a line with the X-Request-Id of this answer"
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,64}")
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
@@ -107,7 +108,7 @@ class Gate:
             self._telemetry.left_count += 1
         except Exception as error:  # its text may hold what a caller has sent
             log.error("request failed", request_id=request_id.decode(), error=type(error).__name__, where=_where(error))
-            await answer.refuse(ApiError(500, "the gateway has a defect", kind="server_error", code="internal_error"))
+            await answer.refuse(ApiError(500, _DEFECT, kind="server_error", code="internal_error"))
         finally:
             route = scope["path"] if scope["path"] in ROUTES else "other"
             self._telemetry.answers[route, answer.status] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -49,7 +50,22 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
             )
     if len(found) > 1:
         raise invalid(next(reversed(found)), f"only one of {', '.join(found)} can be asked for")
+    for name, (option, value) in found.items():
+        if option == "json_schema":
+            _check_numbers(name, value)
     return found
+
+
+def _check_numbers(name: str, schema: Any) -> None:
+    """Refuses a schema with a number that JSON has and no float holds, as 1e999: it would travel as infinity.
+
+    Raises:
+        ApiError: there is one.
+    """
+    try:
+        json.dumps(schema, allow_nan=False)
+    except ValueError:
+        raise invalid(name, f"{name} has a number that is too large") from None
 
 
 def _check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:

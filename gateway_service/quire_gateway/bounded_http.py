@@ -85,11 +85,12 @@ class BoundedHttp(HttpToolsProtocol):
         """Ends the connection of a caller that has left, or that cannot be asked whether it has."""
         if cycle.response_complete or self.transport.is_closing():
             return
-        if not self._probe or self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        is_refused = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        if is_refused or not (self._probe or cycle.response_started):
             self.transport.abort()
-            return
-        self.transport.write(self._probe)
-        self.loop.call_later(LEFT_S, self._end_if_left, cycle)
+        elif self._probe:  # else the answer is on its way, and as good
+            self.transport.write(self._probe)
+            self.loop.call_later(LEFT_S, self._end_if_left, cycle)
 
     def data_received(self, data: bytes) -> None:
         """Parses, unless all is said; counts what is no part of a body."""
@@ -123,6 +124,8 @@ class BoundedHttp(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
+                if self._is_broken:
+                    return
                 if self._declined is None:
                     raise httptools.HttpParserError("CONNECT is for proxies") from None
                 data = self._declined + data[upgrade.args[0] :]

@@ -311,8 +311,11 @@ def test_a_stream_begins_before_its_first_piece(served: ServerProcess, worker: S
         worker.answers["Generate"] = two_samples
 
 
-def test_of_very_many_requests_behind_one_another_the_first_are_answered_and_none_twice(served: ServerProcess) -> None:
-    one = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Request-Id: %d\r\n\r\n"
+@pytest.mark.parametrize("upgrade", [b"", H2C], ids=["plain", "h2c"])
+def test_of_very_many_requests_behind_one_another_the_first_are_answered_and_none_twice(
+    served: ServerProcess, upgrade: bytes
+) -> None:
+    one = b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + upgrade + b"X-Request-Id: %d\r\n\r\n"
     with closing(connect(served)) as connection:
         connection.sendall(b"".join(one % number for number in range(1_000)))
         answers = heard(connection)

@@ -62,7 +62,7 @@ class _Uvicorn(uvicorn.Server):
     deadline."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens on sockets."""
+        """Listens on the sockets, as uvicorn does beside its deadline for handshakes."""
         loop, config = asyncio.get_running_loop(), self.config
         protocol: Any = config.http_protocol_class
         make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)

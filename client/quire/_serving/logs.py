@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
@@ -40,17 +39,6 @@ def configure(*, log_format: str, level: str, **bound: Any) -> None:
     logging.getLogger().addHandler(_OfLibraries(logging.WARNING))
 
 
-def _without_escapes(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Writes control characters as programs do: what others have sent must not steer a terminal."""
-    return {name: _shown(value) if isinstance(value, str) else value for name, value in line.items()}
-
-
-def _shown(text: str) -> str:
-    if text.isprintable():
-        return text
-    return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
-
-
 class _OfLibraries(logging.Handler):
     """Writes what comes through Python's own logging, which would be bare lines between ours."""
 
@@ -61,3 +49,14 @@ class _OfLibraries(logging.Handler):
             logger.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info or None)
         except Exception:
             self.handleError(record)
+
+
+def _without_escapes(_logger: Any, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Writes control characters as programs do: what others have sent must not steer a terminal."""
+    return {name: _shown(value) if isinstance(value, str) else value for name, value in line.items()}
+
+
+def _shown(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)

@@ -110,7 +110,7 @@ class Served(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, send: Send) -> None:
-        """Sends each piece as it comes. What fails after the stream has begun is told as its last event."""
+        """Sends each piece as it comes. What fails after the first one is told as the stream's last event."""
         form, is_echo_alone = self._form, self._call.ask.is_echo_alone
         choices = [_Choice() for _ in range(self._call.ask.choice_count * len(self._call.tokens))]
         head = StreamHead(send)

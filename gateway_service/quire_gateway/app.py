@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from quire_gateway import asks, relay, replies
-from quire_gateway.bodies import ChatBody, CompletionBody
-from quire_gateway.failures import TOO_LARGE, ApiError, missing
+from quire_gateway.bodies import Body, ChatBody, CompletionBody
+from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
+from quire_gateway.reading import Reader
 from quire_gateway.serving import Served
 
-NO_JSON: Final = "the body is no JSON"
-PARAM_SHOWN: Final = 256  # characters of the place of a fault
+PATH_SHOWN: Final = 256  # characters of one that there is not
+BodyT = TypeVar("BodyT", bound=Body)
 
 
 def make_app(
@@ -37,21 +38,29 @@ def make_app(
     app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
     collector = GatewayCollector(telemetry, fleet)
 
-    async def answer(ask: asks.Ask, form: Callable[..., replies.Form], request: Request) -> Served:
+    reader = Reader()
+
+    async def answer(
+        request: Request,
+        kind: type[BodyT],
+        ask_of: Callable[[BodyT], asks.Ask],
+        form: Callable[..., replies.Form],
+    ) -> Served:
         state = request.state
+        ask = await reader.ask(await request.body(), request.headers.get("content-type", ""), kind, ask_of)
         call = await relay.prepare(
             fleet, ask, namespace=state.namespace, request_id=state.request_id, timeout_s=request_timeout_s
         )
         shape = form(state.request_id, int(time.time()), call.model.name, with_usage=ask.with_usage)
         return Served(fleet, call, shape, telemetry, state.started_s)
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        return await answer(asks.of_completion(body), replies.CompletionForm, request)
+    @app.post("/v1/completions", openapi_extra=_described(CompletionBody))
+    async def completions(request: Request) -> Response:
+        return await answer(request, CompletionBody, asks.of_completion, replies.CompletionForm)
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await answer(asks.of_chat(body), replies.ChatForm, request)
+    @app.post("/v1/chat/completions", openapi_extra=_described(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        return await answer(request, ChatBody, asks.of_chat, replies.ChatForm)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -80,7 +89,28 @@ def make_app(
         return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
 
     _put_errors_in_form(app)
+    _describe_bodies(app)
     return app
+
+
+def _described(kind: type[Body]) -> dict[str, Any]:
+    """Returns what an operation says of its body, which FastAPI does not read."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Puts the fields of bodies into the description for programs."""
+    kinds: list[tuple[type[Body], Any]] = [(CompletionBody, "validation"), (ChatBody, "validation")]
+    _, found = models_json_schema(kinds, ref_template="#/components/schemas/{model}")
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        described = make()
+        described.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
+        return described
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _put_errors_in_form(app: FastAPI) -> None:
@@ -90,45 +120,13 @@ def _put_errors_in_form(app: FastAPI) -> None:
     async def known(_request: Request, error: ApiError) -> Response:
         return _failed(error)
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_request: Request, error: RequestValidationError) -> Response:
-        return _failed(_of_validation(error.errors()))
-
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:
-        what = {
-            400: NO_JSON,
-            404: f"Unknown request URL: {request.method} {request.url.path}",
-            405: "Method Not Allowed",
-        }
-        code = TOO_LARGE if error.status_code == 413 else None
-        failure = ApiError(error.status_code, what.get(error.status_code, str(error.detail)), code=code)
+        called = f"{request.method} {request.url.path[:PATH_SHOWN]}"
+        what = {404: f"Unknown request URL: {called}", 405: f"{called} is not allowed"}
+        failure = ApiError(error.status_code, what.get(error.status_code, str(error.detail)))
         failure.headers.update(error.headers or {})  # which methods there are
         return _failed(failure)
-
-
-def _of_validation(found: Sequence[Any]) -> ApiError:
-    """Returns what is wrong with a body, in one sentence about its first fault."""
-    fault = found[0]
-    if fault["type"] == "json_invalid":
-        return ApiError(400, NO_JSON)
-    if fault["loc"] == ("body",) and isinstance(fault["input"], bytes):
-        return ApiError(415, "the body is to be JSON, with Content-Type: application/json")
-    if fault["loc"] == ("body",) and fault["type"] != "missing":
-        return ApiError(400, "the body is to be a JSON object")
-    where = [str(part) for part in fault["loc"] if part != "body" and not _is_of_a_union(part)]
-    param = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in where).lstrip(".")[:PARAM_SHOWN] or None
-    if fault["type"] == "extra_forbidden":
-        return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
-    if fault["type"] == "missing":
-        return missing(param)
-    message = fault["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{param or 'the body'}: {message}", param=param)
-
-
-def _is_of_a_union(part: object) -> bool:
-    """Tells whether a place names an alternative of a type, which no caller has written."""
-    return isinstance(part, str) and ("[" in part or part in ("str", "int", "bool", "StreamOptions"))
 
 
 def _failed(error: ApiError) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
@@ -13,7 +14,8 @@ from quire_gateway.failures import PROMPT, invalid, unsupported
 from quire_gateway.structures import structure_of
 
 MAX_TOKENS_DEFAULT: Final = 16  # of completions, as OpenAI has it; an answer in a chat may be as long as the model's
-TEMPERATURE_MAX: Final = 2.0  # as OpenAI has it; workers take more
+TOP_P_MIN: Final = 1e-9
+_TOKEN: Final = re.compile("[0-9]{1,10}", re.ASCII)
 TEMPERATURE_MIN: Final = 1e-3  # the least that workers take beside 0: the likeliest token is all that there is below it
 
 # What workers are asked for under the same name, if this version of the client has it; else it is refused, unless the
@@ -172,7 +174,7 @@ def _ask(
     options: dict[str, Any] = {"temperature": 1.0}  # OpenAI's default
     for name, neutral in _SAME_NAME.items():
         _put(options, name, name, getattr(body, name, None), neutral)
-    _settle_temperature(options)
+    _settle_edges(options)
     beam_count = body.num_beams or (body.n or 1 if body.use_beam_search else 1)
     beams_name = "use_beam_search" if body.use_beam_search and body.num_beams is None else "num_beams"
     _put(options, beams_name, "num_beams", beam_count, (1,))
@@ -231,21 +233,17 @@ def _put(options: dict[str, Any], name: str, option: str, value: Any, neutral: t
     options[option] = tuple(value) if isinstance(value, list) else value
 
 
-def _settle_temperature(options: dict[str, Any]) -> None:
-    """Holds the temperature to what OpenAI allows, and one that is next to none to the least that workers take.
-
-    Raises:
-        ApiError: it is above that.
-    """
-    temperature = options["temperature"]
-    if temperature > TEMPERATURE_MAX:
-        raise invalid("temperature", f"temperature must be from 0 to {TEMPERATURE_MAX:g}, not {temperature:g}")
-    if 0 < temperature < TEMPERATURE_MIN:
+def _settle_edges(options: dict[str, Any]) -> None:
+    """Gives workers the least that they take for what OpenAI takes and they do not: next to no temperature, and a share
+    of 0, in which the likeliest token is all the same."""
+    if 0 < options["temperature"] < TEMPERATURE_MIN:
         options["temperature"] = TEMPERATURE_MIN
+    if options.get("top_p") == 0:
+        options["top_p"] = TOP_P_MIN
 
 
 def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in (given or {}).items()}
-    except ValueError:
-        raise invalid("logit_bias", "logit_bias is by token id") from None
+    wrong = next((token for token in given or () if not _TOKEN.fullmatch(token)), None)
+    if wrong is not None:
+        raise invalid("logit_bias", f"logit_bias is by token id, written as a number in quotes, not {wrong[:32]!a}")
+    return {int(token): bias for token, bias in (given or {}).items()}

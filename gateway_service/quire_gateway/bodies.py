@@ -4,13 +4,47 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
-CHOICES_MAX = 64  # of one prompt, as the worker has it
+CHOICES_MAX = 64  # of one prompt; like most limits here it is the workers', which refuse by it whoever asks them
 PROMPTS_MAX = 64
+MESSAGES_MAX = 8_192
+PARTS_MAX = 4_096  # of one message
+STOPS_MAX = 16
+STOP_TOKENS_MAX = 64
+TOKENS_MAX = 1 << 16  # of those that may or may not be chosen
+BIASES_MAX = 1_024
+CHOICE_TEXTS_MAX = 1_024
+TOOLS_MAX = 1_024
+LOGPROBS_MAX = 20
+METADATA_MAX = 16  # as OpenAI has it
 _PROMPTS = "must be a text, an array of token ids, or an array of either"
-Token: TypeAlias = Annotated[int, Field(ge=0, lt=2**32)]
-Count: TypeAlias = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+def _is_number(given: object) -> object:
+    """Returns what may be a number. Pydantic would take a text, and true, for one.
+
+    Raises:
+        PydanticCustomError: it is none.
+    """
+    if isinstance(given, bool | str):
+        shown = "a text" if isinstance(given, str) else "true" if given else "false"
+        raise PydanticCustomError("number", f"must be a number, not {shown}")
+    return given
+
+
+_NUMBER = BeforeValidator(_is_number)
+Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False), _NUMBER]
+Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), _NUMBER]
+Flag: TypeAlias = Annotated[bool, Field(strict=True)]
+Token: TypeAlias = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Count: TypeAlias = Annotated[int, Field(ge=1, lt=2**31), _NUMBER]
+Choices: TypeAlias = Annotated[int, Field(ge=1, le=CHOICES_MAX), _NUMBER]
+Logprobs: TypeAlias = Annotated[int, Field(ge=0, le=LOGPROBS_MAX), _NUMBER]
+Tokens: TypeAlias = Annotated[list[Token], Field(max_length=TOKENS_MAX, fail_fast=True)]
+Texts: TypeAlias = Annotated[list[str], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)]
+Objects: TypeAlias = Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)]
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPTS_SCHEMA = {
     "anyOf": [
@@ -43,7 +77,24 @@ def read_prompts(given: object) -> Prompts:
 
 
 def _are_tokens(given: object) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(token) is int and 0 <= token < 2**32 for token in given)
+    return (
+        isinstance(given, list)
+        and bool(given)
+        and set(map(type, given)) == {int}
+        and min(given) >= 0
+        and max(given) < 2**32
+    )
+
+
+def _read_logprobs(given: object) -> object:
+    """Returns how many logprobs a completion wants, where chats have true or false: false are none.
+
+    Raises:
+        PydanticCustomError: it is true, which says no number.
+    """
+    if given is True:
+        raise PydanticCustomError("number", f"must be a number from 0 to {LOGPROBS_MAX}, not true, which is for chats")
+    return None if given is False else given
 
 
 class StreamOptions(BaseModel):
@@ -51,9 +102,9 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # nothing is ever added
-    continuous_usage_stats: bool | None = None
+    include_usage: Flag | None = None
+    include_obfuscation: Flag | None = None  # nothing is ever added
+    continuous_usage_stats: Flag | None = None
 
 
 class Body(BaseModel):
@@ -70,57 +121,63 @@ class Body(BaseModel):
         return {name: value for name, value in given.items() if value is not None or name in cls.model_fields}
 
     model: str | None = None
-    stream: bool | None = None
+    stream: Flag | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # taken and not used: a key says who calls
-    metadata: dict[str, str] | None = None  # likewise
+    metadata: Annotated[dict[str, str], Field(max_length=METADATA_MAX)] | None = None  # likewise
 
-    n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    n: Choices | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), _NUMBER] | None = None
+    stop: str | Annotated[list[str], Field(max_length=STOPS_MAX, fail_fast=True)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), _NUMBER] | None = None  # workers take more
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _NUMBER] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(strict=True, ge=-100, le=100, allow_inf_nan=False)]],
+            Field(max_length=BIASES_MAX),
+        ]
+        | None
+    ) = None
 
     # vLLM's, beyond OpenAI's
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[Token] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    allowed_token_ids: Annotated[list[Token], Field(min_length=1)] | None = None
-    priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # lower is sooner
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    banned_token_ids: list[Token] | None = None  # Quire's own
-    use_beam_search: bool | None = None  # its beams are `n`
-    length_penalty: float | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), _NUMBER] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _NUMBER] | None = None
+    repetition_penalty: Number | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=STOP_TOKENS_MAX, fail_fast=True)] | None = None
+    ignore_eos: Flag | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31), _NUMBER] | None = None
+    allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=TOKENS_MAX, fail_fast=True)] | None = None
+    priority: Annotated[int, Field(ge=-10, le=10), _NUMBER] | None = None  # lower is sooner
+    prompt_logprobs: Logprobs | None = None
+    banned_token_ids: Tokens | None = None  # Quire's own
+    use_beam_search: Flag | None = None  # its beams are `n`
+    length_penalty: Number | None = None
 
     # vLLM's, of which only what changes nothing is taken
-    bad_words: list[str] | None = None
-    include_stop_str_in_output: bool | None = None
-    logprob_token_ids: list[Token] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    bad_words: Texts | None = None
+    include_stop_str_in_output: Flag | None = None
+    logprob_token_ids: Annotated[list[Token], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)] | None = None
+    return_token_ids: Flag | None = None
+    return_tokens_as_token_ids: Flag | None = None
+    skip_special_tokens: Flag | None = None
+    spaces_between_special_tokens: Flag | None = None
+    truncate_prompt_tokens: Annotated[int, _NUMBER] | None = None
     cache_salt: str | None = None
-    return_token_offsets: bool | None = None
-    routed_experts_prompt_start: int | None = None
+    return_token_offsets: Flag | None = None
+    routed_experts_prompt_start: Annotated[int, _NUMBER] | None = None
     mm_payload: str | None = None
 
     # transformers'
-    num_beams: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
-    early_stopping: bool | Literal["never"] | None = None
+    num_beams: Choices | None = None
+    early_stopping: Flag | Literal["never"] | None = None
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
 
 
@@ -128,12 +185,12 @@ class CompletionBody(Body):
     """What POST /v1/completions takes."""
 
     prompt: Annotated[Prompts, PlainValidator(read_prompts), WithJsonSchema(_PROMPTS_SCHEMA)]
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0 with an echo alone
-    best_of: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31), _NUMBER] | None = None  # 0 with an echo alone
+    best_of: Choices | None = None
+    echo: Flag | None = None
+    logprobs: Annotated[Logprobs | None, BeforeValidator(_read_logprobs)] = None
     suffix: str | None = None
-    add_special_tokens: bool | None = True  # as vLLM has it: those that the tokenizer puts around a text
+    add_special_tokens: Flag | None = True  # as vLLM has it: those that the tokenizer puts around a text
 
 
 class Message(BaseModel):
@@ -142,37 +199,37 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(max_length=PARTS_MAX, fail_fast=True)] | None = None
 
 
 class ChatBody(Body):
     """What POST /v1/chat/completions takes."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    logprobs: Flag | None = None
+    top_logprobs: Logprobs | None = None
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=TOOLS_MAX, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None  # taken and not used: a text is all that there is
+    parallel_tool_calls: Flag | None = None  # taken and not used: a text is all that there is
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    modalities: list[str] | None = None
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
+    modalities: Texts | None = None
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     service_tier: str | None = None
-    store: bool | None = None
-    functions: list[dict[str, Any]] | None = None
+    store: Flag | None = None
+    functions: Objects | None = None
     function_call: Any = None
     web_search_options: dict[str, Any] | None = None
     verbosity: str | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
     chat_template: str | None = None
-    add_special_tokens: bool | None = False  # a template writes them itself
-    echo: bool | None = None
-    include_reasoning: bool | None = None
+    add_special_tokens: Flag | None = False  # a template writes them itself
+    echo: Flag | None = None
+    include_reasoning: Flag | None = None
     prompt_cache_key: str | None = None  # taken and not used: every prefix is found by what it is
     safety_identifier: str | None = None  # likewise: a key says who calls

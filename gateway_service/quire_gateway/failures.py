@@ -34,11 +34,17 @@ _BY_REASON: Final = {
     Reason.OUT_OF_MEMORY: (503, SERVER, "out_of_memory"),
     Reason.ADAPTER_UNKNOWN: (404, INVALID, MODEL_NOT_FOUND),
 }
+_TOO_LONG: Final = (
+    "the answer was not whole in the time that this gateway gives a request: ask for less at a time, or have it started"
+    " with a larger --request-timeout"
+)
 # What no server of ours has said: its words name workers, which callers cannot reach, and options of other programs.
 _UNEXPLAINED: Final = {
     grpc.StatusCode.UNAVAILABLE: "a worker cannot be reached",
-    grpc.StatusCode.DEADLINE_EXCEEDED: "the answer was not whole in the time that a request may take here",
+    grpc.StatusCode.DEADLINE_EXCEEDED: _TOO_LONG,
 }
+# What a server of ours has said to its own callers, whose options these callers do not have.
+_REWORDED: Final = {Reason.DEADLINE: _TOO_LONG}
 _OTHERWISE: Final = (500, SERVER, "internal_error")
 PROMPT: Final = "prompt"  # fields of a worker's request
 ADAPTER: Final = "adapter"
@@ -85,13 +91,17 @@ def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
     """
     by_code = _BY_CODE.get(error.code, _OTHERWISE)
     status, kind, code = by_code if error.reason is None else _BY_REASON.get(error.reason, by_code)
-    message = _UNEXPLAINED.get(error.code, "a worker failed") if error.reason is None else error.message
+    message = _UNEXPLAINED.get(error.code, "a worker failed")
+    if error.reason is not None:
+        message = _REWORDED.get(error.reason, error.message)
     if error.code is grpc.StatusCode.UNAUTHENTICATED:  # the gateway's own token: nothing that its caller could mend
         message = "a worker refuses the gateway's credentials"
     field = (
         PROMPT if error.reason in _ABOUT_THE_PROMPT else ADAPTER if error.reason in _ABOUT_THE_MODEL else error.field
     )
     param = None if field is None else names.get(field, field)
+    if field is not None and param != field and message.startswith(f"{field} "):
+        message = f"{param}{message.removeprefix(field)}"
     return ApiError(status, message, kind=kind, param=param, code=code, retry_after_s=error.retry_after_s)
 
 

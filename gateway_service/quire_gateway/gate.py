@@ -16,20 +16,27 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 import structlog
-from fastapi import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire_gateway.failures import RATE, TOO_LARGE, ApiError
+from quire_gateway import hosts
+from quire_gateway.arriving import Bodies, LeftError, too_large
+from quire_gateway.failures import RATE, ApiError
+from quire_gateway.hosts import Hosts
 from quire_gateway.keys import ApiKeys
 from quire_gateway.metrics import Telemetry
+from quire_gateway.shares import Shares
 
 log = structlog.get_logger()
 
-OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # probes know no key
+OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # probes know no key, and no name
 METRICS_PATH: Final = "/metrics"
 ROUTES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})  # labels of metrics; else "other"
 WORK: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
+BODIES_BYTES: Final = 64 << 20  # that the bodies of all requests under way take, or
+BODIES_PER_BODY: Final = 8  # so many of the largest ones
+BODY_BYTES_EXPECTED: Final = 32 << 10  # or all requests that may be answered, of so many bytes each, if that is more
+_DEFECT: Final = "the gateway has a defect; its log has a line with the X-Request-Id of this answer"
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,64}")
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
@@ -41,13 +48,14 @@ class Gate:
         app: the endpoints. They find `namespace` and `request_id` in `scope["state"]`.
         telemetry: what is counted.
         keys: who may call; None lets everybody in, with the nameless namespace.
-        operator_token: what /metrics asks for; None asks for a key there, too, if there are any.
+        operator_token: what /metrics asks for; None with keys shows it to nobody.
+        names: for which requests may be; None answers to any.
         body_bytes_max: of a request.
-        in_flight_max: requests being answered at a time.
+        in_flight_max: requests being answered at a time. Of several namespaces, each has its share of them.
 
     Attributes:
         is_draining: whether new work is refused.
-        idle: set while nothing is being answered.
+        idle: set while no request is being answered.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class Gate:
         *,
         keys: ApiKeys | None,
         operator_token: str | None,
+        names: Hosts | None,
         body_bytes_max: int,
         in_flight_max: int,
     ) -> None:
@@ -64,8 +73,13 @@ class Gate:
         self._telemetry = telemetry
         self._keys = keys
         self._operator_token = operator_token
+        self._names = names
         self._body_bytes_max = body_bytes_max
         self._in_flight_max = in_flight_max
+        are_several = keys is not None and keys.namespace_count > 1
+        self._places = Shares(in_flight_max, is_for_several=are_several)
+        bodies_bytes = max(BODIES_BYTES, BODIES_PER_BODY * body_bytes_max, BODY_BYTES_EXPECTED * in_flight_max)
+        self._bodies = Bodies(Shares(bodies_bytes, is_for_several=are_several), body_bytes_max)
         self.is_draining = False
         self.idle = asyncio.Event()
         self.idle.set()
@@ -76,40 +90,66 @@ class Gate:
             return  # no WebSockets
         started_s = time.monotonic()
         headers = dict(scope["headers"])  # of a name that comes twice, the last
-        given_id = headers.get(b"x-request-id")
-        is_known_id = given_id is not None and _REQUEST_ID.fullmatch(given_id) is not None
-        request_id = given_id if given_id is not None and is_known_id else uuid.uuid4().hex.encode()
+        given_id = headers.get(b"x-request-id", b"")
+        request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex.encode()
         answer = _Answer(send, request_id)
-        self._enter()
         try:
-            if given_id is not None and not is_known_id:
-                raise ApiError(400, "X-Request-Id must be 1 to 64 printable ASCII characters without spaces")
+            self._check_name(scope, headers)
             namespace = self._namespace(scope["path"], headers)
-            self._check_room(scope["path"])
-            self._check_length(headers)
             state = scope.setdefault("state", {})
             state.update(namespace=namespace, request_id=request_id.decode(), started_s=started_s)
-            await self._app(scope, _Limited(receive, self._body_bytes_max), answer)
+            if scope["path"] in WORK and scope["method"] == "POST":
+                await self._work(scope, receive, answer, headers)
+            else:
+                await self._app(scope, receive, answer)
         except ApiError as error:
             await answer.refuse(error)
+        except LeftError:
+            self._telemetry.left_count += 1
         except Exception as error:  # its text may hold what a caller has sent
             log.error("request failed", request_id=request_id.decode(), error=type(error).__name__, where=_where(error))
-            await answer.refuse(ApiError(500, "the gateway has a defect", kind="server_error", code="internal_error"))
+            await answer.refuse(ApiError(500, _DEFECT, kind="server_error", code="internal_error"))
         finally:
-            self._leave()
             route = scope["path"] if scope["path"] in ROUTES else "other"
             self._telemetry.answers[route, answer.status] += 1
             if scope["path"] in WORK:
                 self._telemetry.whole.observe(time.monotonic() - started_s)
 
-    def _enter(self) -> None:
-        self._telemetry.in_flight += 1
-        self.idle.clear()
+    async def _work(self, scope: Scope, receive: Receive, answer: _Answer, headers: dict[bytes, bytes]) -> None:
+        """Has a request answered once its body is there, and there is a place for it.
 
-    def _leave(self) -> None:
-        self._telemetry.in_flight -= 1
-        if not self._telemetry.in_flight:
-            self.idle.set()
+        Raises:
+            ApiError: its body is too large or too slow, there is no place, or the gateway is stopping.
+            LeftError: its caller has gone.
+        """
+        namespace = scope["state"]["namespace"]
+        self._check_draining()
+        if int(headers.get(b"content-length", b"0")) > self._body_bytes_max:
+            raise too_large(self._body_bytes_max)
+        async with self._bodies.read(receive, namespace) as body:
+            self._check_draining()
+            if not self._places.take(namespace, 1):
+                what = f"as many requests are being answered as there is room for here (at most {self._in_flight_max})"
+                raise ApiError(429, f"{what}: try again", kind=RATE, code="queue_full")
+            self._telemetry.in_flight += 1
+            self.idle.clear()
+            try:
+                await self._app(scope, _with_body(receive, body), answer)
+            finally:
+                self._places.give_back(namespace, 1)
+                self._telemetry.in_flight -= 1
+                if not self._telemetry.in_flight:
+                    self.idle.set()
+
+    def _check_name(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Refuses a request for another server, which a page may have made a browser send here.
+
+        Raises:
+            ApiError: it is one, or it is for none or two of them.
+        """
+        hosts.check_count(sum(name == b"host" for name, _ in scope["headers"]), scope["http_version"])
+        if self._names is not None and scope["path"] not in OPEN_PATHS:
+            self._names.check(headers.get(b"host", b""))
 
     def _namespace(self, path: str, headers: dict[bytes, bytes]) -> str:
         """Returns what the caller's key opens.
@@ -130,30 +170,31 @@ class Gate:
         if namespace is None:
             what = "Incorrect API key provided." if given else "You didn't provide an API key."
             raise ApiError(401, what, kind="authentication_error", code="invalid_api_key")
+        if path == METRICS_PATH:
+            what = (
+                "no API key opens the metrics: they are of all callers, and for the token of the gateway's --token-file"
+            )
+            raise ApiError(403, what, kind="permission_error", code="permission_denied")
         return namespace
 
-    def _check_room(self, path: str) -> None:
-        if path not in WORK:
-            return
+    def _check_draining(self) -> None:
         if self.is_draining:
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
-        if self._telemetry.in_flight > self._in_flight_max:
-            message = f"{self._in_flight_max} requests are being answered already"
-            raise ApiError(429, message, kind=RATE, code="queue_full")
 
-    def _check_length(self, headers: dict[bytes, bytes]) -> None:
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._body_bytes_max:
-            raise _too_large(self._body_bytes_max)
+
+def _with_body(receive: Receive, body: bytes) -> Receive:
+    """Returns what an application receives: the body at once, then what comes after it."""
+    left = [body]
+
+    async def receive_again() -> Message:
+        return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
+
+    return receive_again
 
 
 def _where(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}"
-
-
-def _too_large(body_bytes_max: int) -> ApiError:
-    return ApiError(413, f"the body of a request has at most {body_bytes_max:,} bytes", code=TOO_LARGE)
 
 
 def let_in(gate: Gate, origins: Sequence[str]) -> ASGIApp:
@@ -170,27 +211,8 @@ def let_in(gate: Gate, origins: Sequence[str]) -> ASGIApp:
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
         expose_headers=("retry-after", "x-request-id"),
+        allow_private_network=True,  # of a page on the internet, a browser asks whether it may reach this network, too
     )
-
-
-class _Limited:
-    """A body that may end too late: one that is sent in chunks does not say its length before.
-
-    Raises:
-        HTTPException: from a call: it is too large. FastAPI lets no other exception pass where it reads a body.
-    """
-
-    def __init__(self, receive: Receive, body_bytes_max: int) -> None:
-        self._receive = receive
-        self._body_bytes_max = body_bytes_max
-        self._left = body_bytes_max
-
-    async def __call__(self) -> Message:
-        message = await self._receive()
-        self._left -= len(message.get("body", b""))
-        if self._left < 0:
-            raise HTTPException(413, str(_too_large(self._body_bytes_max)))
-        return message
 
 
 class _Answer:

@@ -27,11 +27,13 @@ class ApiKeys:
         source: what to name in an error.
 
     Raises:
-        UsageError: a line is no key, a key comes twice, or there is none. The message names the line, not its text.
+        UsageError: a line is no key, a key comes twice, several have no namespace, or there is none. The message names
+            the line, not its text.
     """
 
     def __init__(self, text: str, source: str) -> None:
         self._namespaces: dict[bytes, str] = {}
+        nameless: list[int] = []
         for number, line in enumerate(re.split(r"[\n,]", text), start=1):
             words = line.partition("#")[0].split()
             if not words:
@@ -47,8 +49,20 @@ class ApiKeys:
             if _digest(key) in self._namespaces:
                 raise UsageError(f"{source}, entry {number}: this key is there already")
             self._namespaces[_digest(key)] = namespace
+            nameless += [] if namespace else [number]
+        if len(nameless) > 1:
+            raise UsageError(
+                f"{source}, entries {nameless[0]} and {nameless[1]}: only one key can be without a namespace, because"
+                " keys of one namespace share their cached prefixes, and with them what can be learned by timing. Write"
+                " KEY NAMESPACE, with the same namespace where they may share"
+            )
         if not 1 <= len(self._namespaces) <= KEYS_MAX:
             raise UsageError(f"{source} has {len(self._namespaces)} keys; 1 to {KEYS_MAX:,} can be served")
+
+    @property
+    def namespace_count(self) -> int:
+        """Counts the namespaces that keys open."""
+        return len(set(self._namespaces.values()))
 
     def namespace_of(self, authorization: bytes) -> str | None:
         """Returns the namespace of `Bearer KEY`; None if it is no key."""

@@ -102,13 +102,22 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         help="let pages of that origin call, as https://app.example; once for each (default: none)",
     )
     limits.add_argument(
+        "--host",
+        action="append",
+        metavar="NAME",
+        default=[],
+        help="a name that the gateway answers to; once for each (default on loopback: addresses, localhost and names"
+        " without a dot, because a page can rebind its own name to this machine; elsewhere: any)",
+    )
+    limits.add_argument(
         "--body-bytes-max", type=int, default=BODY_BYTES_MAX, help="of a request (default: %(default)s)"
     )
     limits.add_argument(
         "--in-flight-max",
         type=int,
         default=IN_FLIGHT_MAX,
-        help="requests being answered at a time; more get 429 (default: %(default)s)",
+        help="requests being answered at a time; more get 429, and where API keys have several namespaces, one has as"
+        " many as are left for others (default: %(default)s)",
     )
     limits.add_argument(
         "--request-timeout",

@@ -11,14 +11,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import importlib.metadata
 import os
 import re
+import resource
 import socket
 import ssl
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final, cast
 
 import structlog
 import uvicorn
@@ -35,8 +37,10 @@ from starlette.types import ASGIApp
 
 from quire_gateway.app import make_app
 from quire_gateway.bounded_http import BoundedHttp
+from quire_gateway.connections import Connections
 from quire_gateway.fleet import Fleet
 from quire_gateway.gate import Gate, let_in
+from quire_gateway.hosts import Hosts
 from quire_gateway.keys import ApiKeys, read_keys
 from quire_gateway.metrics import Telemetry
 from quire_gateway.options import parse_arguments
@@ -44,14 +48,32 @@ from quire_gateway.options import parse_arguments
 log = structlog.get_logger()
 
 BACKLOG: Final = 2_048
+HANDSHAKE_S: Final = 10.0  # of TLS
 KEEP_ALIVE_S: Final = 75  # of a connection without a request; longer than clients and proxies keep theirs
+WAITING_MAX: Final = 4_096  # connections without a request
+FILES_BESIDE: Final = 128  # open ones that are no connections of callers
 ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 ANY_ORIGIN: Final = "*"
 LAST_S: Final = 2  # for cancelled answers to end
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to us: it would stop listening at once, while probes still have to be told."""
+    """Leaves signals to us: it would stop listening at once, while probes still have to be told. Gives handshakes a
+    deadline."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens on the sockets, as uvicorn does beside its deadline for handshakes."""
+        loop, config = asyncio.get_running_loop(), self.config
+        protocol: Any = config.http_protocol_class
+        make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
+        deadline_s = None if config.ssl is None else HANDSHAKE_S
+        self.servers = [
+            await loop.create_server(
+                make, sock=each, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=deadline_s
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -131,6 +153,7 @@ async def serve(options: argparse.Namespace) -> None:
             telemetry,
             keys=keys,
             operator_token=token,
+            names=Hosts(options.host) if options.host or is_local(options.listen) else None,
             body_bytes_max=options.body_bytes_max,
             in_flight_max=options.in_flight_max,
         )
@@ -154,10 +177,19 @@ async def serve(options: argparse.Namespace) -> None:
         log.info("stopped")
 
 
+def waiting_max(in_flight_max: int) -> int:
+    """Returns how many connections may wait for a request, and lets the process have as many open files as it may."""
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+    left = WAITING_MAX if allowed == resource.RLIM_INFINITY else allowed - in_flight_max - FILES_BESIDE
+    return max(1, min(WAITING_MAX, left))
+
+
 def _configuration(options: argparse.Namespace, app: ASGIApp, tls: ServerTls | None) -> uvicorn.Config:
+    connections = Connections(waiting_max(options.in_flight_max))
     configuration = uvicorn.Config(
         app,
-        http=BoundedHttp,
+        http=cast("type[asyncio.Protocol]", functools.partial(BoundedHttp, connections=connections)),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 import orjson
 import structlog
@@ -22,14 +22,9 @@ from quire_gateway.metrics import Telemetry
 from quire_gateway.probabilities import Told, of_prompt, token_ids, told_of, told_of_prompt
 from quire_gateway.relay import Call
 from quire_gateway.replies import DONE, Answer, Beside, Form, Taken
+from quire_gateway.stream_head import StreamHead
 
 log = structlog.get_logger()
-
-_STREAM_HEADERS: Final = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy that collects pieces would undo the stream
-]
 
 
 class CallerGoneError(Exception):
@@ -86,7 +81,7 @@ class Served(Response):
             await until_gone(receive, answer)
         except CallerGoneError:
             self._telemetry.left_count += 1
-            log.info("caller left", request_id=self._call.request_id)
+            log.debug("caller left", request_id=self._call.request_id)
 
     async def _whole(self, send: Send) -> None:
         """Sends all choices in one answer."""
@@ -118,9 +113,9 @@ class Served(Response):
         """Sends each piece as it comes. What fails after the first one is told as the stream's last event."""
         form, is_echo_alone = self._form, self._call.ask.is_echo_alone
         choices = [_Choice() for _ in range(self._call.ask.choice_count * len(self._call.tokens))]
-        has_begun = False
+        head = StreamHead(send)
         try:
-            async with aclosing(relay.pieces(self._fleet, self._call)) as pieces:
+            async with head, aclosing(relay.pieces(self._fleet, self._call)) as pieces:
                 async for number, came in pieces:
                     index = self._index(number, came)
                     choice = choices[index]
@@ -138,15 +133,14 @@ class Served(Response):
                         choice.has_piece = True
                         data += form.piece(index, chunk.text, chunk.finish_reason, beside)
                     self._note(chunk)
-                    if not has_begun:
-                        has_begun = True
-                        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                    if head.waits_for_piece:
+                        await head.piece_came()
                     if data:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
             self._check_whole(choices)
             last = form.usage(self._taken) + DONE if self._call.ask.with_usage else DONE
         except ApiError as error:
-            if not has_begun:
+            if not head.is_sent:
                 raise
             last = b"data: " + orjson.dumps(error.body) + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": last})

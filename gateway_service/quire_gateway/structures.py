@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
 from quire_gateway.bodies import Body
 from quire_gateway.failures import invalid, missing, unsupported
 
+_FORMAT_KEYS: Final = {
+    "text": frozenset({"type"}),
+    "json_object": frozenset({"type", "schema"}),
+    "json_schema": frozenset({"type", "json_schema"}),
+}
+_SCHEMA_KEYS: Final = frozenset({"name", "description", "schema", "strict"})  # a text always fits, strict or not
 # Options of the workers, by what callers name them.
 _KINDS: Final = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
@@ -30,10 +37,12 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
     format_ = {"type": "text"} if body.response_format is None else body.response_format
     match format_.get("type"):
         case "text":
-            pass
+            _check_keys(format_, _FORMAT_KEYS["text"], "response_format")
         case "json_object":
-            found["response_format"] = ("json_schema", {"type": "object"})
+            _check_keys(format_, _FORMAT_KEYS["json_object"], "response_format")
+            found["response_format"] = ("json_schema", _of_an_object(format_.get("schema")))
         case "json_schema":
+            _check_keys(format_, _FORMAT_KEYS["json_schema"], "response_format")
             found["response_format"] = ("json_schema", _schema_of(format_))
         case _:
             raise invalid(
@@ -41,7 +50,46 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
             )
     if len(found) > 1:
         raise invalid(next(reversed(found)), f"only one of {', '.join(found)} can be asked for")
+    for name, (option, value) in found.items():
+        if option == "json_schema":
+            _check_numbers(name, value)
     return found
+
+
+def _check_numbers(name: str, schema: Any) -> None:
+    """Refuses a schema with a number that JSON has and no float holds, as 1e999: it would travel as infinity.
+
+    Raises:
+        ApiError: there is one.
+    """
+    try:
+        json.dumps(schema, allow_nan=False)
+    except ValueError:
+        raise invalid(name, f"{name} has a number that is too large") from None
+
+
+def _check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    """Refuses what nobody would look at.
+
+    Raises:
+        ApiError: there is a key that is not known, or a known one in the place of another format.
+    """
+    for name in sorted(name for name, value in given.items() if value is not None and name not in known):
+        shown = f"{where}.{name}"[:128]
+        raise unsupported(shown, f"is none of {', '.join(sorted(known))}")
+
+
+def _of_an_object(schema: Any) -> Any:
+    """Returns the schema that some clients of llama.cpp's server write beside `json_object`.
+
+    Raises:
+        ApiError: it is no JSON schema.
+    """
+    if schema is None:
+        return {"type": "object"}
+    if not isinstance(schema, dict):
+        raise invalid("response_format.schema", "response_format.schema must be a JSON schema, which is an object")
+    return schema
 
 
 def _schema_of(format_: Mapping[str, Any]) -> Any:
@@ -54,6 +102,7 @@ def _schema_of(format_: Mapping[str, Any]) -> Any:
     given = format_.get("json_schema")
     if not isinstance(given, dict):
         raise missing(name) if given is None else invalid(name, f"{name} must be an object")
+    _check_keys(given, _SCHEMA_KEYS, name)
     schema = given.get("schema")
     if schema is None:
         raise missing(f"{name}.schema")

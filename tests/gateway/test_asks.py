@@ -51,7 +51,10 @@ def test_values_that_change_nothing_are_not_passed_on() -> None:
     [
         ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "json_schema", SCHEMA),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", SCHEMA),
+        ({"response_format": {"type": "json_object", "schema": None}}, "json_schema", {"type": "object"}),
         ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+        ({"top_p": 0}, "top_p", 1e-9),
         ({"guided_regex": "a+"}, "regex", "a+"),
         ({"guided_choice": ["a", "b"]}, "choice", ("a", "b")),
         ({"structured_outputs": {"grammar": "start: 'a'"}}, "grammar", "start: 'a'"),
@@ -88,7 +91,28 @@ def test_each_parameter_is_an_option_of_the_workers(fields: dict[str, Any], opti
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "unsupported_parameter"),
         ({"tool_choice": "auto"}, "tool_choice", None),
-        ({"temperature": 2.1}, "temperature", None),
+        ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format.schema", None),
+        (
+            {"response_format": {"type": "json_object", "strict": True}},
+            "response_format.strict",
+            "unsupported_parameter",
+        ),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "unsupported_parameter"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "shcema": {}}}},
+            "response_format.json_schema.shcema",
+            "unsupported_parameter",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}}},
+            "response_format.schema",
+            "unsupported_parameter",
+        ),
+        ({"guided_json": {"maximum": float("inf")}}, "guided_json", None),
+        ({"logit_bias": {"1_0": 1}}, "logit_bias", None),
+        ({"logit_bias": {" 1": 1}}, "logit_bias", None),
+        ({"logit_bias": {"\u0665": 1}}, "logit_bias", None),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", None),
         ({"response_format": {}}, "response_format", None),
         ({"structured_outputs": {}}, "structured_outputs", None),
         ({"structured_outputs": {"regex": None, "json_object": False}}, "structured_outputs", None),
@@ -156,9 +180,7 @@ def test_a_parameter_of_null_is_one_that_is_not_given(name: str) -> None:
         completion(**{name: 1})
 
 
-@pytest.mark.parametrize(
-    ("temperature", "asked"), [(2, 2.0), (1e-3, 1e-3), (1e-4, 1e-3), (1e-9, 1e-3), (0, 0.0), (-1e-4, -1e-4)]
-)
+@pytest.mark.parametrize(("temperature", "asked"), [(2, 2.0), (1e-3, 1e-3), (1e-4, 1e-3), (1e-9, 1e-3), (0, 0.0)])
 def test_a_temperature_that_is_next_to_none_is_the_least_that_a_worker_takes(temperature: float, asked: float) -> None:
     assert completion(temperature=temperature).options["temperature"] == asked
 
@@ -276,6 +298,17 @@ def test_every_error_of_quire_has_a_status(reason: Reason) -> None:
 def test_credentials_of_the_gateway_are_not_the_callers_to_mend() -> None:
     error = of_quire(QuireError.of(Reason.TOKEN, "this server asks for a bearer token"), NAMES)
     assert (error.status, error.body["error"]["message"]) == (500, "a worker refuses the gateway's credentials")
+
+
+def test_a_refusal_speaks_of_what_its_reader_has_sent_and_of_options_that_there_are() -> None:
+    late = of_quire(QuireError.of(Reason.DEADLINE, "it takes longer: give it more (--timeout, timeout_s)"), NAMES)
+    assert (late.status, "--timeout" in late.body["error"]["message"]) == (504, False)
+    assert "--request-timeout" in late.body["error"]["message"]
+    names = completion(logprobs=2, echo=True).names
+    wrong = of_quire(
+        QuireError.of(Reason.BAD_PARAMETER, "prompt_logprobs must be at most 20", field="prompt_logprobs"), names
+    )
+    assert wrong.body["error"]["message"] == "logprobs must be at most 20"
 
 
 @pytest.mark.parametrize("kind", [DeadlineExceededError, UnavailableError, InternalError])

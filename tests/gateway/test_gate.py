@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +75,60 @@ def test_keys_come_from_the_environment_too_and_without_any_the_token_is_one(
         assert [model.id for model in client(served, TOKEN).models.list()] == ["scripted"]
 
 
+def test_on_loopback_only_names_of_this_machine_are_answered(worker: ScriptedServer, tmp_path: Path) -> None:
+    """A page that has its own name point to 127.0.0.1 sends that name, whatever the browser takes it for."""
+    with gateway(tmp_path, "--worker", worker.address, "--host", "Gateway.example") as served:
+        for host in (
+            "evil.example",
+            "127.0.0.1.evil.example",
+            "localhost.evil.example:80",
+            "[::1].evil.example",
+            "a..b",
+        ):
+            for path in ("/v1/models", "/metrics", "/nowhere", "/openapi.json"):
+                answer = curl(served, path, "-H", f"Host: {host}")
+                assert (answer.status, answer.error["code"]) == (421, "misdirected_request"), host
+        assert curl(served, "/v1/completions", "-H", "Host: evil.example", body=ASK).status == 421
+        for host in (
+            "localhost",
+            "LOCALHOST:8000",
+            "a.localhost",
+            "127.0.0.1:1",
+            "[::1]:80",
+            "gateway.example.",
+            "box",
+        ):
+            assert curl(served, "/v1/models", "-H", f"Host: {host}").status == 200, host
+        assert curl(served, "/healthz", "-H", "Host: evil.example").status == 200, "probes say yes or no to anybody"
+    arguments = ("--worker", worker.address, "--listen", "0.0.0.0:0", "--plain-http")
+    with gateway(tmp_path / "open", *arguments, QUIRE_API_KEYS=KEY) as served:
+        local = served.address.replace("0.0.0.0", "127.0.0.1")
+        headers = ("-H", f"Authorization: Bearer {KEY}", "-H", "Host: any.example")
+        assert subprocess.run(["curl", "-sf", *headers, f"http://{local}/v1/models"], check=False).returncode == 0
+
+
+def test_no_key_of_a_tenant_opens_the_metrics(worker: ScriptedServer, tmp_path: Path) -> None:
+    with gateway(tmp_path, "--worker", worker.address, QUIRE_API_KEYS=f"{KEY} acme,{OTHER_KEY} beta") as served:
+        answer = curl(served, "/metrics", "-H", f"Authorization: Bearer {KEY}")
+        assert (answer.status, "--token-file" in answer.error["message"]) == (403, True)
+        assert curl(served, "/metrics").status == 401
+
+
+def test_one_namespace_leaves_places_for_another(worker: ScriptedServer, tmp_path: Path) -> None:
+    worker.answers["Generate"] = endless(worker)
+    keys = f"{KEY} acme,{OTHER_KEY} beta"
+    with gateway(tmp_path, "--worker", worker.address, "--in-flight-max", "4", QUIRE_API_KEYS=keys) as served:
+        streams = [client(served, KEY).completions.create(**ASK, stream=True) for _ in range(2)]  # type: ignore[call-overload]
+        for stream in streams:
+            assert next(stream).choices[0].text == "a"
+        with pytest.raises(openai.RateLimitError):
+            client(served, KEY).completions.create(**ASK)  # type: ignore[call-overload]
+        other = client(served, OTHER_KEY).completions.create(**ASK, stream=True)  # type: ignore[call-overload]
+        assert next(other).choices[0].text == "a"
+        for stream in (*streams, other):
+            stream.close()
+
+
 def test_a_priority_is_vllms_where_lower_is_sooner(worker: ScriptedServer, tmp_path: Path) -> None:
     with gateway(tmp_path, "--worker", worker.address) as served:
         for given, sent in ((-3, 3), (10, -10), (None, 0)):
@@ -91,6 +146,7 @@ def test_a_priority_is_vllms_where_lower_is_sooner(worker: ScriptedServer, tmp_p
         (f"{KEY} a b", "entry 1"),
         (f"{KEY} " + "n" * 129, "a namespace has at most 128 bytes"),
         ("# nobody\n", "has 0 keys"),
+        (f"{KEY}\n{OTHER_KEY} acme\n{KEY}-2", "entries 1 and 3: only one key can be without a namespace"),
     ],
 )
 def test_keys_that_are_none_are_refused_without_being_shown(text: str, message: str) -> None:
@@ -307,7 +363,7 @@ def test_headers_have_a_limit_too(worker: ScriptedServer, tmp_path: Path) -> Non
             connection.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
             assert connection.recv(12) == b"HTTP/1.1 400"
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [line["event"] for line in lines if line["level"] == "warning"] == ["Invalid HTTP request received."]
+    assert [line["event"] for line in lines if line["level"] == "warning"] == ["invalid HTTP"]
 
 
 def test_pages_of_other_origins_are_let_in_only_where_they_are_named(worker: ScriptedServer, tmp_path: Path) -> None:
@@ -319,6 +375,9 @@ def test_pages_of_other_origins_are_let_in_only_where_they_are_named(worker: Scr
         answer = curl(served, "/v1/completions", *asked, "-H", "Access-Control-Request-Headers: authorization")
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "https://app.example")
         assert answer.headers["access-control-allow-headers"] == "authorization", "browsers show no key before they may"
+        asked_of_a_page = ("-H", "Access-Control-Request-Private-Network: true")
+        answer = curl(served, "/v1/completions", *asked, *asked_of_a_page)
+        assert (answer.status, answer.headers["access-control-allow-private-network"]) == (200, "true")
         refused = curl(served, "/v1/models", *asked[2:4])
         assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, "https://app.example")
         assert refused.headers["access-control-expose-headers"] == "retry-after, x-request-id"

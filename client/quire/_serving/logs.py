@@ -32,6 +32,7 @@ def configure(*, log_format: str, level: str, **bound: Any) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            *([_without_escapes] if pretty else []),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
@@ -57,3 +58,14 @@ class _OfLibraries(logging.Handler):
             logger.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info or None)
         except Exception:
             self.handleError(record)
+
+
+def _without_escapes(_logger: Any, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Writes control characters as programs do: what others have sent must not steer a terminal."""
+    return {name: _shown(value) if isinstance(value, str) else value for name, value in line.items()}
+
+
+def _shown(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)

@@ -1,0 +1,64 @@
+"""When a stream begins, and what its caller hears before there is a piece."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from starlette.types import Send
+
+HEAD_AFTER_S: Final = 0.2  # in which a worker refuses what it refuses; a stream that has begun has no other status
+BEAT_S: Final = 15.0  # between signs of life before the first piece: proxies end what is silent for 60 s
+_BEAT: Final = b": waiting\n\n"  # a comment, which clients of server-sent events leave out
+_STREAM_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy that collects pieces would undo the stream
+]
+
+
+class StreamHead:
+    """The head of a stream. It is sent with the first piece, or before it, once no worker has refused the request for a
+    moment: clients and proxies wait for a head only so long, and a first piece may need all of a long prompt.
+
+    Args:
+        send: to the caller.
+
+    Attributes:
+        is_sent: whether the answer has begun.
+        waits_for_piece: whether no piece has come.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send_message = send
+        self.is_sent = False
+        self.waits_for_piece = True
+        self._waiting: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        self._waiting = asyncio.create_task(self._wait())
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop_waiting()
+
+    async def piece_came(self) -> None:
+        """Sends the head, if it is not sent."""
+        self.waits_for_piece = False
+        self._stop_waiting()
+        await self._send()
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def _send(self) -> None:
+        if not self.is_sent:
+            self.is_sent = True
+            await self._send_message({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+
+    async def _wait(self) -> None:
+        await asyncio.sleep(HEAD_AFTER_S)
+        await self._send()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await self._send_message({"type": "http.response.body", "body": _BEAT, "more_body": True})

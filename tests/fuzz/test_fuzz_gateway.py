@@ -1,0 +1,75 @@
+"""What no client sends, to the gateway: a short set, and proof that it would find something.
+
+The long set is `make fuzz COUNT=1000000`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import httptools
+import pytest
+from quire_gateway import reading
+from quire_gateway.bounded_http import BoundedHttp
+
+from tests.fuzz import gateway
+from tests.fuzz.gateway import FuzzedGateway, ViolationError, run_connection
+
+
+async def run_connections(count: int) -> Counter[str]:
+    fuzzed, seen = FuzzedGateway(), Counter[str]()
+    for seed in range(count):
+        await run_connection(fuzzed, seed, seen)
+    return seen
+
+
+async def test_nothing_that_is_sent_crashes_or_holds_the_gateway_or_answers_what_was_not_asked() -> None:
+    seen = await run_connections(400)
+    assert {"200", "400", "404", "405", "415", "503"} <= set(seen)
+
+
+async def test_a_seed_repeats_its_answers() -> None:
+    assert await run_connections(20) == await run_connections(20)
+
+
+def upgraded(self: BoundedHttp, data: bytes) -> None:
+    """As uvicorn has it: what follows an upgrade is the next request."""
+    try:
+        self.parser.feed_data(data)
+    except httptools.HttpParserUpgrade as upgrade:
+        self.parser.feed_data(data[upgrade.args[0] :])
+
+
+def complete(self: BoundedHttp) -> None:
+    """As uvicorn has it: the head is all of it."""
+    self._stop_waiting()
+    super(BoundedHttp, self).on_headers_complete()
+
+
+def broken(_body: bytes) -> None:
+    raise KeyError("a bug")
+
+
+async def never(*_: Any) -> None:
+    await asyncio.Event().wait()
+
+
+PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a body is the next request": lambda patch: (
+        patch.setattr(BoundedHttp, "_feed", upgraded),
+        patch.setattr(BoundedHttp, "on_headers_complete", complete),
+    )[0],
+    "reading crashes": lambda patch: patch.setattr(reading, "check_values", broken),
+    "a request is never answered": lambda patch: patch.setattr(reading.Reader, "ask", never),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+async def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED[name](monkeypatch)
+    monkeypatch.setattr(gateway, "LIMIT_S", 0.5)
+    with pytest.raises((ViolationError, asyncio.TimeoutError)):
+        await run_connections(400)

@@ -1,0 +1,115 @@
+"""Connections by themselves, in this process: which of them end, and what a caller hears while it waits."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+import uvicorn
+from quire_gateway import bounded_http, stream_head
+from quire_gateway.bounded_http import BoundedHttp
+from quire_gateway.connections import Connections
+from quire_gateway.serving import CallerGoneError, until_gone
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ASK = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+@asynccontextmanager
+async def in_process(answer: ASGIApp, connections: Connections) -> AsyncIterator[int]:
+    """The port of a server of this process, which answers by the function."""
+    http: Any = functools.partial(BoundedHttp, connections=connections)
+    configuration = uvicorn.Config(answer, http=http, ws="none", lifespan="off", log_config=None)
+    server = uvicorn.Server(configuration)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.create_task(server._serve([listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def nothing(_scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers at once."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def test_a_head_has_a_deadline_and_its_caller_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, "HEAD_S", 0.2)
+    async with in_process(nothing, Connections(10)) as port:
+        for sent, told in ((b"GET / HTTP/1.1\r\nHost: x\r\nX: ", b"HTTP/1.1 408"), (b"", b"")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            assert (await reader.read(12)) == told
+            assert await reader.read() is not None, "it is closed"
+            writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ASK.replace(b"close", b"keep-alive"))
+        assert (await reader.readuntil(b"\r\n\r\n"))[:12] == b"HTTP/1.1 200"
+        writer.write(b"GET / HTT")
+        assert (await reader.read(12)) == b"HTTP/1.1 408", "of each request on a connection"
+        writer.close()
+
+
+async def test_the_connection_that_waits_longest_makes_room_for_a_new_one() -> None:
+    async with in_process(nothing, Connections(2)) as port:
+        waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        with suppress(ConnectionError):
+            assert await waiting[0][0].read() == b""
+        for reader, writer in waiting[1:]:
+            writer.write(ASK)
+            assert (await reader.read(12)) == b"HTTP/1.1 200"
+        for _, writer in waiting:
+            writer.close()
+
+
+async def test_a_caller_that_reads_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, "STALLED_S", 0.2)
+    ended = asyncio.Event()
+
+    async def endlessly(send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
+            await asyncio.sleep(0)
+
+    async def answer(_scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(CallerGoneError):
+            await until_gone(receive, endlessly(send))
+        ended.set()
+
+    async with in_process(answer, Connections(10)) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1_024)
+        writer.write(ASK)
+        await asyncio.wait_for(ended.wait(), 30)
+        writer.close()
+
+
+async def test_a_stream_that_waits_gives_signs_of_life_and_then_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_head, "HEAD_AFTER_S", 0.0)
+    monkeypatch.setattr(stream_head, "BEAT_S", 0.01)
+    sent, several = list[bytes](), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b"head"))
+        if len(sent) == 4:
+            several.set()
+
+    async with stream_head.StreamHead(send) as _, asyncio.timeout(30):
+        await several.wait()
+    assert sent[:4] == [b"head", *[b": waiting\n\n"] * 3]
+    quick = stream_head.StreamHead(send)
+    sent.clear()
+    async with quick:
+        await quick.piece_came()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (sent, quick.is_sent) == ([b"head"], True)

@@ -1,0 +1,356 @@
+"""HTTP as clients and proxies speak it, in front of a worker that plays back a script."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from quire.local import ServerProcess
+
+from tests.client.servers import ScriptedServer, endless, scripted_server, silent, two_samples
+from tests.e2e.stack import eventually
+from tests.gateway.scene import curl, gateway, script
+from tests.security.certificates import quire_certs
+
+ASK = json.dumps({"model": "scripted", "prompt": "p", "n": 2}).encode()
+STREAM = json.dumps({"model": "scripted", "prompt": "p", "n": 2, "stream": True}).encode()
+LINE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+WHOLE = LINE + b"Content-Length: %d\r\n" % len(ASK)
+HIDDEN = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+WEBSOCKET = b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+OTHER = b"connection: upgrade\r\nupgrade: anything, else\r\n"
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[ScriptedServer]:
+    with scripted_server() as server:
+        yield script(server)
+
+
+@pytest.fixture(scope="module")
+def served(worker: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with gateway(tmp_path_factory.mktemp("gateway"), "--worker", worker.address) as process:
+        yield process
+
+
+def connect(served: ServerProcess) -> socket.socket:
+    host, _, port = served.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def heard(connection: socket.socket, until: bytes | None = None) -> bytes:
+    """What comes until the end, or until these bytes."""
+    found = b""
+    while (until is None or until not in found) and (data := connection.recv(65_536)):
+        found += data
+    return found
+
+
+@pytest.mark.parametrize("upgrade", [H2C, WEBSOCKET, OTHER], ids=["h2c", "websocket", "other"])
+@pytest.mark.parametrize("comes", ["at once", "later", "byte by byte", "in chunks"])
+def test_a_request_that_offers_an_upgrade_is_answered_as_if_it_did_not(
+    served: ServerProcess, upgrade: bytes, comes: str
+) -> None:
+    framing = (
+        b"Transfer-Encoding: chunked\r\n\r\n" if comes == "in chunks" else b"Content-Length: %d\r\n\r\n" % len(ASK)
+    )
+    head = LINE + upgrade + framing
+    with closing(connect(served)) as connection:
+        if comes == "at once":
+            connection.sendall(head + ASK)
+        elif comes == "later":
+            connection.sendall(head)
+            connection.sendall(ASK)
+        elif comes == "in chunks":
+            connection.sendall(head + b"".join(b"1\r\n%c\r\n" % byte for byte in ASK) + b"0\r\n\r\n")
+        else:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for byte in head + ASK:
+                connection.sendall(bytes([byte]))
+        answer = heard(connection, b'"usage"')
+        assert answer.startswith(b"HTTP/1.1 200")
+        connection.sendall(HIDDEN)  # the connection goes on with HTTP/1.1
+        assert heard(connection).count(b"HTTP/1.1 200") == 1
+
+
+@pytest.mark.parametrize("upgrade", [H2C, WEBSOCKET, OTHER], ids=["h2c", "websocket", "other"])
+def test_a_body_that_looks_like_a_request_is_none(served: ServerProcess, upgrade: bytes) -> None:
+    for method in (b"POST", b"GET"):
+        head = method + LINE.removeprefix(b"POST") + upgrade + b"Content-Length: %d\r\n\r\n" % len(HIDDEN)
+        with closing(connect(served)) as connection:
+            connection.sendall(head + HIDDEN + WHOLE + b"Connection: close\r\n\r\n" + ASK)
+            answers = heard(connection)
+            assert answers.count(b"HTTP/1.1 ") == 2, "one of it, one of what follows"
+            assert answers.count(b'"object":"list"') == 0
+
+
+def test_a_tunnel_is_refused_and_what_follows_is_not_read(served: ServerProcess) -> None:
+    with closing(connect(served)) as connection:
+        connection.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN)
+        answers = heard(connection)
+        assert (answers.count(b"HTTP/1.1 "), answers[:12]) == (1, b"HTTP/1.1 400")
+
+
+def test_an_answer_to_http_1_0_has_no_chunks_and_ends_with_its_connection(served: ServerProcess) -> None:
+    for body, keeps in ((ASK, b""), (STREAM, b""), (STREAM, b"Connection: keep-alive\r\n")):
+        head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n" + keeps
+        with closing(connect(served)) as connection:
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            head, _, rest = heard(connection).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head.lower()
+        assert rest.startswith(b"data: {" if body is STREAM else b"{")
+        assert rest.endswith(b"data: [DONE]\n\n" if body is STREAM else b"}")
+
+
+def test_a_body_that_is_too_large_is_413_for_callers_that_send_all_of_it(served: ServerProcess) -> None:
+    """urllib says that it closes, and reads no answer before it has sent everything."""
+    large = b'{"prompt": "' + b"a" * (20 << 20) + b'"}'
+    request = urllib.request.Request(
+        f"http://{served.address}/v1/completions", large, {"Content-Type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        urllib.request.urlopen(request, timeout=30)
+    with raised.value as answer:
+        assert (answer.code, json.load(answer)["error"]["code"]) == (413, "request_too_large")
+    with closing(connect(served)) as connection:
+        connection.sendall(LINE + b"Content-Length: %d\r\n\r\n" % len(large) + large)
+        answers = heard(connection)
+        assert (answers.count(b"HTTP/1.1 "), answers[:12]) == (1, b"HTTP/1.1 413")
+        assert b"connection: close" in answers
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/nowhere", "/healthz", "/metrics"])
+def test_a_body_that_nobody_reads_is_no_next_request(served: ServerProcess, path: str) -> None:
+    with closing(connect(served)) as connection:
+        connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n" % path.encode())
+        answer = heard(connection, b"\r\n\r\n")
+        assert b"connection: close" in answer
+        connection.sendall(HIDDEN * 30)
+        assert b"HTTP/1.1" not in heard(connection)
+
+
+def test_a_caller_that_has_shut_down_its_side_is_answered(served: ServerProcess) -> None:
+    for body in (ASK, STREAM):
+        with closing(connect(served)) as connection:
+            connection.sendall(LINE + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            connection.shutdown(socket.SHUT_WR)
+            assert b" 200 OK" in heard(connection)
+    with closing(connect(served)) as connection:
+        connection.sendall(WHOLE + b"\r\n" + ASK[:-1])
+        connection.shutdown(socket.SHUT_WR)
+        assert heard(connection) == b"", "a request that is not whole is none"
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_a_caller_that_has_left_before_its_answer_is_noticed(
+    served: ServerProcess, worker: ScriptedServer, version: str
+) -> None:
+    worker.answers["Generate"] = silent(worker)
+    worker.cancelled.clear()
+    before = worker.attempts["Generate"]
+    try:
+        with closing(connect(served)) as connection:
+            connection.sendall((WHOLE + b"\r\n" + ASK).replace(b"HTTP/1.1", f"HTTP/{version}".encode()))
+            eventually(lambda: worker.attempts["Generate"] > before, "a worker is asked")
+        assert worker.cancelled.wait(30)
+    finally:
+        worker.answers["Generate"] = two_samples
+
+
+def test_a_body_is_asked_for_before_it_comes_and_refused_before(served: ServerProcess) -> None:
+    with closing(connect(served)) as connection:
+        connection.sendall(WHOLE + b"Expect: 100-continue\r\n\r\n")
+        assert heard(connection, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(ASK)
+        assert heard(connection, b'"usage"').startswith(b"HTTP/1.1 200")
+    with closing(connect(served)) as connection:
+        connection.sendall(LINE + b"Content-Length: 99999999\r\nExpect: 100-continue\r\n\r\n")
+        assert heard(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 413")
+
+
+def test_requests_behind_one_another_are_answered_in_their_order(served: ServerProcess) -> None:
+    with closing(connect(served)) as connection:
+        more = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" + WHOLE + b"\r\n" + ASK
+        connection.sendall(more * 10 + b"this is no HTTP\r\n\r\n")
+        answers = heard(connection)
+    assert answers.count(b"HTTP/1.1 200") == 20, "what is broken takes nothing from those before it"
+    kinds = [answer[:4] for answer in answers.replace(b"ok\n", b"text").split(b"\r\n\r\n")[1:]]
+    assert kinds == [b"text", b'{"id'] * 10
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /v1/models HTTP/1.1\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nHost: y\r\n",
+        WHOLE + b"Content-Length: 5\r\n",
+        WHOLE + b"Transfer-Encoding: chunked\r\n",
+        LINE + b"Transfer-Encoding: chunked, identity\r\n",
+        LINE + b"Content-Length: -1\r\n",
+        LINE + b"Content-Length : 5\r\n",
+        LINE + b"X\x00: 5\r\n",
+    ],
+)
+def test_heads_that_two_servers_could_read_differently_are_refused(served: ServerProcess, head: bytes) -> None:
+    with closing(connect(served)) as connection:
+        connection.sendall(head + b"\r\n" + HIDDEN)
+        answers = heard(connection)
+        assert answers.startswith(b"HTTP/1.1 400")
+        error = json.loads(answers.partition(b"\r\n\r\n")[2].partition(b"HTTP/1.1")[0])["error"]
+        assert sorted(error) == ["code", "message", "param", "type"]
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        LINE + b"X-Padding: ",
+        LINE + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX-Trailer: ",
+        LINE + b"Transfer-Encoding: chunked\r\n\r\n5;extension=",
+        b"\r\n",
+    ],
+    ids=["header", "trailer", "extension", "empty lines"],
+)
+def test_nothing_that_is_no_body_goes_on_for_ever(served: ServerProcess, beginning: bytes) -> None:
+    filler = beginning if beginning == b"\r\n" else b"p" * 1_000
+    with closing(connect(served)) as connection:
+        connection.sendall(beginning)
+        with suppress(ConnectionError):
+            for _ in range(200_000_000 // len(filler)):
+                connection.sendall(filler)
+            pytest.fail("it is never ended")
+
+
+def test_java_node_and_nginx_are_answered(served: ServerProcess, worker: ScriptedServer, tmp_path: Path) -> None:
+    address, body = f"http://{served.address}/v1/completions", STREAM.decode()
+    found = 0
+    if shutil.which("java"):
+        program = tmp_path / "Ask.java"
+        program.write_text(
+            "import java.net.URI; import java.net.http.*; import java.net.http.HttpResponse.BodyHandlers;\n"
+            "class Ask { public static void main(String[] a) throws Exception {\n"
+            ' var request = HttpRequest.newBuilder(URI.create(a[0])).header("Content-Type", "application/json")\n'
+            "  .POST(HttpRequest.BodyPublishers.ofString(a[1])).build();\n"
+            " var answer = HttpClient.newHttpClient().send(request, BodyHandlers.ofString());\n"
+            ' System.out.println(answer.statusCode() + " " + answer.body()); } }\n'
+        )
+        found += said(["java", str(program), address, body])
+    if shutil.which("node"):
+        program = tmp_path / "ask.mjs"
+        program.write_text(
+            "const [url, body] = process.argv.slice(2);\n"
+            "const answer = await fetch(url, {method: 'POST', body, headers: {'Content-Type': 'application/json'}});\n"
+            "console.log(answer.status, await answer.text());\n"
+        )
+        found += said(["node", str(program), address, body])
+    if shutil.which("nginx"):
+        found += behind_nginx(served, body, tmp_path)
+    if not found:
+        pytest.skip("there is neither java nor node nor nginx here")
+
+
+def said(command: list[str], prefix: str = "200 data: ") -> int:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.stdout.startswith(prefix), done.stderr
+    assert "[DONE]" in done.stdout
+    return 1
+
+
+def behind_nginx(served: ServerProcess, body: str, folder: Path) -> int:
+    """nginx asks its upstreams by HTTP/1.0, unless it is told otherwise."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    configuration = folder / "nginx.conf"
+    configuration.write_text(
+        f"daemon off; pid {folder}/pid; error_log {folder}/error.log; events {{}}\n"
+        f"http {{ access_log off; client_body_temp_path {folder}/a; proxy_temp_path {folder}/b;\n"
+        f" fastcgi_temp_path {folder}/c; uwsgi_temp_path {folder}/d; scgi_temp_path {folder}/e;\n"
+        f" server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://{served.address}; }} }} }}\n"
+    )
+    process = subprocess.Popen(["nginx", "-c", str(configuration)], stderr=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        eventually(lambda: subprocess.run(["curl", "-s", url], capture_output=True, check=False).returncode == 0, "up")
+        return said(["curl", "-sS", "-N", "--write-out", "", url, "--json", body], prefix="data: ")
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_a_stream_is_one_answer_however_slowly_its_caller_reads(served: ServerProcess, worker: ScriptedServer) -> None:
+    worker.answers["Generate"] = endless(worker)
+    try:
+        with closing(connect(served)) as connection:
+            connection.sendall(LINE + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
+            assert heard(connection, b'"text":"a"').count(b"HTTP/1.1 200") == 1
+            assert curl(served, "/healthz").status == 200
+    finally:
+        worker.answers["Generate"] = two_samples
+
+
+def test_a_stream_begins_before_its_first_piece(served: ServerProcess, worker: ScriptedServer) -> None:
+    """A long prompt takes longer than many clients and proxies wait for a head."""
+    worker.answers["Generate"] = silent(worker)
+    worker.cancelled.clear()
+    try:
+        with closing(connect(served)) as connection:
+            connection.sendall(LINE + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
+            head = heard(connection, b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            assert b"text/event-stream" in head
+        assert worker.cancelled.wait(30)
+    finally:
+        worker.answers["Generate"] = two_samples
+
+
+@pytest.mark.parametrize("upgrade", [b"", H2C], ids=["plain", "h2c"])
+def test_of_very_many_requests_behind_one_another_the_first_are_answered_and_none_twice(
+    served: ServerProcess, upgrade: bytes
+) -> None:
+    one = b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + upgrade + b"X-Request-Id: %d\r\n\r\n"
+    with closing(connect(served)) as connection:
+        connection.sendall(b"".join(one % number for number in range(1_000)))
+        answers = heard(connection)
+    ids = [int(line.split(b" ")[1]) for line in answers.split(b"\r\n") if line.startswith(b"x-request-id: ")]
+    assert ids == list(range(len(ids)))
+    assert 10 < len(ids) < 1_000
+
+
+def test_callers_cannot_fill_the_log(worker: ScriptedServer, tmp_path: Path) -> None:
+    with gateway(tmp_path, "--worker", worker.address, QUIRE_API_KEYS="sk-alpha-0123456789") as served:
+        before = (tmp_path / "log").read_text()
+        for _ in range(50):
+            with closing(connect(served)) as connection:
+                connection.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+                assert connection.recv(12) == b"HTTP/1.1 400"
+            assert curl(served, "/v1/models").status == 401
+    assert len((tmp_path / "log").read_text().removeprefix(before).splitlines()) <= 4
+
+
+def test_an_id_that_cannot_be_one_is_replaced_and_the_answer_says_by_which(served: ServerProcess) -> None:
+    """Proxies write ids of their own, some of them long: no reason to refuse a request."""
+    for given in ("a b", "x" * 65, "Root=1-67891233-abcdef012345678912345678;Parent=53995c3f42cd8ad8;Sampled=1"):
+        answer = curl(served, "/v1/completions", "-H", f"X-Request-Id: {given}", body=json.loads(ASK))
+        assert (answer.status, len(answer.headers["x-request-id"])) == (200, 32)
+
+
+def test_a_handshake_has_a_deadline_and_holds_nobody_up(worker: ScriptedServer, tmp_path: Path) -> None:
+    quire_certs(tmp_path / "certs")
+    files = [str(tmp_path / "certs" / name) for name in ("server.pem", "server.key", "ca.pem")]
+    tls = ("--tls-cert", files[0], "--tls-key", files[1])
+    with (
+        gateway(tmp_path / "gateway", "--worker", worker.address, *tls) as served,
+        closing(connect(served)) as silent_one,
+    ):
+        command = ["curl", "-sS", "--cacert", files[2], "--json", STREAM, f"https://{served.address}/v1/completions"]
+        done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+        assert done.stdout.endswith(b"data: [DONE]\n\n")
+        assert silent_one.recv(1) == b"", "it is ended"

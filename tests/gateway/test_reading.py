@@ -1,0 +1,177 @@
+"""From bytes to what is asked: what is wrong is found before it costs anything, and said with its value."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from quire_gateway import asks, reading
+from quire_gateway.bodies import Body, ChatBody, CompletionBody
+from quire_gateway.failures import ApiError
+
+SIZE = 8 << 20
+
+
+ITEMS = (b"1", b"[]", b"{}", b'""', b"null", b"1.5", b'"ab"', b"[1]", b'{"a":1}')
+FIELDS = [(kind, name) for kind in (CompletionBody, ChatBody) for name in kind.model_fields]
+
+
+def list_of(item: bytes, size: int) -> bytes:
+    return b"[" + b",".join([item] * (size // (len(item) + 1))) + b"]"
+
+
+@pytest.mark.parametrize("number", range(len(FIELDS)), ids=lambda number: FIELDS[number][1])
+def test_a_field_of_very_many_values_is_refused_by_its_first_fault(number: int) -> None:
+    kind, name = FIELDS[number]
+    if name == "prompt":
+        pytest.skip("of token ids there may be as many")
+    body = b'{"%b":%b}' % (name.encode(), list_of(ITEMS[number % len(ITEMS)], SIZE >> 3))
+    with pytest.raises(ApiError) as raised:
+        asks_of(kind, body)
+    assert raised.value.status in (400, 413)
+    assert len(json.dumps(raised.value.body)) < 2_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":%b}' % list_of(b"[]", SIZE),
+        b'{"prompt":"a",' + b",".join(b'"%x":1' % number for number in range(SIZE // 11)) + b"}",
+        b'{"prompt":"' + b'\\"' * (SIZE // 2 - 20) + b'"}',
+        b'{"prompt":1,"user":"' + b"\\\\" * (SIZE // 2 - 20) + b'"}',
+    ],
+    ids=["lists", "unknown fields", "quotes in a text", "backslashes"],
+)
+def test_millions_of_values_are_counted_before_they_are_made(body: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with suppress(ApiError):
+            reading.read(body, CompletionBody)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5 * SIZE, "no more than copies of its bytes"
+
+
+def asks_of(kind: type[Body], body: bytes) -> asks.Ask:
+    read = reading.read(body, kind)
+    return asks.of_chat(read) if isinstance(read, ChatBody) else asks.of_completion(read)  # type: ignore[arg-type]
+
+
+LISTS: dict[str, tuple[Any, int]] = {
+    "stop": ("a", 16),
+    "stop_token_ids": (1, 64),
+    "allowed_token_ids": (1, 1 << 16),
+    "banned_token_ids": (1, 1 << 16),
+    "guided_choice": ("a", 1_024),
+    "bad_words": ("a", 1_024),
+    "logprob_token_ids": (1, 1_024),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_may_be_as_long_as_its_limit_and_one_more_is_said(name: str) -> None:
+    item, limit = LISTS[name]
+    given = {"prompt": "p", name: [item] * limit}
+    assert getattr(reading.read(json.dumps(given).encode(), CompletionBody), name) == [item] * limit
+    given[name].append(item)
+    assert refusal(given) == (name, f"{name}: must have at most {limit:,} items")
+    given[name] = [{}] * 5
+    assert str(refusal(given)[1]).startswith(f"{name}"), "one fault is told"
+
+
+def refusal(given: object, kind: type[Body] = CompletionBody) -> tuple[str | None, str]:
+    with pytest.raises(ApiError) as raised:
+        asks_of(kind, json.dumps(given).encode())
+    error = raised.value.body["error"]
+    return error["param"], error["message"]
+
+
+def test_texts_are_no_values_however_many_commas_they_have() -> None:
+    text = ",[{" * (1 << 18)
+    assert reading.read(json.dumps({"prompt": text}).encode(), CompletionBody).prompt == (text,)
+    quoted = '\\",' * (1 << 17)
+    assert reading.read(json.dumps({"prompt": quoted}).encode(), CompletionBody).prompt == (quoted,)
+
+
+@pytest.mark.parametrize("body", [b'{"prompt":"a","temperature":NaN}', b'{"prompt":"a","temperature":Infinity}'])
+def test_numbers_that_are_no_json_are_refused_where_they_stand(body: bytes) -> None:
+    with pytest.raises(ApiError, match=r"the body is no JSON: expected value at line 1 column \d+"):
+        reading.read(body, CompletionBody)
+
+
+def test_integers_stay_what_they_are() -> None:
+    body = b'{"prompt":"a","guided_json":{"const":18446744073709551617}}'
+    assert reading.read(body, CompletionBody).guided_json == {"const": 2**64 + 1}
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonp", "json"])
+def test_a_body_that_does_not_say_that_it_is_json_is_415(kind: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        reading.check_type(kind)
+    assert raised.value.status == 415
+    for good in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
+        reading.check_type(good)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": True}, "n: must be a number, not true"),
+        ({"n": "2"}, "n: must be a number, not a text"),
+        ({"n": 1.5}, "n: must be an integer, not 1.5"),
+        ({"n": 0}, "n: must be at least 1, not 0"),
+        ({"n": 65}, "n: must be at most 64, not 65"),
+        ({"max_tokens": True}, "max_tokens: must be a number, not true"),
+        ({"max_tokens": -1}, "max_tokens: must be at least 0, not -1"),
+        ({"temperature": 2.1}, "temperature: must be at most 2, not 2.1"),
+        ({"temperature": -1}, "temperature: must be at least 0, not -1"),
+        ({"temperature": "hot"}, "temperature: must be a number, not a text"),
+        ({"temperature": []}, "temperature: must be a number, not an array"),
+        ({"temperature": 10**400}, "temperature: must be a number, not 1000"),
+        ({"top_p": 1.1}, "top_p: must be at most 1, not 1.1"),
+        ({"presence_penalty": 3}, "presence_penalty: must be at most 2, not 3"),
+        ({"repetition_penalty": True}, "repetition_penalty: must be a number, not true"),
+        ({"logprobs": True}, "logprobs: must be a number from 0 to 20, not true, which is for chats"),
+        ({"logprobs": 21}, "logprobs: must be at most 20, not 21"),
+        ({"stream": "true"}, "stream: must be true or false, not a text"),
+        ({"stream": 1}, "stream: must be true or false, not 1"),
+        ({"echo": {}}, "echo: must be true or false, not an object"),
+        ({"stop": 5}, "stop: must be a text or an array, not 5"),
+        ({"stop": ["a", 5]}, "stop[1]: must be a text, not 5"),
+        ({"logit_bias": {"1": True}}, "logit_bias.1: must be a number, not true"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1: must be at most 100, not 101"),
+        ({"stop_token_ids": [True]}, "stop_token_ids[0]: must be an integer, not true"),
+        ({"user": 5}, "user: must be a text, not 5"),
+        ({"early_stopping": "soon"}, "early_stopping: must be"),
+        ({"metadata": {"a": 5}}, "metadata.a: must be a text, not 5"),
+        ({"stream_options": {"colour": 1}}, "Unrecognized request argument supplied: stream_options.colour"),
+        ({"colour": 1}, "Unrecognized request argument supplied: colour"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_values_are_of_openais_types_and_ranges(fields: dict[str, Any], message: str) -> None:
+    param, said = refusal({"prompt": "p", **fields})
+    assert said[: len(message)] == message
+    assert param is not None
+
+
+def test_what_openai_takes_is_taken() -> None:
+    given = {"prompt": "p", "top_p": 0, "logprobs": False, "n": 2.0, "temperature": 0, "logit_bias": {"7": -100}}
+    ask = asks_of(CompletionBody, json.dumps(given).encode())
+    assert (ask.top_logprob_count, ask.choice_count, ask.options["logit_bias"]) == (None, 2, {7: -100})
+    assert "logprobs" not in ask.options
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[5], [{"role": "user", "content": 5}], [{"role": "user", "content": [5]}], [{"content": "a"}], "a", {}],
+    ids=str,
+)
+def test_messages_that_are_none_are_refused_by_their_place(messages: object) -> None:
+    param, said = refusal({"messages": messages}, ChatBody)
+    assert str(param).startswith("messages")
+    assert "Input" not in said, "pydantic's words are for programmers"

@@ -1,0 +1,326 @@
+"""One caller does its worst to a gateway, within its permissions, and another one is served meanwhile.
+
+The gateway is a process, its callers are sockets. What the hostile one sends is generated from the gateway's own
+description of its routes and fields, so that what is added there is tried here.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from quire.local import ServerProcess
+
+from tests.client.servers import ScriptedServer, endless, scripted_server, two_samples
+from tests.gateway.scene import curl, gateway, script
+
+HONEST, HOSTILE = "sk-honest-0123456789", "sk-hostile-0123456789"
+FIRST_TOKEN_S_MAX, LIVENESS_S_MAX = 2.0, 1.0
+GROWTH_BYTES_MAX = 256 << 20
+BODY_BYTES = 8 << 20
+ITEMS = (1, -1.5, "a", "", None, True, [], {}, [[]], {"a": 1})
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[ScriptedServer]:
+    with scripted_server() as server:
+        script(server).answers["Generate"] = as_many
+        yield server
+
+
+def as_many(asked: Any, context: Any) -> Iterator[Any]:
+    """The script, of one sample for whoever asks for one."""
+    answers = two_samples(asked, context)
+    return answers if asked.sampling.n == 2 else (each for each in answers if each.sample == 0)
+
+
+@pytest.fixture(scope="module")
+def served(worker: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    keys = f"{HONEST} honest,{HOSTILE} hostile"
+    folder = tmp_path_factory.mktemp("gateway")
+    with gateway(folder, "--worker", worker.address, "--in-flight-max", "32", QUIRE_API_KEYS=keys) as process:
+        warm_up(process)
+        yield process
+
+
+def warm_up(served: ServerProcess) -> None:
+    for _ in range(3):
+        assert first_token_s(served, HONEST) < 60
+
+
+def connect(served: ServerProcess) -> socket.socket:
+    host, _, port = served.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def request(key: str, path: str, body: bytes, method: str = "POST", framing: bytes | None = None) -> bytes:
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json"
+    )
+    framing = b"Content-Length: %d" % len(body) if framing is None else framing
+    return head.encode() + b"\r\n" + framing + b"\r\n\r\n" + body
+
+
+def first_token_s(served: ServerProcess, key: str) -> float:
+    body = json.dumps({"prompt": "p", "n": 2, "stream": True}).encode()
+    started_s = time.monotonic()
+    with closing(connect(served)) as connection:
+        connection.sendall(request(key, "/v1/completions", body))
+        found = b""
+        while b'"text":"a"' not in found:
+            data = connection.recv(65_536)
+            assert data, found
+            found += data
+    return time.monotonic() - started_s
+
+
+def liveness_s(served: ServerProcess) -> float:
+    started_s = time.monotonic()
+    with closing(connect(served)) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(64).startswith(b"HTTP/1.1 200")
+    return time.monotonic() - started_s
+
+
+def rss(served: ServerProcess) -> int:
+    found: int = psutil.Process(served.process.pid).memory_info().rss
+    return found
+
+
+@contextmanager
+def others_are_served(served: ServerProcess) -> Iterator[None]:
+    """Asks as another caller, again and again, as long as the block lasts, and once more."""
+    before = rss(served)
+    ended, found, peak = threading.Event(), list[tuple[float, float]](), [before]
+
+    def ask() -> None:
+        while True:
+            is_last = ended.is_set()
+            found.append((first_token_s(served, HONEST), liveness_s(served)))
+            peak.append(rss(served))
+            if is_last:
+                return
+            ended.wait(0.1)
+
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            ask()
+        except BaseException as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=run)
+    asking.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        asking.join()
+    assert not failed, failed
+    assert max(first for first, _ in found) < FIRST_TOKEN_S_MAX
+    assert max(live for _, live in found) < LIVENESS_S_MAX
+    assert max(peak) - before < GROWTH_BYTES_MAX
+
+
+@pytest.fixture(scope="module")
+def described(served: ServerProcess) -> dict[str, Any]:
+    answer = curl(served, "/openapi.json", "-H", f"Authorization: Bearer {HOSTILE}")
+    found: dict[str, Any] = json.loads(answer.body)
+    return found
+
+
+def half_sent(described: dict[str, Any]) -> list[bytes]:
+    """Every route, and one that there is not, by every method, cut at every kind of place."""
+    body = json.dumps({"prompt": "p", "messages": [{"role": "user", "content": "c" * 1_000}]}).encode()
+    routes = [(method.upper(), path) for path, methods in described["paths"].items() for method in methods]
+    found = []
+    for method, path in [*routes, ("GET", "/nowhere"), ("POST", "/v1/models"), ("OPTIONS", "/v1/completions")]:
+        for key in (HOSTILE, "sk-none-0123456789"):
+            whole = request(key, path, body, method)
+            chunked = request(key, path, b"400\r\n" + body[:100], method, b"Transfer-Encoding: chunked")
+            head = whole.index(b"\r\n\r\n")
+            found += [whole[:1], whole[: head // 2], whole[:head], whole[: head + 4], whole[:-1], chunked]
+    return found
+
+
+def test_requests_that_are_never_whole_hold_nobody_up(served: ServerProcess, described: dict[str, Any]) -> None:
+    with ExitStack() as cleanup, others_are_served(served):
+        for beginning in half_sent(described) * 3:
+            connection = cleanup.enter_context(closing(connect(served)))
+            with suppress(ConnectionError):
+                connection.sendall(beginning)
+
+
+def fields(described: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Every field of every body: its path, name and schema."""
+    schemas = described["components"]["schemas"]
+    kinds = {"/v1/completions": "CompletionBody", "/v1/chat/completions": "ChatBody"}
+    return [
+        (path, name, schema) for path, kind in kinds.items() for name, schema in schemas[kind]["properties"].items()
+    ]
+
+
+def bodies(described: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """A body of the largest size for each field, full of one wrong or right item after another."""
+    for number, (path, name, _) in enumerate(fields(described)):
+        item = json.dumps(ITEMS[number % len(ITEMS)]).encode()
+        base = b'"prompt":"p",' if path == "/v1/completions" and name != "prompt" else b""
+        size = BODY_BYTES if number % 8 == 0 else BODY_BYTES >> 4
+        values = b",".join([item] * ((size - 100) // (len(item) + 1)))
+        yield path, b"{%b%b:[%b]}" % (base, json.dumps(name).encode(), values)
+        if number % 8 == 1:
+            pairs = b",".join(b'"%x":%b' % (index, item) for index in range(size // (len(item) + 9)))
+            yield path, b"{%b%b:{%b}}" % (base, json.dumps(name).encode(), pairs)
+    yield "/v1/completions", b'{"prompt":"p",%b}' % b",".join(b'"%x":1' % number for number in range(BODY_BYTES // 11))
+    yield "/v1/completions", b"[" * (BODY_BYTES - 1)
+    yield "/v1/completions", b'{"prompt":"' + b'\\"' * (BODY_BYTES // 2 - 20) + b'"}'
+
+
+def post(served: ServerProcess, path: str, body: bytes) -> int:
+    with closing(connect(served)) as connection:
+        connection.sendall(request(HOSTILE, path, body))
+        head = connection.recv(65_536)
+    return int(head.split()[1])
+
+
+def test_bodies_of_millions_of_values_hold_nobody_up(served: ServerProcess, described: dict[str, Any]) -> None:
+    left, statuses = list(bodies(described)), list[int]()
+    lock = threading.Lock()
+
+    def send() -> None:
+        while True:
+            with lock:
+                if not left:
+                    return
+                path, body = left.pop()
+            statuses.append(post(served, path, body))
+
+    with others_are_served(served):
+        senders = [threading.Thread(target=send) for _ in range(4)]
+        for sender in senders:
+            sender.start()
+        for sender in senders:
+            sender.join()
+    assert set(statuses) <= {200, 400, 413, 429}
+    assert statuses.count(400) + statuses.count(413) > len(statuses) // 2
+
+
+def limits(schema: object) -> Iterator[tuple[str, int]]:
+    """The limits of lists and objects in a schema of a field, but for those of their items."""
+    if isinstance(schema, dict):
+        for name in ("maxItems", "maxProperties"):
+            if name in schema:
+                yield name, schema[name]
+        for part in schema.get("anyOf", ()):
+            yield from limits(part)
+
+
+def item_of(schema: Any, schemas: dict[str, Any]) -> object:
+    """A right item of a list."""
+    if "anyOf" in schema:
+        return item_of(next(part for part in schema["anyOf"] if "items" in part or "maxItems" in part), schemas)
+    items = schema["items"]
+    if "$ref" in items:
+        return {"role": "user", "content": ""}
+    return {"string": "a", "integer": 1, "object": {}}[items["type"]]
+
+
+def test_every_list_has_a_limit_and_one_beyond_it_is_said(served: ServerProcess, described: dict[str, Any]) -> None:
+    schemas, found = described["components"]["schemas"], 0
+    for path, name, schema in fields(described):
+        for kind, limit in limits(schema):
+            found += 1
+            base: dict[str, Any] = {"prompt": "p"} if path == "/v1/completions" else {"messages": [{"role": "user"}]}
+            if kind == "maxItems":
+                item = item_of(schema, schemas)
+                at, beyond = [item] * limit, [item] * (limit + 1)
+            else:
+                at = {str(number): "1" for number in range(limit)}  # type: ignore[assignment]
+                beyond = {str(number): "1" for number in range(limit + 1)}  # type: ignore[assignment]
+            asked = curl_post(served, path, {**base, name: at})
+            assert f"at most {limit:,} items" not in asked.get("message", ""), name
+            refused = curl_post(served, path, {**base, name: beyond})
+            assert refused["param"].startswith(name)
+    assert found >= 20, "the description has the limits"
+
+
+def curl_post(served: ServerProcess, path: str, body: object) -> dict[str, Any]:
+    with closing(connect(served)) as connection:
+        connection.sendall(request(HOSTILE, path, json.dumps(body).encode(), framing=None))
+        found = b""
+        while not found.endswith(b"}"):
+            data = connection.recv(65_536)
+            assert data, found
+            found += data
+    error: dict[str, Any] = json.loads(found.partition(b"\r\n\r\n")[2]).get("error", {})
+    return error
+
+
+def test_places_and_bodies_of_one_are_not_those_of_another(served: ServerProcess, worker: ScriptedServer) -> None:
+    """A caller that has as many answers as it gets, none of which it reads, and bodies for as many more."""
+    body = json.dumps({"prompt": "p", "n": 2, "stream": True}).encode()
+
+    def answer(asked: Any, context: Any) -> Any:
+        return (endless(worker) if asked.namespace == "hostile" else as_many)(asked, context)
+
+    worker.answers["Generate"] = answer
+    try:
+        with ExitStack() as cleanup, others_are_served(served):
+            for _ in range(6):  # as many as the scripted worker has threads for, but two
+                connection = cleanup.enter_context(closing(connect(served)))
+                connection.sendall(request(HOSTILE, "/v1/completions", body))
+            for _ in range(40):
+                connection = cleanup.enter_context(closing(connect(served)))
+                connection.settimeout(0.2)
+                with suppress(TimeoutError, ConnectionError):
+                    connection.sendall(
+                        request(
+                            HOSTILE,
+                            "/v1/completions",
+                            b" " * (BODY_BYTES - 1),
+                            framing=b"Content-Length: %d" % BODY_BYTES,
+                        )
+                    )
+    finally:
+        worker.answers["Generate"] = as_many
+
+
+def test_requests_whose_answers_nobody_reads_hold_nobody_up(served: ServerProcess) -> None:
+    one = request(HOSTILE, "/openapi.json", b"", "GET", b"X: y")
+    with ExitStack() as cleanup, others_are_served(served):
+        for _ in range(8):
+            connection = cleanup.enter_context(closing(connect(served)))
+            connection.settimeout(0.5)
+            with suppress(TimeoutError, ConnectionError):
+                connection.sendall(one * 20_000)
+
+
+def test_a_gateway_that_is_told_to_stop_ends_whatever_is_held(
+    worker: ScriptedServer, described: dict[str, Any], tmp_path: Path
+) -> None:
+    keys = f"{HONEST} honest,{HOSTILE} hostile"
+    with (
+        gateway(tmp_path, "--worker", worker.address, "--drain-timeout", "1", QUIRE_API_KEYS=keys) as other,
+        ExitStack() as cleanup,
+    ):
+        held: list[Callable[[], bytes]] = [lambda each=each: each for each in half_sent(described)]  # type: ignore[misc]
+        for beginning in held:
+            connection = cleanup.enter_context(closing(connect(other)))
+            with suppress(ConnectionError):
+                connection.sendall(beginning())
+        assert liveness_s(other) < 30
+        other.process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            other.process.wait(15)
+        assert other.process.poll() == 0

@@ -93,11 +93,11 @@ class Checks:
         return tokens
 
     async def echo(self, given: Given, request_id: str, prompt: list[int]) -> str:
-        """Returns the prompt's text, which is what came where text came."""
+        """Returns the prompt's text: what came where text came, else its tokens, special ones written out."""
         if given.WhichOneof("prompt") == "text":
             return given.text
         try:
-            text = await asyncio.to_thread(self._engine.tokenizer.decode, prompt)
+            text = await asyncio.to_thread(self._engine.tokenizer.written, prompt)
         except TokenizerError as error:
             log.warning("decoding failed", error=str(error))
             raise self._engine.failed(request_id, TOKENIZER) from None

@@ -43,7 +43,7 @@ def begin_samples(
     sampling: SamplingParams = request.sampling
     if sampling.has_beams:
         ends = (() if sampling.ignore_eos else model.eos_token_ids, sampling.stop_token_ids)
-        texts = [_text_of(sampling, tokenizer, echo) for _ in range(sampling.n)]
+        texts = [_text_of(request, tokenizer, echo) for _ in range(sampling.n)]
         request.beams = RequestBeams.of(sampling, frozenset().union(*ends), texts)
         sample = begin_sample(request, 0, request.prompt, model, tokenizer)
         sample.continuation_count = request.beams.continuation_count
@@ -74,12 +74,13 @@ def begin_sample(
         vocabulary=model.vocab_size,
         matcher=matcher,
     )
-    text = _text_of(sampling, tokenizer, echo)
+    text = _text_of(request, tokenizer, echo)
     return Sample(request, index, list(tokens), sampler, text, begun_with=len(tokens))
 
 
-def _text_of(sampling: SamplingParams, tokenizer: Tokenizer, echo: str) -> StreamDecoder | SampleText:
-    stream = tokenizer.new_stream()
+def _text_of(request: Request, tokenizer: Tokenizer, echo: str) -> StreamDecoder | SampleText:
+    sampling: SamplingParams = request.sampling
+    stream = tokenizer.new_stream(request.prompt)
     if not echo and not sampling.stop:
         return stream
     return SampleText(stream, echo=echo, stops=sampling.stop, min_tokens=sampling.min_tokens)

@@ -65,7 +65,8 @@ def test_a_conversation_is_what_transformers_makes_of_it() -> None:
         add_generation_prompt=True,
         return_dict=False,
     )
-    assert Tokenizer(DEMO).encode_conversation(conversation) == expected
+    tokenizer = Tokenizer(DEMO)
+    assert tokenizer.encode_written(tokenizer.chat_template.text(tokenizer.sign(conversation))) == expected
 
 
 @pytest.mark.parametrize(
@@ -89,4 +90,4 @@ def test_what_is_no_conversation_is_refused_in_words(messages: str, tools: str, 
 def test_a_template_that_refuses_is_the_callers_error() -> None:
     conversation = read_conversation('[{"role": "user", "content": [1]}]', "", "", with_generation_prompt=True)
     with pytest.raises(ConversationError, match="refuses this conversation: content must be text"):
-        Tokenizer(DEMO).encode_conversation(conversation)
+        Tokenizer(DEMO).chat_template.text(conversation)

@@ -50,7 +50,8 @@ def begin_samples(
         request.samples.append(sample)
         return
     for index in range(sampling.sample_count):
-        sample = begin_sample(request, index, request.prompt, model, tokenizer, echo=echo, matcher=matcher)
+        first = request.samples[0].sampler if request.samples else None
+        sample = begin_sample(request, index, request.prompt, model, tokenizer, echo=echo, matcher=matcher, first=first)
         request.samples.append(sample)
 
 
@@ -63,16 +64,22 @@ def begin_sample(
     *,
     echo: str = "",
     matcher: Matcher | None = None,
+    first: Sampler | None = None,
 ) -> Sample:
-    """Returns a sample of a request that has these tokens to be computed; the request does not know it yet."""
+    """Returns a sample of a request that has these tokens to be computed; the request does not know it yet. `first` is
+    the sampler of its first sample, of which further ones have copies."""
     sampling: SamplingParams = request.sampling
-    sampler = Sampler.of(
-        sampling,
-        index,
-        prompt=request.prompt,
-        eos_token_ids=model.eos_token_ids,
-        vocabulary=model.vocab_size,
-        matcher=matcher,
+    sampler = (
+        first.copy(index)
+        if first is not None
+        else Sampler.of(
+            sampling,
+            index,
+            prompt=request.prompt,
+            eos_token_ids=model.eos_token_ids,
+            vocabulary=model.vocab_size,
+            matcher=matcher,
+        )
     )
     text = _text_of(request, tokenizer, echo)
     return Sample(request, index, list(tokens), sampler, text, begun_with=len(tokens))

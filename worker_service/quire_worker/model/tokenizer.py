@@ -12,7 +12,7 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from quire_worker.model.checkpoint import CheckpointError, has_tokenizer
-from quire_worker.model.conversation import ChatTemplate, Conversation
+from quire_worker.model.conversation import SIGN, ChatTemplate, Conversation, chat_template_of, sign
 from quire_worker.model.spelling import REPLACEMENT, Spelling
 
 _CHARACTER_BYTES_MAX = 4  # of UTF-8
@@ -45,12 +45,18 @@ class Tokenizer:
     """The tokenizer that a checkpoint comes with.
 
     Attributes:
+        chat_template: of the checkpoint.
         special: ids of the tokens that have no text, by what they are called.
         special_ids: the same.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, *, keeps_special: bool = False) -> None:
         """Reads it from the folder alone; nothing is downloaded and no code of the checkpoint runs.
+
+        Args:
+            folder: of the checkpoint.
+            keeps_special: whether special tokens that the texts of a conversation spell are special there, too, and not
+                ordinary text.
 
         Raises:
             CheckpointError: the folder has no tokenizer, or one that cannot be read.
@@ -68,12 +74,13 @@ class Tokenizer:
         backend.no_truncation()  # a prompt that is too long is refused with its true length, never cut
         backend.no_padding()
         self._backend = backend
-        self._chat_template = ChatTemplate(wrapped)
+        self.chat_template = chat_template_of(wrapped, Path(folder))
         self._spelling = Spelling(backend)
         self.special = {
             token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         }
         self.special_ids = frozenset(self.special.values())
+        self._signed = () if keeps_special else tuple(name for name in self.special if name and not name.isspace())
 
     @property
     def vocab_size(self) -> int:
@@ -96,7 +103,7 @@ class Tokenizer:
             TokenizerError: the tokenizer cannot do it.
         """
         with named():
-            return self._backend.encode(text).ids
+            return _ids(self._backend, text, special=True)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Returns token ids of text that comes after other text: without those special tokens.
@@ -105,18 +112,27 @@ class Tokenizer:
             TokenizerError: the tokenizer cannot do it.
         """
         with named():
-            return self._backend.encode(text, add_special_tokens=False).ids
+            return _ids(self._backend, text, special=False)
 
-    def encode_conversation(self, conversation: Conversation) -> list[int]:
-        """Returns token ids of a conversation, whose special tokens are those that the chat template writes.
+    def sign(self, conversation: Conversation) -> Conversation:
+        """Returns a conversation as the chat template is to have it, for `encode_written`."""
+        return sign(conversation, self._signed)
+
+    def encode_written(self, text: str) -> list[int]:
+        """Returns token ids of a conversation that the chat template has written down. The special tokens in it are
+        those that the template writes: a text with another one is cut there, and its parts are encoded by themselves.
 
         Raises:
-            ConversationError: there is no template, or it refuses.
             TokenizerError: the tokenizer cannot do it.
         """
-        text = self._chat_template.text(conversation)
+        first, *rest = text.split(SIGN) if self._signed else [text]
+        tokens = self.encode_continuation(first)
         with named():
-            return self._backend.encode(text, add_special_tokens=False).ids
+            for part in filter(None, rest):  # behind a line's end: many tokenizers begin a text with a space
+                before, behind = (_ids(self._backend, f"\n{each}", special=False) for each in ("", part))
+                is_behind = behind[: len(before)] == before
+                tokens += behind[len(before) :] if is_behind else _ids(self._backend, part, special=False)
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns text without special tokens. Ids outside the vocabulary have no text.
@@ -174,7 +190,8 @@ class NoTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         """Reads nothing."""
-        self.special, self.special_ids = {}, frozenset()
+        self.special, self.special_ids, self._signed = {}, frozenset(), ()
+        self.chat_template = ChatTemplate({}, {})
         self._spelling = Spelling(tokenizers.Tokenizer(tokenizers.models.BPE()))
 
     @property
@@ -190,9 +207,6 @@ class NoTokenizer(Tokenizer):
     def encode_continuation(self, text: str) -> list[int]:
         raise NoTokenizerError
 
-    def encode_conversation(self, conversation: Conversation) -> list[int]:
-        raise NoTokenizerError
-
     def decode(self, tokens: Sequence[int]) -> str:
         return ""
 
@@ -206,13 +220,18 @@ class NoTokenizer(Tokenizer):
         return False
 
 
-def read_tokenizer(folder: Path | str) -> Tokenizer:
-    """Reads a checkpoint's tokenizer, or finds that it comes without one.
+def _ids(backend: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
+    """Returns token ids. Only this call of the library gives up Python's lock, and counts no characters on the way."""
+    return backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+
+def read_tokenizer(folder: Path | str, *, keeps_special: bool = False) -> Tokenizer:
+    """Reads a checkpoint's tokenizer, or finds that it comes without one; arguments as of `Tokenizer`.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    return Tokenizer(folder) if has_tokenizer(Path(folder)) else NoTokenizer()
+    return Tokenizer(folder, keeps_special=keeps_special) if has_tokenizer(Path(folder)) else NoTokenizer()
 
 
 class StreamDecoder:
@@ -262,7 +281,7 @@ class StreamDecoder:
 
 
 class WindowDecoder(StreamDecoder):
-    """Does the same for tokenizers whose decoders look at more than one token, as `BPEDecoder` does.
+    """Decodes for tokenizers whose decoders look at more than one token, as `BPEDecoder` does.
 
     1. A token is *pending* while the text so far ends within a character, at most for a few tokens.
     2. What is new is handed out, and the tokens it came from stay as the *context* of those that follow.

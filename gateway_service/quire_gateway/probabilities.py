@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from quire.sampling import TokenLogprobs
 
 LOGPROB_MIN: Final = -9999.0  # for -inf, which JSON cannot say; as OpenAI has it
+
+_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 class Told(NamedTuple):
@@ -40,24 +43,77 @@ def token_ids(tokens: Iterable[Told]) -> set[int]:
     return {number for token in tokens for number in (token.token_id, *(other for other, _ in token.top))}
 
 
-def of_completion(tokens: Sequence[Told], spelled: Mapping[int, bytes], text_offset: int) -> dict[str, Any]:
+class Places:
+    """Says where in a text each of its tokens begins, while both come in pieces.
+
+    Bytes that are a part of a character are at that character. A special token that the text leaves out, as the one
+    that a tokenizer puts before a prompt, takes no place; nor does a space that the text does not begin with.
+    """
+
+    def __init__(self) -> None:
+        """Begins before the first token."""
+        self._is_held = False
+        self._text = ""  # from the last piece on
+        self._before = 0  # characters before it
+        self._place = 0  # in it
+        self._pending = b""  # the beginning of a character at `_place`
+
+    def add(self, text: str, *, is_held: bool) -> None:
+        """Takes the next piece of the text.
+
+        Args:
+            text: the piece.
+            is_held: whether the next tokens may have text that has not come yet.
+        """
+        self._is_held = is_held
+        self._text = self._text[self._place :] + text
+        self._before, self._place = self._before + self._place, 0
+
+    def of(self, token: bytes) -> int:
+        """Returns the place of the next token, in characters."""
+        data = self._pending + token
+        text, pending = _decoded(data)
+        is_cut = bool(self._pending) and text.startswith(_REPLACEMENT) and not data.startswith(_REPLACEMENT.encode())
+        if not self._is_next(text):
+            if self._before + self._place == 0 and text.startswith(" ") and self._is_next(text[1:]):
+                text = text[1:]
+            elif not self._pending:
+                return self._before + self._place
+        place = self._before + self._place + is_cut
+        self._place += len(text)
+        self._pending = pending
+        return place
+
+    def _is_next(self, text: str) -> bool:
+        """Returns whether the text goes on with this, as far as it has come."""
+        rest = self._text[self._place : self._place + len(text)]
+        return rest == text or (self._is_held and text.startswith(rest))
+
+
+def text_of(spelled: Iterable[bytes]) -> str:
+    """Returns the text of tokens, without a character that they do not complete."""
+    return _decoded(b"".join(spelled))[0]
+
+
+def _decoded(data: bytes) -> tuple[str, bytes]:
+    """Returns the whole characters of some bytes, and those at the end that may be the beginning of another one."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return decoder.decode(data), decoder.getstate()[0]
+
+
+def of_completion(tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]) -> dict[str, Any]:
     """Returns `logprobs` of a choice, or of a piece of it.
 
     Args:
         tokens: in their order.
         spelled: what each of them is.
-        text_offset: characters before them.
+        offsets: of each token, the characters before it.
     """
-    texts = [_text(spelled[token.token_id]) for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(text_offset)
-        text_offset += len(text)
     return {
-        "tokens": texts,
+        "tokens": [_text(spelled[token.token_id]) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": [_top(token, spelled) for token in tokens],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
 
 

@@ -124,6 +124,7 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
     """
     ask, tokens = call.ask, call.tokens[number]
     options = cast("SamplingOptions", dict(ask.options))
+    options.pop("echo", None)  # a worker would write out the tokens; what the caller sent is known here
     options["max_tokens"] = ask.max_tokens or call.model.sequence_tokens_max - len(tokens)
     request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
     asked: list[Backend] = []

@@ -84,8 +84,10 @@ class Form(Protocol):
     def piece(self, index: int, text: str, finish_reason: FinishReason | None, beside: Beside) -> bytes:
         """Returns the event of a piece of one choice."""
 
-    def logprobs(self, tokens: Sequence[Told], spelled: Mapping[int, bytes], text_offset: int) -> Mapping[str, Any]:
-        """Returns what is told of tokens, before which there are `text_offset` characters."""
+    def logprobs(
+        self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]
+    ) -> Mapping[str, Any]:
+        """Returns what is told of tokens, each with its place in the text, in characters."""
 
     def usage(self, taken: Taken) -> bytes:
         """Returns the last event of a stream that is to end with what it took."""
@@ -139,8 +141,10 @@ class CompletionForm(_Form, Form):
             with_usage=with_usage,
         )
 
-    def logprobs(self, tokens: Sequence[Told], spelled: Mapping[int, bytes], text_offset: int) -> Mapping[str, Any]:
-        return probabilities.of_completion(tokens, spelled, text_offset)
+    def logprobs(
+        self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]
+    ) -> Mapping[str, Any]:
+        return probabilities.of_completion(tokens, spelled, offsets)
 
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
         choices = []
@@ -171,7 +175,9 @@ class ChatForm(_Form, Form):
             with_usage=with_usage,
         )
 
-    def logprobs(self, tokens: Sequence[Told], spelled: Mapping[int, bytes], text_offset: int) -> Mapping[str, Any]:
+    def logprobs(
+        self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]
+    ) -> Mapping[str, Any]:
         return probabilities.of_chat(tokens, spelled)
 
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:

@@ -19,7 +19,7 @@ from quire_gateway import relay
 from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
-from quire_gateway.probabilities import Told, of_prompt, token_ids, told_of, told_of_prompt
+from quire_gateway.probabilities import Places, Told, of_prompt, text_of, token_ids, told_of, told_of_prompt
 from quire_gateway.relay import Call
 from quire_gateway.replies import DONE, Answer, Beside, Form, Taken
 from quire_gateway.stream_head import StreamHead
@@ -37,7 +37,7 @@ class _Choice:
 
     texts: list[str] = field(default_factory=list)
     told: list[Told] = field(default_factory=list)
-    told_characters: int = 0
+    places: Places = field(default_factory=Places)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     is_opened: bool = False
@@ -85,12 +85,12 @@ class Served(Response):
 
     async def _whole(self, send: Send) -> None:
         """Sends all choices in one answer."""
-        is_echo_alone = self._call.ask.is_echo_alone
+        has_echo = bool(self._call.ask.options.get("echo"))
         choices = [_Choice() for _ in range(self._call.ask.choice_count * len(self._call.tokens))]
         async with aclosing(relay.pieces(self._fleet, self._call)) as pieces:
             async for number, came in pieces:
                 choice = choices[self._index(number, came)]
-                chunk = await self._of_prompt_alone(number, came, choice) if is_echo_alone else came
+                chunk = await self._echoed(number, came, choice) if has_echo else came
                 choice.texts.append(chunk.text)
                 choice.token_ids += chunk.token_ids
                 choice.told += self._told(number, chunk, choice)
@@ -101,7 +101,9 @@ class Served(Response):
         answers = []
         for index, choice in enumerate(choices):
             number = index // self._call.ask.choice_count
-            beside = self._beside(number, choice.token_ids, await self._logprobs(choice, choice.told))
+            beside = self._beside(
+                number, choice.token_ids, await self._logprobs(choice, "".join(choice.texts), choice.told)
+            )
             of_its_prompt = await self._prompt_logprobs(number)
             answers.append(Answer("".join(choice.texts), choice.finish_reason, beside, of_its_prompt))
         body = self._form.whole(answers, self._taken)
@@ -111,7 +113,7 @@ class Served(Response):
 
     async def _stream(self, send: Send) -> None:
         """Sends each piece as it comes. What fails after the first one is told as the stream's last event."""
-        form, is_echo_alone = self._form, self._call.ask.is_echo_alone
+        form, has_echo = self._form, bool(self._call.ask.options.get("echo"))
         choices = [_Choice() for _ in range(self._call.ask.choice_count * len(self._call.tokens))]
         head = StreamHead(send)
         try:
@@ -119,7 +121,7 @@ class Served(Response):
                 async for number, came in pieces:
                     index = self._index(number, came)
                     choice = choices[index]
-                    chunk = await self._of_prompt_alone(number, came, choice) if is_echo_alone else came
+                    chunk = await self._echoed(number, came, choice) if has_echo else came
                     told = self._told(number, chunk, choice)
                     data = b"" if choice.is_opened else form.opening(index, self._beside(number, (), None, 0))
                     choice.is_opened = True
@@ -127,7 +129,7 @@ class Served(Response):
                     choice.finish_reason = chunk.finish_reason or choice.finish_reason
                     ids = chunk.token_ids if self._call.ask.with_token_ids else ()
                     if chunk.text or chunk.finish_reason is not None or told or ids:
-                        logprobs = await self._logprobs(choice, told)
+                        logprobs = await self._logprobs(choice, chunk.text, told)
                         beside = self._beside(number, ids, logprobs, len(choice.token_ids))
                         beside = beside._replace(prompt_token_ids=None) if choice.has_piece else beside
                         choice.has_piece = True
@@ -168,8 +170,8 @@ class Served(Response):
         """Returns the number of a chunk's choice: prompt by prompt, and in each sample by sample."""
         return number * self._call.ask.choice_count + chunk.sample
 
-    async def _of_prompt_alone(self, number: int, chunk: Chunk, choice: _Choice) -> Chunk:
-        """Returns a chunk with the prompt, once for each choice, and nothing that was generated.
+    async def _echoed(self, number: int, chunk: Chunk, choice: _Choice) -> Chunk:
+        """Returns a chunk with the prompt before the first text of a choice; alone, if nothing else is wanted.
 
         Raises:
             ApiError: no worker says what its tokens are.
@@ -177,8 +179,9 @@ class Served(Response):
         text, prompt, tokens = "", self._call.ask.prompts[number], self._call.tokens[number]
         if not choice.is_opened:
             spelled = await relay.spelled(self._fleet, self._call.model, set(tokens))
-            joined = b"".join(spelled[token] for token in tokens).decode(errors="replace")
-            text = prompt if isinstance(prompt, str) else joined
+            text = prompt if isinstance(prompt, str) else text_of(spelled[token] for token in tokens)
+        if not self._call.ask.is_echo_alone:
+            return replace(chunk, text=text + chunk.text)
         usage = chunk.usage and replace(chunk.usage, output_token_count=0)
         reason = chunk.finish_reason and FinishReason.LENGTH
         return replace(chunk, text=text, token_ids=(), logprobs=(), finish_reason=reason, usage=usage)
@@ -212,8 +215,8 @@ class Served(Response):
         told = self._told_of_prompt(number, count)
         return of_prompt(told, await relay.spelled(self._fleet, self._call.model, token_ids(told)))
 
-    async def _logprobs(self, choice: _Choice, told: list[Told]) -> Mapping[str, Any] | None:
-        """Returns what the caller is told of these tokens, the next ones of a choice.
+    async def _logprobs(self, choice: _Choice, text: str, told: list[Told]) -> Mapping[str, Any] | None:
+        """Returns what the caller is told of these tokens, the next ones of a choice, which come with this text.
 
         Raises:
             ApiError: no worker says what they are.
@@ -221,9 +224,10 @@ class Served(Response):
         if self._call.ask.top_logprob_count is None:
             return None
         spelled = await relay.spelled(self._fleet, self._call.model, token_ids(told))
-        found = self._form.logprobs(told, spelled, choice.told_characters)
-        choice.told_characters += sum(len(spelled[token.token_id].decode(errors="replace")) for token in told)
-        return found
+        ask = self._call.ask  # what could be the beginning of a stop text comes after its tokens
+        choice.places.add(text, is_held=ask.is_streamed and "stop" in ask.options and choice.finish_reason is None)
+        offsets = [choice.places.of(spelled[token.token_id]) for token in told]
+        return self._form.logprobs(told, spelled, offsets)
 
     def _note(self, chunk: Chunk) -> None:
         if self._waits_for_first:

@@ -19,7 +19,7 @@ from quire_gateway import asks
 from quire_gateway.bodies import ChatBody, CompletionBody
 from quire_gateway.conversations import Chat
 from quire_gateway.failures import ApiError, of_quire
-from quire_gateway.probabilities import Told, of_completion
+from quire_gateway.probabilities import Places, Told, of_completion
 
 NAMES = {"prompt": "prompt"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -318,9 +318,51 @@ def test_what_no_server_of_ours_has_said_is_not_passed_on(kind: type[QuireError]
     assert not any(word in error.body["error"]["message"] for word in ("10.0.0.5", "--timeout"))
 
 
+def places(text: str, tokens: list[bytes], *, cuts: tuple[int, ...] = (), is_held: bool = False) -> list[int]:
+    """Where tokens are said to be in a text that comes whole, or in pieces that end where tokens do."""
+    found, begun = Places(), 0
+    offsets = []
+    for end in (*cuts, len(tokens)):
+        piece = b"".join(tokens[begun:end]).decode(errors="replace") if cuts else text
+        found.add(piece, is_held=is_held)
+        offsets += [found.of(token) for token in tokens[begun:end]]
+        begun = end
+    return offsets
+
+
+def test_an_offset_is_the_place_of_a_token_in_the_text() -> None:
+    smile = "\N{GRINNING FACE}".encode()
+    tokens = [*(bytes([byte]) for byte in smile), b" The", "\N{SNOWMAN}".encode(), b" for"]
+    assert places("\N{GRINNING FACE} The\N{SNOWMAN} for", tokens) == [0, 0, 0, 0, 1, 5, 6]
+    for cut in (4, 5, 6):
+        assert places("", tokens, cuts=(cut,)) == [0, 0, 0, 0, 1, 5, 6]
+    assert places("a\N{REPLACEMENT CHARACTER}bc\N{REPLACEMENT CHARACTER}", [b"a", b"\xe2", b"bc", b"\xff"]) == [
+        0,
+        1,
+        2,
+        4,
+    ]
+    assert places("\N{REPLACEMENT CHARACTER}a", ["\N{REPLACEMENT CHARACTER}".encode(), b"a"]) == [0, 1]
+
+
+def test_what_the_text_leaves_out_takes_no_place() -> None:
+    assert places("the for", [b"<s>", b" the", b" for"]) == [0, 0, 3], "a space that the text does not begin with"
+    assert places("x<s>y", [b"<s>", b"x", b"<s>", b"y"]) == [0, 0, 1, 4], "one was put before it, the other was sent"
+    assert places("ab", [b"a", b"<end>", b"b", b"<end>"]) == [0, 1, 1, 2]
+    assert places("ab", [b"a", b"bcd", b"e"]) == [0, 1, 1], "behind a stop text nothing is in the text"
+
+
+def test_text_that_may_be_held_back_is_where_it_will_be() -> None:
+    found = Places()
+    found.add("ab", is_held=True)
+    assert [found.of(token) for token in (b"a", b"b", b" sto", b"p it")] == [0, 1, 2, 6]
+    found.add(" stop it!", is_held=False)
+    assert found.of(b"!") == 10
+
+
 def test_of_equal_texts_the_likelier_token_is_told() -> None:
     told = [Told(1, -0.5, ((2, -0.1), (1, -0.5))), Told(3, None, ())]
-    found = of_completion(told, {1: b"\xe2", 2: b"\x98", 3: b"ab"}, 5)
+    found = of_completion(told, {1: b"\xe2", 2: b"\x98", 3: b"ab"}, [5, 6])
     assert found["tokens"] == ["\N{REPLACEMENT CHARACTER}", "ab"]
     assert found["top_logprobs"] == [{"\N{REPLACEMENT CHARACTER}": -0.1}, None]
     assert found["text_offset"] == [5, 6]

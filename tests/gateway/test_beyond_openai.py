@@ -179,6 +179,51 @@ def test_an_echo_of_no_more_tokens_is_the_prompt_and_its_logprobs_alone(ai: open
         assert "".join(piece.choices[0].text for piece in pieces) == PROMPT
 
 
+@pytest.mark.parametrize(
+    "prompt", ["x<|end|>y", "<|end|>The for", "\N{GRINNING FACE} The for", "\u65e5\u672c\u8a9e The for", PROMPT]
+)
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_an_echo_is_what_was_sent_and_offsets_are_places_in_it(
+    ai: openai.OpenAI, worker: Client, prompt: str, count: int
+) -> None:
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": count, "echo": True, "logprobs": 0, "temperature": 0}
+    asked["extra_body"] = {"ignore_eos": True}
+    for given in (prompt, list(worker.tokenize(prompt))):
+        choice = ai.completions.create(prompt=given, **asked).choices[0]
+        assert choice.text.startswith(prompt)
+        assert choice.logprobs is not None
+        tokens, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
+        assert len(tokens) == len(offsets) > 0
+        for token, offset in zip(tokens, offsets, strict=True):
+            if "\ufffd" not in token:
+                assert choice.text[offset : offset + len(token)] == token
+        pieces = [piece.choices[0] for piece in ai.completions.create(prompt=given, stream=True, **asked)]
+        assert "".join(piece.text for piece in pieces) == choice.text
+        streamed = [offset for piece in pieces if piece.logprobs for offset in piece.logprobs.text_offset or []]
+        assert streamed == offsets
+
+
+def test_special_tokens_that_are_generated_take_no_place(ai: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 3, "logprobs": 0, "temperature": 0}
+    further = {"ignore_eos": True, "allowed_token_ids": [0]}
+    choice = ai.completions.create(**asked, extra_body=further).choices[0]
+    assert (choice.text, choice.logprobs and choice.logprobs.text_offset) == ("", [0, 0, 0])
+    pieces = ai.completions.create(**asked, extra_body=further, stream=True)
+    told = [piece.choices[0].logprobs for piece in pieces]
+    assert [offset for each in told if each for offset in each.text_offset or []] == [0, 0, 0]
+
+
+def test_a_stop_text_that_is_a_special_token_ends_the_text(ai: openai.OpenAI) -> None:
+    answer = ai.completions.create(
+        model="demo",
+        prompt=PROMPT,
+        max_tokens=5,
+        stop="<|end|>",
+        extra_body={"ignore_eos": True, "allowed_token_ids": [0]},
+    )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop")
+
+
 def test_further_parameters_of_sampling_are_the_workers(ai: openai.OpenAI, worker: Client) -> None:
     further: dict[str, Any] = {"stop": ["statement", "zzz"], "presence_penalty": 0.5, "frequency_penalty": 0.25}
     beyond: dict[str, Any] = {"min_p": 0.05, "repetition_penalty": 1.1, "top_k": 40, "min_tokens": 2}

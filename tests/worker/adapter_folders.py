@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -28,6 +30,12 @@ def write_adapter(folder: Path, base: Path, *, seed: int, targets: Any = LINEARS
                 torch.nn.init.normal_(parameter, std=0.3)
         adapted.save_pretrained(str(folder))
     return folder
+
+
+def change_config(folder: Path, **entries: object) -> None:
+    """Changes entries of an adapter's configuration."""
+    config = json.loads((folder / CONFIG).read_bytes())
+    (folder / CONFIG).write_text(json.dumps(config | entries))
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +19,11 @@ from quire_worker.model.rewrites.decoder import Decoder
 from quire_worker.model.rewrites.gated_mlp import GatedMlp
 from safetensors.torch import load_file, save_file
 
-from tests.worker.adapter_folders import LINEARS, adapted_text, write_adapter
+from tests.worker.adapter_folders import CONFIG, LINEARS, WEIGHTS, adapted_text, change_config, write_adapter
 from tests.worker.engine_harness import Harness, Output, paged_model, prompt, reference_text, running
 from tests.worker.state_models import write_with_states
 from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MIXERS = {"Bamba": ["in_proj", "out_proj"], "Qwen3Next": ["in_proj_qkvz", "in_proj_ba", "out_proj"]}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -256,11 +254,6 @@ def test_limits_are_kept(llama: Model, limits: AdapterLimits, named: str) -> Non
 def test_names_are_checked(llama: Model, name: str) -> None:
     with pytest.raises(AdapterError, match="1 to 64 letters"):
         Adapters(paged_model(llama.base)).read(name, llama.adapters["a"])
-
-
-def change_config(folder: Path, **entries: object) -> None:
-    config = json.loads((folder / CONFIG).read_bytes())
-    (folder / CONFIG).write_text(json.dumps(config | entries))
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +56,81 @@ def test_a_cache_that_others_may_write_to_is_not_loaded_from(cache: Path) -> Non
     cache.mkdir()
     cache.chmod(0o777)
     assert "others than this user may write" in str(library.load())
+
+
+needs_compiler = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_library_that_was_cut_off_is_made_again(cache: Path, size: int) -> None:
+    whole = library.load()
+    assert isinstance(whole, library.Library)
+    data = whole.path.read_bytes()
+    damaged = cache / "copy"
+    damaged.write_bytes(data[:size])
+    damaged.chmod(0o755)
+    damaged.replace(whole.path)  # not in place: this process has it loaded
+    library.load.cache_clear()
+    again = library.load()
+    assert isinstance(again, library.Library)
+    assert build.is_whole(again.path)
+    assert len(again.path.read_bytes()) == len(data)
+
+
+@needs_compiler
+def test_a_library_that_others_may_write_to_is_made_again_and_written_by_nobody(cache: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        made = library.load()
+        assert isinstance(made, library.Library)
+        assert stat.S_IMODE(made.path.stat().st_mode) == 0o755
+        made.path.chmod(0o775)
+        inode = made.path.stat().st_ino
+        library.load.cache_clear()
+        again = library.load()
+        assert isinstance(again, library.Library)
+        assert (again.path.stat().st_ino != inode, stat.S_IMODE(again.path.stat().st_mode)) == (True, 0o755)
+    finally:
+        os.umask(before)
+
+
+@needs_compiler
+def test_a_link_in_the_cache_is_not_followed(cache: Path, tmp_path: Path) -> None:
+    made = library.load()
+    assert isinstance(made, library.Library)
+    elsewhere = tmp_path / "elsewhere.so"
+    made.path.rename(elsewhere)
+    made.path.symlink_to(elsewhere)
+    library.load.cache_clear()
+    again = library.load()
+    assert isinstance(again, library.Library)
+    assert not again.path.is_symlink()
+
+
+@needs_compiler
+@pytest.mark.parametrize("unknown", ["-mavx512f"])
+def test_a_compiler_that_is_older_than_a_set_of_instructions_makes_the_others(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unknown: str
+) -> None:
+    old = tmp_path / "old-c++"
+    real = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    old.write_text(f"""#!/bin/sh
+for flag in "$@"; do
+    case "$flag" in
+        {unknown}|-march=x86-64-v*) echo "unrecognized command-line option '$flag'" >&2; exit 1;;
+    esac
+done
+exec {real} "$@"
+""")
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    made = library.load()
+    assert isinstance(made, library.Library)
+    assert made.instruction_sets[-1] == "baseline"
+    assert not {"avx512bf16", "avx512"} & set(made.instruction_sets)
 
 
 def test_other_sources_or_flags_are_another_library(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

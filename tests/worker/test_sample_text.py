@@ -112,3 +112,31 @@ def test_stop_texts_do_not_count_before_so_many_tokens(tokenizer: Tokenizer) -> 
     whole = text.push([]) + text.flush()
     assert whole.endswith("in ")
     assert tokenizer.decode(tokens).startswith(whole)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_stop_text_that_names_a_special_token_ends_at_the_token_and_at_the_text(
+    tokenizer: Tokenizer, cut: int
+) -> None:
+    (end,) = tokenizer.encode("<|end|>")
+    written = [token for piece in ("<", "|", "end", "|", ">") for token in tokenizer.encode(piece)]
+    before, after = tokenizer.encode("for é"), tokenizer.encode("\n in")
+    for stop, special, out in (
+        ("<|end|>", [end], "for é"),
+        ("<|end|>", written, "for é"),
+        ("é<|end|>", [end], "for "),
+        ("<|end|>\n", [end], "for é"),
+        ("<|end|><|end|>", [end, end], "for é"),
+        ("<|end|><|end|>", [end], "for é\n in"),
+        ("x<|end|>", [end], "for é\n in"),
+        ("<|end|>é", [end], "for é\n in"),
+    ):
+        text = SampleText(tokenizer.new_stream(), stops=[stop, "never"])
+        said = ""
+        for count, token in enumerate([*before, *special, *after], start=1):
+            is_found = text.take(token)
+            if count % cut == 0:
+                said += text.push([])
+            if is_found:
+                break
+        assert said + text.push([]) + text.flush() == out

@@ -53,7 +53,8 @@ def test_special_tokens_are_spelled_and_ids_that_are_none_are_nothing() -> None:
 def test_what_decodes_in_another_way_is_asked_of_the_tokenizer() -> None:
     backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece(prefix="##")  # type: ignore[assignment]
-    assert [Spelling(backend).spell(token) for token in (1, 2)] == [b"play", b"##ing"]
+    assert [Spelling(backend).spell(token) for token in (1, 2)] == [b" play", b"ing"]
+    assert Spelling(backend).spell_first(1) == b"play"
 
 
 def test_a_conversation_is_what_transformers_makes_of_it() -> None:
@@ -64,7 +65,8 @@ def test_a_conversation_is_what_transformers_makes_of_it() -> None:
         add_generation_prompt=True,
         return_dict=False,
     )
-    assert Tokenizer(DEMO).encode_conversation(conversation) == expected
+    tokenizer = Tokenizer(DEMO)
+    assert tokenizer.encode_written(tokenizer.chat_template.text(tokenizer.sign(conversation))) == expected
 
 
 @pytest.mark.parametrize(
@@ -88,4 +90,4 @@ def test_what_is_no_conversation_is_refused_in_words(messages: str, tools: str, 
 def test_a_template_that_refuses_is_the_callers_error() -> None:
     conversation = read_conversation('[{"role": "user", "content": [1]}]', "", "", with_generation_prompt=True)
     with pytest.raises(ConversationError, match="refuses this conversation: content must be text"):
-        Tokenizer(DEMO).encode_conversation(conversation)
+        Tokenizer(DEMO).chat_template.text(conversation)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import torch
 from jsonschema import Draft202012Validator
@@ -19,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from quire.errors import QuireError, Reason
 from quire.v1 import worker_pb2 as pb
 from quire_worker.model.tokenizer import Tokenizer
-from quire_worker.sampling.grammar import GrammarError, Grammars, Matcher
+from quire_worker.sampling.grammar import GrammarError, Grammars, GrammarsFullError, Matcher
 from quire_worker.sampling.params import SamplingParams, Structure, StructureKind
 from quire_worker.sampling.sampler import Sampler, draw
 from quire_worker.scheduling.request import FinishReason
@@ -202,3 +203,74 @@ def test_a_request_is_refused_with_its_structure(channel: grpc.Channel, structur
     assert error is not None
     assert error.reason is Reason.BAD_PARAMETER
     assert error.message.startswith(next(iter(structure)))
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"const": 9007199254740993}',
+        '{"enum": ["a", 18446744073709551615]}',
+        '{"type": "integer", "minimum": 9007199254740993}',
+        '{"type": "integer", "exclusiveMaximum": -9007199254740993}',
+        '{"properties": {"a": {"items": {"multipleOf": 9007199254740993}}}}',
+        '{"const": 0.1234567890123456789}',
+        '{"type": "number", "maximum": 1e20}',
+        '{"const": 1e400}',
+        '{"const": 1' + "0" * 5_000 + "}",
+    ],
+)
+def test_a_number_that_would_be_rounded_is_refused(grammars: Grammars, schema: str) -> None:
+    with pytest.raises(GrammarError, match=r"json_schema has the number .* which would be rounded"):
+        grammars.compile(Structure(StructureKind.JSON_SCHEMA, (schema,)))
+    with pytest.raises(GrammarError, match="would be rounded"):
+        grammars.compile(Structure(StructureKind.GRAMMAR, (f"start: %json {schema}",)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "others"),
+    [
+        ('{"const": 9007199254740992}', "9007199254740992", ["9007199254740993"]),
+        ('{"const": -9007199254740992}', "-9007199254740992", ["-9007199254740991"]),
+        ('{"const": 0.1}', "0.1", ["0.10000000000000001"]),
+        ('{"const": 1.50}', "1.5", ["1.51"]),
+        (
+            '{"type": "integer", "minimum": 0, "maximum": 9223372036854775807}',
+            "9223372036854775807",
+            ["9223372036854775808"],
+        ),
+        ('{"type": "integer", "minimum": 9007199254740991}', "9007199254740991", ["9007199254740990"]),
+    ],
+)
+def test_numbers_at_the_edge_are_kept_exactly(
+    grammars: Grammars, tokenizer: Tokenizer, schema: str, text: str, others: list[str]
+) -> None:
+    for each, fits in ((text, True), *((other, False) for other in others)):
+        matcher = grammars.compile(Structure(StructureKind.JSON_SCHEMA, (schema,)))
+        tokens = [*tokenizer.encode(each), EOS]
+        words = np.empty(VOCABULARY // 32, dtype=np.int32)
+        is_allowed = True
+        for token in tokens:
+            matcher.fill(words)
+            is_allowed = is_allowed and bool(words.view(np.uint32)[token // 32] >> (token % 32) & 1)
+            if is_allowed:
+                matcher.take(token)
+        assert is_allowed == fits
+
+
+def test_structures_that_requests_use_have_a_bound_and_unused_ones_make_room(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars, size = Grammars(tokenizer.to_json, VOCABULARY, [EOS]), 48 << 20
+    structures = [Structure(StructureKind.REGEX, (f"a{number}",)) for number in range(4)]
+    used = [grammars.compile(each, size) for each in structures[:2]]
+    with pytest.raises(GrammarsFullError):
+        grammars.compile(structures[2], size)
+    assert grammars.known(structures[0]) is None, "what nobody else uses was let go"
+    used.pop()
+    grammars.compile(structures[2], size)
+    grammars.compile(structures[3], size)
+    assert grammars.known(structures[2]) is None
+    assert grammars.known(structures[3]) is not None

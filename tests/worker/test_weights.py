@@ -14,7 +14,7 @@ import pytest
 import structlog
 import torch
 from quire_worker.model import weights as weights_file
-from quire_worker.model.checkpoint import ModelError
+from quire_worker.model.checkpoint import CheckpointError, ModelError, weight_files
 from quire_worker.model.paged_model import load_model
 from quire_worker.options import parse_arguments
 from safetensors.torch import load_file, save_file
@@ -238,3 +238,10 @@ def test_loading_takes_no_more_memory_than_the_weights_and_an_mlp(tmp_path: Path
     slack = mlp_bytes + (32 << 20)
     assert byte_count > 3 * slack  # twice the weights would not pass
     assert byte_count < after - before < byte_count + slack, (byte_count, after - before)
+
+
+def test_a_model_folder_with_an_adapter_in_it_is_refused(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/elsewhere"}')
+    with pytest.raises(CheckpointError, match="serve it with --adapter"):
+        weight_files(tmp_path)

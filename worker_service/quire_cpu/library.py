@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from quire_cpu import interface
-from quire_cpu.build import BuildError, build, library_name
+from quire_cpu.build import BuildError, build, is_whole, library_name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,11 +79,16 @@ def _find() -> Path:
     name = library_name()
     shipped = Path(__file__).parent / name
     if shipped.is_file():
+        if not is_whole(shipped):
+            raise BuildError(f"{shipped} is damaged: install Quire again")
         return shipped
     folder = cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_what_others_may_write(folder)
-    return folder / name if (folder / name).is_file() else build(folder)
+    made = folder / name
+    if made.is_file() and not made.is_symlink() and not _others_may_write(made) and is_whole(made):
+        return made
+    return build(folder)  # in the place of one that was cut off, or that others may have written
 
 
 def cache_folder() -> Path:
@@ -100,9 +105,13 @@ def _refuse_what_others_may_write(folder: Path) -> None:
     Raises:
         BuildError: the folder belongs to somebody else, or others may write to it.
     """
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if _others_may_write(folder):
         raise BuildError(f"{folder} is not loaded from: others than this user may write to it")
+
+
+def _others_may_write(path: Path) -> bool:
+    status = path.stat()
+    return status.st_uid != os.getuid() or bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _omp_parallel() -> int | None:

@@ -73,7 +73,7 @@ class Adapters:
         Raises:
             AdapterError: it cannot be served, or a limit is passed.
         """
-        adapter = self._read(name, folder)
+        adapter = self._read(name, folder, None)
         self._keep(adapter)
         return adapter
 
@@ -91,7 +91,7 @@ class Adapters:
         path = self._below_root(folder)
         async with self._loading:
             try:
-                adapter = await asyncio.to_thread(self._read, name, path)
+                adapter = await asyncio.to_thread(self._read, name, path, self._root)
             except AdapterError as error:
                 raise QuireError.of(Reason.ADAPTER_UNUSABLE, str(error)) from None
             held = self._by_name.get(name)
@@ -125,7 +125,7 @@ class Adapters:
             digest=adapter.digest.hex(),
         )  # fmt: skip
 
-    def _read(self, name: str, folder: Path) -> Adapter:
+    def _read(self, name: str, folder: Path, below: Path | None) -> Adapter:
         if not _NAME.fullmatch(name):
             raise AdapterError("the name of an adapter is 1 to 64 letters, digits, '.', '_' and '-'")
         if self._model.sites is None:
@@ -135,7 +135,7 @@ class Adapters:
             raise AdapterError(f"{len(others)} adapters are loaded, and this worker takes no more")
         left = self.limits.byte_count_max - sum(adapter.byte_count for adapter in others)
         limits = AdapterLimits(self.limits.count_max, self.limits.rank_max, left)
-        return read_adapter(name, folder, self._model.sites.by_name, limits, self._model.device)
+        return read_adapter(name, folder, self._model.sites.by_name, limits, self._model.device, below=below)
 
     def _below_root(self, folder: str) -> Path:
         if self._root is None:

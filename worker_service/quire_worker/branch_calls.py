@@ -20,7 +20,6 @@ from quire_worker.branches import (
     Branches,
 )
 from quire_worker.checks import Checks, check_namespace, require
-from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request
 
@@ -113,7 +112,6 @@ class BranchCalls:
         request_id: str,
         permissions: Permissions,
         *,
-        matcher: Matcher | None,
         time_left_s: float | None,
     ) -> AsyncIterator[Request]:
         """Continues a branch, whose request is there to be read inside."""
@@ -126,6 +124,7 @@ class BranchCalls:
             if getattr(sampling, name) is not getattr(_DEFAULTS, name):
                 raise QuireError.of(Reason.BAD_PARAMETER, f"{name} is for prompts, not for a branch", field=name)
         branch = self._branches.find(message.branch_id, permissions)
+        matcher = await self._checks.matcher(sampling, branch.namespace)
         async with self._branches.generating(
             branch, sampling, request_id, matcher, priority=message.priority, time_left_s=time_left_s
         ) as request:

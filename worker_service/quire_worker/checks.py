@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -15,17 +14,16 @@ from quire.v1 import worker_pb2 as pb
 
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
-from quire_worker.model.conversation import ConversationError, read_conversation
 from quire_worker.model.tokenizer import NoTokenizer, NoTokenizerError, TokenizerError
-from quire_worker.sampling.grammar import Grammars, Matcher
+from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.structures import StructureCompiler
+from quire_worker.texts import Texts
 
 log = structlog.get_logger()
 
-InputT = TypeVar("InputT")
+ResultT = TypeVar("ResultT")
 
-TEXT_BYTES_MAX = 1 << 20
 INTERVAL_MS_MAX = 60_000  # between messages of an answer, in which more tokens are to be expected than in one
 SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
 
@@ -55,8 +53,18 @@ class Checks:
     def __init__(self, engine: Engine) -> None:
         self.draining = False
         self._engine = engine
-        model, spell = engine.model, engine.tokenizer.to_json
-        self._structures = StructureCompiler(Grammars(spell, model.vocab_size, model.eos_token_ids))
+        model = engine.model
+        self._structures = StructureCompiler(engine.tokenizer, model.vocab_size, list(model.eos_token_ids))
+        self._texts = Texts(engine.tokenizer)
+
+    async def warm(self) -> None:
+        """Starts what conversations need, before the first one comes."""
+        await self._texts.warm()
+
+    def close(self) -> None:
+        """Ends what is being computed of callers' texts and structures."""
+        self._texts.close()
+        self._structures.close()
 
     def begin(self, request_id: str) -> str:
         """Returns the id of a call, a new one where its caller gave none.
@@ -83,24 +91,13 @@ class Checks:
         Raises:
             QuireError: it is missing, empty, too long, or of tokens that the model does not know.
         """
-        tokens = await self._tokens(given, "prompt", request_id, self._engine.tokenizer.encode)
-        longest = self._engine.scheduler.sequence_tokens_max - 1  # one token has to follow
-        if len(tokens) > longest:
-            raise QuireError.of(
-                Reason.PROMPT_TOO_LONG, f"the prompt has {len(tokens)} tokens; model and pool hold {longest}"
-            )
-        self._check_vocabulary(tokens)
-        return tokens
+        return await self._tokens(given, "prompt", request_id, self._engine.tokenizer.encode)
 
     async def echo(self, given: Given, request_id: str, prompt: list[int]) -> str:
-        """Returns the prompt's text, which is what came where text came."""
+        """Returns the prompt's text: what came where text came, else its tokens, special ones written out."""
         if given.WhichOneof("prompt") == "text":
             return given.text
-        try:
-            text = await asyncio.to_thread(self._engine.tokenizer.decode, prompt)
-        except TokenizerError as error:
-            log.warning("decoding failed", error=str(error))
-            raise self._engine.failed(request_id, TOKENIZER) from None
+        text = await self._computed(request_id, self._texts.written(prompt))
         self.check_serving()  # also after the tokenizer's time
         return text
 
@@ -108,24 +105,31 @@ class Checks:
         """Returns the tokens of what comes after others.
 
         Raises:
-            QuireError: it is missing, empty, or of tokens that the model does not know.
+            QuireError: it is missing, empty, too long, or of tokens that the model does not know.
         """
         encode = self._engine.tokenizer.encode_continuation
-        tokens = await self._tokens(given, "continuation", request_id, encode)
-        self._check_vocabulary(tokens)
-        return tokens
+        return await self._tokens(given, "continuation", request_id, encode)
 
     async def _tokens(self, given: Given, name: str, request_id: str, encode: Callable[[str], list[int]]) -> list[int]:
         kind = given.WhichOneof(name)
         require(kind is not None, f"{name} is missing: give text or tokens")
         if kind == "tokens":
+            self._check_length(name, len(given.tokens.ids))  # before a list is made of them
             tokens = list(given.tokens.ids)
         else:
-            tokens = await self._encode(request_id, len(given.text.encode()), encode, given.text)
+            tokens = await self._computed(request_id, self._texts.encoded(given.text, encode))
             self.check_serving()  # also after the tokenizer's time
         if not tokens:
             raise QuireError.of(Reason.PROMPT_EMPTY, f"the {name} has no token")
+        self._check_length(name, len(tokens))
+        self._check_vocabulary(tokens)
         return tokens
+
+    def _check_length(self, name: str, token_count: int) -> None:
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # one token has to follow
+        if token_count > longest:
+            message = f"the {name} has {token_count} tokens; model and pool hold {longest}"
+            raise QuireError.of(Reason.PROMPT_TOO_LONG, message)
 
     async def tokenized(self, request: pb.TokenizeRequest) -> list[int]:
         """Returns the tokens of a text or a conversation.
@@ -135,22 +139,12 @@ class Checks:
         """
         kind = request.WhichOneof("input")
         require(kind is not None, "input is missing: give text or a conversation")
-        tokenizer, size = self._engine.tokenizer, request.ByteSize()
         if kind == "text":
-            return await self._encode("", size, tokenizer.encode, request.text)
-        given = request.conversation
-        try:
-            conversation = read_conversation(
-                given.messages_json,
-                given.tools_json,
-                given.variables_json,
-                with_generation_prompt=not given.without_generation_prompt,
-            )
-            return await self._encode("", size, tokenizer.encode_conversation, conversation)
-        except ConversationError as error:
-            raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=error.field) from None
+            encode = self._engine.tokenizer.encode
+            return await self._computed("", self._texts.encoded(request.text, encode))
+        return await self._computed("", self._texts.conversation(request.conversation))
 
-    def spelled(self, request: pb.DetokenizeRequest) -> list[bytes]:
+    async def spelled(self, request: pb.DetokenizeRequest) -> list[bytes]:
         """Returns the bytes of each token.
 
         Raises:
@@ -158,15 +152,13 @@ class Checks:
         """
         if len(request.token_ids) > SPELLED_MAX:
             raise QuireError.of(Reason.LIMIT, f"at most {SPELLED_MAX} tokens at a time")
-        try:
-            return self._engine.tokenizer.spell(request.token_ids)
-        except NoTokenizerError as error:
-            raise QuireError.of(Reason.NOT_SUPPORTED, str(error)) from None
-        except TokenizerError as error:
-            log.warning("decoding failed", error=str(error))
-            raise self._engine.failed("", TOKENIZER) from None
+        return await self._computed("", self._texts.spelled(list(request.token_ids)))
 
-    async def matcher(self, sampling: SamplingParams) -> Matcher | None:
+    async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
+        """Returns an answer of so many tokens, put together where that holds up nobody."""
+        return await self._texts.message(make, size)
+
+    async def matcher(self, sampling: SamplingParams, namespace: str) -> Matcher | None:
         """Returns what a text has to be, compiled; None if it may be anything.
 
         Raises:
@@ -174,26 +166,22 @@ class Checks:
         """
         if sampling.stop and isinstance(self._engine.tokenizer, NoTokenizer):
             raise QuireError.of(Reason.NOT_SUPPORTED, str(NoTokenizerError()), field="stop")
-        return None if sampling.structure is None else await self._structures.compile(sampling.structure)
+        return None if sampling.structure is None else await self._structures.compile(sampling.structure, namespace)
 
-    async def _encode(
-        self, request_id: str, byte_count: int, encode: Callable[[InputT], list[int]], given: InputT
-    ) -> list[int]:
-        """Encodes on another thread: a long text takes a while, and others are streaming."""
-        if byte_count > TEXT_BYTES_MAX:
-            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes", field="text")
+    async def _computed(self, request_id: str, computing: Awaitable[ResultT]) -> ResultT:
+        """Returns what is computed of a text, or refuses the call that it is part of."""
         try:
-            return await asyncio.to_thread(encode, given)
+            return await computing
         except NoTokenizerError as error:
             raise QuireError.of(Reason.NOT_SUPPORTED, str(error)) from None
         except TokenizerError as error:
-            log.warning("encoding failed", error=str(error))
+            log.warning("tokenizer failed", error=str(error))
             raise self._engine.failed(request_id, TOKENIZER) from None
 
     def _check_vocabulary(self, tokens: Sequence[int]) -> None:
         vocabulary = self._engine.model.vocab_size
-        unknown = next((token for token in tokens if token >= vocabulary), None)
-        if unknown is not None:
+        if max(tokens) >= vocabulary:
+            unknown = next(token for token in tokens if token >= vocabulary)
             raise QuireError.of(Reason.UNKNOWN_TOKEN, f"token id {unknown} is not below the vocabulary's {vocabulary}")
 
 

@@ -10,12 +10,18 @@ from quire.v1 import worker_pb2 as pb
 
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import (
+    BIAS_COUNT_MAX,
+    CHOICE_COUNT_MAX,
     MAX_TOKENS_DEFAULT,
+    STOP_TEXT_COUNT_MAX,
+    STOP_TOKEN_COUNT_MAX,
+    TOKEN_LIST_COUNT_MAX,
     EarlyStopping,
     ParameterError,
     SamplingParams,
     Structure,
     StructureKind,
+    check_count,
 )
 from quire_worker.scheduling.request import Delivery, FinishReason, Request
 
@@ -65,6 +71,15 @@ def _checked(message: pb.SamplingParams, vocabulary: int) -> SamplingParams:
 
 def _unchecked(message: pb.SamplingParams) -> SamplingParams:
     tokens, biases = message.logit_bias_token_ids, message.logit_bias
+    for name, values, most in (  # before they are copied: a message has room for a million of each
+        ("stop_token_ids", message.stop_token_ids, STOP_TOKEN_COUNT_MAX),
+        ("stop", message.stop, STOP_TEXT_COUNT_MAX),
+        ("choice", message.choice.texts, CHOICE_COUNT_MAX),
+        ("logit_bias", tokens, BIAS_COUNT_MAX),
+        ("allowed_token_ids", message.allowed_token_ids, TOKEN_LIST_COUNT_MAX),
+        ("banned_token_ids", message.banned_token_ids, TOKEN_LIST_COUNT_MAX),
+    ):
+        check_count(name, values, most)
     if len(tokens) != len(biases) or len(set(tokens)) != len(tokens):
         raise ParameterError("logit_bias", "must have one value for each of its tokens, and no token twice")
     return SamplingParams(

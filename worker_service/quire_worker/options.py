@@ -89,6 +89,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="between two messages of a stream, at least, but for the first and the last: tokens that come faster share"
         " one; 0: every token is a message (default: %(default)g)",
     )
+    parser.add_argument(
+        "--special-tokens-in-chats",
+        choices=("text", "tokens"),
+        default="text",
+        help="what a special token is that a message spells, as <|im_end|>: ordinary text, or the token, with which its"
+        " writer may pose as another (default: %(default)s; those that the chat template writes are tokens)",
+    )
     _add_formats(parser)
     parser.add_argument(
         "--cuda-graph-batch-max",

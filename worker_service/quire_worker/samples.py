@@ -43,14 +43,15 @@ def begin_samples(
     sampling: SamplingParams = request.sampling
     if sampling.has_beams:
         ends = (() if sampling.ignore_eos else model.eos_token_ids, sampling.stop_token_ids)
-        texts = [_text_of(sampling, tokenizer, echo) for _ in range(sampling.n)]
+        texts = [_text_of(request, tokenizer, echo) for _ in range(sampling.n)]
         request.beams = RequestBeams.of(sampling, frozenset().union(*ends), texts)
         sample = begin_sample(request, 0, request.prompt, model, tokenizer)
         sample.continuation_count = request.beams.continuation_count
         request.samples.append(sample)
         return
     for index in range(sampling.sample_count):
-        sample = begin_sample(request, index, request.prompt, model, tokenizer, echo=echo, matcher=matcher)
+        first = request.samples[0].sampler if request.samples else None
+        sample = begin_sample(request, index, request.prompt, model, tokenizer, echo=echo, matcher=matcher, first=first)
         request.samples.append(sample)
 
 
@@ -63,23 +64,30 @@ def begin_sample(
     *,
     echo: str = "",
     matcher: Matcher | None = None,
+    first: Sampler | None = None,
 ) -> Sample:
-    """Returns a sample of a request that has these tokens to be computed; the request does not know it yet."""
+    """Returns a sample of a request that has these tokens to be computed; the request does not know it yet. `first` is
+    the sampler of its first sample, of which further ones have copies."""
     sampling: SamplingParams = request.sampling
-    sampler = Sampler.of(
-        sampling,
-        index,
-        prompt=request.prompt,
-        eos_token_ids=model.eos_token_ids,
-        vocabulary=model.vocab_size,
-        matcher=matcher,
+    sampler = (
+        first.copy(index)
+        if first is not None
+        else Sampler.of(
+            sampling,
+            index,
+            prompt=request.prompt,
+            eos_token_ids=model.eos_token_ids,
+            vocabulary=model.vocab_size,
+            matcher=matcher,
+        )
     )
-    text = _text_of(sampling, tokenizer, echo)
+    text = _text_of(request, tokenizer, echo)
     return Sample(request, index, list(tokens), sampler, text, begun_with=len(tokens))
 
 
-def _text_of(sampling: SamplingParams, tokenizer: Tokenizer, echo: str) -> StreamDecoder | SampleText:
-    stream = tokenizer.new_stream()
+def _text_of(request: Request, tokenizer: Tokenizer, echo: str) -> StreamDecoder | SampleText:
+    sampling: SamplingParams = request.sampling
+    stream = tokenizer.new_stream(request.prompt)
     if not echo and not sampling.stop:
         return stream
     return SampleText(stream, echo=echo, stops=sampling.stop, min_tokens=sampling.min_tokens)

@@ -85,7 +85,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     """
     # First, as weights take minutes, and these may be what is missing.
     preflight.check_files(options)
-    tokenizer = read_tokenizer(options.model)
+    tokenizer = read_tokenizer(options.model, keeps_special=options.special_tokens_in_chats == "tokens")
     if isinstance(tokenizer, NoTokenizer):
         log.warning("no tokenizer: prompts must be token ids, and tokens have no text", folder=str(options.model))
     if ranks is None or ranks.place.size == 1:
@@ -282,6 +282,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     )
     pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(WorkerCollector(engine))
+    warming = asyncio.create_task(service.warm())
     collect_garbage_rarely()
     running = asyncio.create_task(_run(engine, server))
     stopping = asyncio.create_task(stop.wait())
@@ -300,6 +301,8 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         running.cancel()  # it may be waiting for an allocator that is down, or for a rank
     await asyncio.wait((running,), timeout=TURN_S)
     running.cancel()
+    warming.cancel()
+    service.close()
     await server.stop()  # by now every call has ended, or is being told why
     session.on_change = lambda _connected: None  # that it ends is no news of the allocator
     await session.close()

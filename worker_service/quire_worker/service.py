@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import structlog
@@ -101,20 +102,30 @@ class WorkerService(AdapterCalls):
         """Answers with the tokens of a text or a conversation."""
         try:
             self._checks.check_serving()
-            return pb.TokenizeResponse(token_ids=await self._checks.tokenized(request))
+            tokens = await self._checks.tokenized(request)
+            return await self._checks.message(lambda: pb.TokenizeResponse(token_ids=tokens), len(tokens))
         except QuireError as error:
             return await abort(context, error)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Answers with the bytes of each token."""
         try:
-            return pb.DetokenizeResponse(texts=self._checks.spelled(request))
+            texts = await self._checks.spelled(request)
+            return await self._checks.message(lambda: pb.DetokenizeResponse(texts=texts), len(texts))
         except QuireError as error:
             return await abort(context, error)
 
     def drain(self) -> None:
         """Refuses calls from now on, because the worker shuts down."""
         self._checks.draining = True
+
+    async def warm(self) -> None:
+        """Starts what the first conversation would wait for."""
+        await self._checks.warm()
+
+    def close(self) -> None:
+        """Ends what is being computed beside the engine."""
+        self._checks.close()
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Answers with a snapshot of the worker."""
@@ -209,15 +220,15 @@ class WorkerService(AdapterCalls):
             message = f"interval_ms must be at most {INTERVAL_MS_MAX}, not {request.interval_ms}"
             raise QuireError.of(Reason.BAD_PARAMETER, message, field="interval_ms")
         sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
-        matcher = await self._checks.matcher(sampling)
         if request.WhichOneof("prompt") == "branch_id":
             branch_call = self._branch_calls.generating(
-                request, sampling, request_id, permissions, matcher=matcher, time_left_s=time_left_s
+                request, sampling, request_id, permissions, time_left_s=time_left_s
             )
             async with branch_call as running:
                 yield running
             return
         check_namespace(request.namespace, permissions)
+        matcher = await self._checks.matcher(sampling, request.namespace)
         prompt = await self._checks.prompt(request, request_id)
         echo = await self._checks.echo(request, request_id, prompt) if sampling.echo else ""
         self._checks.check_serving()
@@ -243,6 +254,8 @@ class WorkerService(AdapterCalls):
             if isinstance(delivery, QuireError):
                 raise delivery
             running.is_read = delivery.is_last
-            yield response_of(running, delivery, self._engine.scheduler.sequence_tokens_max)
+            make = partial(response_of, running, delivery, self._engine.scheduler.sequence_tokens_max)
+            told = delivery.prompt_logprobs
+            yield await self._checks.message(make, len(told) * (1 + len(told[0].top_token_ids))) if told else make()
             if delivery.is_last:
                 return

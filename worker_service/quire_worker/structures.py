@@ -1,51 +1,79 @@
-"""Structures on their way into a request: compiled off the event loop, for a bounded time."""
+"""Structures on their way into a request: compiled off the event loop, within limits that hold.
+
+A library compiles them, and nobody knows for how long: a schema of 3 KB can take days and all memory. So each is first
+compiled in a process that may be killed (`aside/bench.py`). What was done there in time is done here again, on a
+thread, in about the same time and memory.
+"""
 
 from __future__ import annotations
-
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 from quire.errors import QuireError, Reason
 
+from quire_worker.aside.bench import Bench, Limits, OverLimitError
+from quire_worker.aside.threads import Threads
 from quire_worker.execution.failures import TOKENIZER
-from quire_worker.model.tokenizer import NoTokenizerError
-from quire_worker.sampling.grammar import GrammarError, Grammars, Matcher
+from quire_worker.model.tokenizer import NoTokenizer, NoTokenizerError, Tokenizer
+from quire_worker.sampling.grammar import GrammarError, Grammars, GrammarsFullError, Matcher
 from quire_worker.sampling.params import Structure
 
 log = structlog.get_logger()
 COMPILE_S_MAX = 10  # for one structure, the time that it waits for others included
-COMPILER_COUNT = 2  # threads
+LIMITS = Limits(memory_bytes=64 << 20, cpu_s=3, wall_s=COMPILE_S_MAX)
 
 
 class StructureCompiler:
-    """Compiles for one model, a few structures at a time. For the event loop alone.
+    """Compiles for one model, a structure of each namespace at a time. For the event loop alone.
 
     Args:
-        grammars: of the model.
+        tokenizer: of the model.
+        vocabulary: tokens of the model.
+        eos_token_ids: of the model, which end a text.
     """
 
-    def __init__(self, grammars: Grammars) -> None:
-        self._grammars = grammars
-        self._threads = ThreadPoolExecutor(COMPILER_COUNT, thread_name_prefix="grammar")
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos_token_ids: list[int]) -> None:
+        self._has_tokenizer = not isinstance(tokenizer, NoTokenizer)
+        self._grammars = Grammars(tokenizer.to_json, vocabulary, eos_token_ids)
+        self._threads = Threads("compiled", 2, 256)
+        about = {"vocabulary": vocabulary, "ends": eos_token_ids}
+        self._bench = Bench("structures", lambda: {"tokenizer": tokenizer.to_json(), **about}, LIMITS)
 
-    async def compile(self, structure: Structure) -> Matcher:
+    async def compile(self, structure: Structure, namespace: str) -> Matcher:
         """Returns the matcher of a text that has not begun.
 
         Raises:
-            QuireError: BAD_PARAMETER, it cannot be compiled; TOO_LARGE, not in time; TOKENIZER_FAILED, not with the
-                tokenizer of this model; NOT_SUPPORTED, it has none.
+            QuireError: BAD_PARAMETER, it cannot be compiled; TOO_LARGE, not within the limits; TOKENIZER_FAILED, not
+                with the tokenizer of this model; NOT_SUPPORTED, it has none; QUEUE_FULL, too many are compiled.
         """
-        compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._grammars.compile, structure)
+        field = structure.kind.value
+        if not self._has_tokenizer:
+            raise QuireError.of(Reason.NOT_SUPPORTED, str(NoTokenizerError()), field=field)
+        known = self._grammars.known(structure)
+        if known is not None:
+            return known
+        job = {"kind": field, "texts": structure.texts}
         try:
-            return await asyncio.wait_for(compiling, COMPILE_S_MAX)
+            found = await self._bench.run(job, key=namespace, timeout_s=COMPILE_S_MAX)
+            if "refused" in found:
+                raise QuireError.of(Reason.BAD_PARAMETER, found["refused"], field=field)
+            if "broken" not in found:
+                return await self._threads.run(self._grammars.compile, structure, found["bytes"])
+            log.warning("compiling failed", error=found["broken"])  # llguidance does not read every tokenizer
         except GrammarError as error:
-            raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=structure.kind.value) from None
+            raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=field) from None
+        except GrammarsFullError:
+            message = "structures of other requests take all memory that there is for them; try again later"
+            raise QuireError.of(Reason.QUEUE_FULL, message) from None
         except TimeoutError:
-            message = f"{structure.kind.value} was not compiled within {COMPILE_S_MAX} s"
-            raise QuireError.of(Reason.TOO_LARGE, message, field=structure.kind.value) from None
-        except NoTokenizerError as error:
-            raise QuireError.of(Reason.NOT_SUPPORTED, str(error), field=structure.kind.value) from None
-        except Exception as error:  # llguidance does not read every tokenizer that transformers does
-            log.warning("compiling failed", error=type(error).__name__)
-            raise QuireError.of(TOKENIZER.reason, TOKENIZER.message) from None
+            message = f"{field} was not compiled within {COMPILE_S_MAX} s"
+            raise QuireError.of(Reason.TOO_LARGE, message, field=field) from None
+        except OverLimitError:
+            limits = f"{LIMITS.cpu_s} s of a processor and {LIMITS.memory_bytes >> 20} MiB"
+            raise QuireError.of(Reason.TOO_LARGE, f"{field} takes more than {limits} to compile", field=field) from None
+        except OSError as error:
+            log.error("compiling failed", error=type(error).__name__)
+        raise QuireError.of(TOKENIZER.reason, TOKENIZER.message)
+
+    def close(self) -> None:
+        """Ends what is being compiled."""
+        self._bench.close()

@@ -25,9 +25,16 @@ int candidates(Candidate* found) {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#if defined(QUIRE_HAS_avx512bf16)
     found[count++] = {&kernels_avx512bf16, avx512 && __builtin_cpu_supports("avx512bf16")};
+#endif
+#if defined(QUIRE_HAS_avx512)
     found[count++] = {&kernels_avx512, avx512};
+#endif
+#if defined(QUIRE_HAS_avx2)
     found[count++] = {&kernels_avx2, avx2};
+#endif
+    (void)avx512;  // of an old compiler that knows none of them
 #endif
     found[count++] = {&kernels_baseline, true};
     return count;

@@ -19,6 +19,7 @@ _TOKENIZERS = (
     *("sentencepiece.bpe.model", "tokenizer_config.json"),
 )
 _VOCABULARIES = (*_TOKENIZERS[:-1], "*.model", "*.tiktoken", "tekken.json")  # what a tokenizer's settings are for
+_ADAPTER = "adapter_config.json"
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
 
@@ -81,13 +82,18 @@ def weight_files(folder: Path) -> list[Path]:
     """Returns the files that hold the weights, by name.
 
     Raises:
-        CheckpointError: the folder, `config.json` or a file of weights is missing, or the index of a sharded
-            checkpoint cannot be read.
+        CheckpointError: the folder, `config.json` or a file of weights is missing, the index of a sharded checkpoint
+            cannot be read, or the folder holds an adapter, too.
     """
     if not folder.is_dir():
         raise CheckpointError(f"no folder {folder}")
     if not (folder / _CONFIG).is_file():
         raise CheckpointError(f"no {_CONFIG} in {folder}")
+    if (folder / _ADAPTER).exists():
+        raise CheckpointError(
+            f"{_ADAPTER} is in {folder}: transformers would load the adapter, or another model that it names; move it"
+            " to a folder of its own, and serve it with --adapter"
+        )
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if not (folder / _WEIGHTS_INDEX).is_file():

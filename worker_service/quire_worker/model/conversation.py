@@ -6,17 +6,34 @@ the process, and is trusted as far as the checkpoint is.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from typing import Any, Final, NamedTuple
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt"})
+# What transformers' methods take beside a template's variables, which callers' variables are no way to. A test compares
+# it with the installed release.
 TOKENIZER_OPTIONS: Final = frozenset(
-    {"conversation", "chat_template", "documents", "continue_final_message", "tokenize", "padding", "truncation"}
-    | {"max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
-)  # of transformers' method, which a caller's variables are no way to
+    {"self", "conversation", "conversations", "chat_template", "documents", "continue_final_message", "tokenize"}
+    | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
+    | {"tokenizer_kwargs", "sanitize_control_tokens"}
+)
+MESSAGE_COUNT_MAX: Final = 16_384  # a template may look at all of them for each of them
+TOOL_COUNT_MAX: Final = 4_096
+SIGN: Final = "\U0010fff0"  # of private use, where a text is cut
+_PROBE: Final = "quireprobe"
+
+
+class TemplateError(Exception):
+    """The template itself is at fault. The message is for the log."""
 
 
 class ConversationError(Exception):
@@ -32,7 +49,7 @@ class ConversationError(Exception):
 
 
 class Conversation(NamedTuple):
-    """What a template is given."""
+    """What a template is given; also what travels to the process that runs it."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -48,7 +65,7 @@ def read_conversation(
     Raises:
         ConversationError: one of the texts is no JSON, or not of the expected form.
     """
-    messages = _objects(messages_json, "messages")
+    messages = _objects(messages_json, "messages", MESSAGE_COUNT_MAX)
     if not messages:
         raise ConversationError("messages must not be empty")
     for number, message in enumerate(messages):
@@ -60,13 +77,17 @@ def read_conversation(
     taken = sorted((RESERVED | TOKENIZER_OPTIONS) & variables.keys())
     if taken:
         raise ConversationError(f"variables: {taken[0]!r} is no variable of a template", "variables")
-    return Conversation(messages, _objects(tools_json or "[]", "tools"), variables, with_generation_prompt)
+    return Conversation(
+        messages, _objects(tools_json or "[]", "tools", TOOL_COUNT_MAX), variables, with_generation_prompt
+    )
 
 
-def _objects(text: str, name: str) -> list[dict[str, Any]]:
+def _objects(text: str, name: str, count_max: int) -> list[dict[str, Any]]:
     values = _parsed(text, name)
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise ConversationError(f"{name} must be an array of objects", name)
+    if len(values) > count_max:
+        raise ConversationError(f"{name} must be at most {count_max:,}, not {len(values):,}", name)
     return values
 
 
@@ -77,31 +98,159 @@ def _parsed(text: str, name: str) -> Any:
         raise ConversationError(f"{name} is no JSON", name) from None
 
 
-class ChatTemplate:
-    """The template of one checkpoint, if it has one."""
+def sign(conversation: Conversation, special: Sequence[str]) -> Conversation:
+    """Returns a conversation in whose texts every special token is cut by a sign, behind its first character.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    Whatever a template does to a text, its parts between signs spell no special token.
+    """
+    names = [re.escape(name) for name in sorted(special, key=len, reverse=True) if len(name) > 1]
+    if not names:
+        return conversation
+    spelled = re.compile("|".join(names))
+    messages, tools, variables = (_signed(each, spelled) for each in conversation[:3])
+    return Conversation(messages, tools, variables, conversation.with_generation_prompt)
+
+
+def _signed(value: Any, spelled: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        text, count = value.replace(SIGN, ""), 1
+        while count:  # names that overlap: what was cut may have another one in it
+            text, count = spelled.subn(lambda found: f"{found[0][0]}{SIGN}{found[0][1:]}", text)
+        return text
+    if isinstance(value, list):
+        return [_signed(each, spelled) for each in value]
+    if isinstance(value, dict):
+        return {name: _signed(each, spelled) for name, each in value.items()}
+    return value
+
+
+class ChatTemplate:
+    """The templates of one checkpoint, most often one.
+
+    Attributes:
+        sources: of the templates, by name; `default`, and `tool_use` where tools have one of their own.
+        variables: that all of them see, the tokenizer's special tokens.
+    """
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]) -> None:
+        self.sources, self.variables = dict(sources), dict(variables)
+        self._wants_parts: dict[tuple[str, str], bool] = {}
+
+    def faults(self) -> list[str]:
+        """Returns what is wrong with the templates, whatever they are given."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        found = []
+        for name, source in self.sources.items():
+            try:
+                _compile_jinja_template(source)
+            except jinja2.TemplateSyntaxError as error:
+                found.append(f"template {name!r}, line {error.lineno}: {error.message}")
+        return found
 
     def text(self, conversation: Conversation) -> str:
-        """Writes a conversation down.
+        """Writes a conversation down. Contents are given as one text, or as a list of parts where the template does
+        not look at a text.
 
         Raises:
             ConversationError: there is no template, or it refuses.
+            TemplateError: it has a syntax error.
         """
-        if not self._tokenizer.chat_template:
-            raise ConversationError("the checkpoint has no chat template")
+        source = self._source(conversation)
+        messages = [self._message(source, message) for message in conversation.messages]
         try:
-            text = self._tokenizer.apply_chat_template(
-                conversation.messages,
-                tools=[*conversation.tools] or None,
-                add_generation_prompt=conversation.with_generation_prompt,
-                tokenize=False,
-                **conversation.variables,
-            )
+            return self._rendered(source, conversation._replace(messages=messages))
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"the chat template has a syntax error in line {error.lineno}") from None
         except jinja2.TemplateError as error:
             raise ConversationError(f"the chat template refuses this conversation: {error}") from None
+        except MemoryError:
+            raise
         except Exception as error:  # a template's operators raise what Python's do
             raise ConversationError(f"the chat template fails on this conversation: {type(error).__name__}") from None
-        assert isinstance(text, str)
-        return text
+
+    def _source(self, conversation: Conversation) -> str:
+        name = "tool_use" if conversation.tools and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            raise ConversationError("the checkpoint has no chat template")
+        return self.sources[name]
+
+    def _rendered(self, source: str, conversation: Conversation) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        messages = [
+            {name: value for name, value in message.items() if value is not None} for message in conversation.messages
+        ]
+        rendered: Any = render_jinja_template(
+            conversations=[messages],
+            tools=[*conversation.tools] or None,
+            chat_template=source,
+            add_generation_prompt=conversation.with_generation_prompt,
+            **{**self.variables, **conversation.variables},
+        )
+        return str(rendered[0][0])
+
+    def _message(self, source: str, message: dict[str, Any]) -> dict[str, Any]:
+        """Returns a message with its content in the form that the template asks for, where it is text alone."""
+        content = message.get("content")
+        parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if not parts or not all(_is_text(part) for part in parts):
+            return message
+        if self._takes_parts(source, message["role"]):
+            return {**message, "content": parts}
+        return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+    def _takes_parts(self, source: str, role: str) -> bool:
+        """Returns whether the template writes nothing of a message whose content is a text, and writes it of parts."""
+        key = source, role if role in _AROUND else "user"
+        if key not in self._wants_parts:
+            as_parts = self._writes(source, key[1], [{"type": "text", "text": _PROBE}])
+            as_text = self._writes(source, key[1], _PROBE)
+            self._wants_parts[key] = as_parts and not as_text
+        return self._wants_parts[key]
+
+    def _writes(self, source: str, role: str, content: Any) -> bool:
+        """Returns whether the template writes the text of a content."""
+        other = [{"type": "text", "text": "x"}] if isinstance(content, list) else "x"
+        before, after = _AROUND[role]
+        given = [{"role": each, "content": other if each != role else content} for each in (*before, role, *after)]
+        try:
+            return _PROBE in self._rendered(source, Conversation(given, [], {}, False))
+        except Exception:
+            return False
+
+
+# What stands before and after a message of each role in a conversation that most templates take.
+_AROUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "user": ((), ()),
+    "system": ((), ("user",)),
+    "developer": ((), ("user",)),
+    "assistant": (("user",), ()),
+    "tool": (("user", "assistant"), ()),
+}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def chat_template_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> ChatTemplate:
+    """Returns the templates of a checkpoint: its tokenizer's, else those of the processor that goes with it.
+
+    A file that cannot be read is as good as none.
+    """
+    found: Any = tokenizer.chat_template
+    for name in ("chat_template.json", "processor_config.json"):
+        if not found:
+            with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):
+                found = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(found, list):  # as in older files
+        found = {
+            each["name"]: each["template"]
+            for each in found
+            if isinstance(each, dict) and {"name", "template"} <= each.keys()
+        }
+    sources = {"default": found} if isinstance(found, str) else dict(found or {})
+    if len(sources) == 1:
+        sources = {"default": next(iter(sources.values()))}
+    return ChatTemplate(sources, tokenizer.special_tokens_map)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from quire_worker.model.checkpoint import CheckpointError, places_of_weights, weight_files
 
@@ -64,20 +64,28 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     Raises:
         CheckpointError: the file is cut off, or no safetensors file.
     """
-    size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if size < _LENGTH_BYTES or not 2 <= length <= min(_HEADER_BYTES_MAX, size - _LENGTH_BYTES):
-            raise CheckpointError(
-                f"{path.name} cannot be loaded: it has {size:,} bytes and should begin with a header of {length:,}"
-            )
-        header = file.read(length)
+        return header_of(path.name, file, path.stat().st_size)
+
+
+def header_of(name: str, file: BinaryIO, size: int) -> dict[str, TensorEntry]:
+    """Returns what a file of that name and size holds, of which nothing was read yet.
+
+    Raises:
+        CheckpointError: as `read_header`.
+    """
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if size < _LENGTH_BYTES or not 2 <= length <= min(_HEADER_BYTES_MAX, size - _LENGTH_BYTES):
+        raise CheckpointError(
+            f"{name} cannot be loaded: it has {size:,} bytes and should begin with a header of {length:,}"
+        )
+    header = file.read(length)
     try:
         entries = json.loads(header)
         entries.pop("__metadata__", None)
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path.name} cannot be loaded: its header is no JSON object") from None
-    return _checked(path.name, entries, size - _LENGTH_BYTES - length)
+        raise CheckpointError(f"{name} cannot be loaded: its header is no JSON object") from None
+    return _checked(name, entries, size - _LENGTH_BYTES - length)
 
 
 def _checked(file: str, entries: dict[str, Any], data_bytes: int) -> dict[str, TensorEntry]:

@@ -8,13 +8,37 @@ A stop text may begin in one token and end in another, and nothing of it is hand
     4. found     a stop text is complete: the text ends before it, and the sample with it
 
 Of several the one that is complete first ends the text, of those the longest: where tokens part does not matter.
+
+A special token has no text, and a stop text may name it, as `<|im_end|>` does. Such a stop text is looked for twice: as
+it is written, and with a *mark* for each special token, which the token puts into the text while that is searched. A
+mark is a lone surrogate, which no tokenizer decodes to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Final
 
-from quire_worker.model.tokenizer import StreamDecoder
+from quire_worker.model.tokenizer import StreamDecoder, Tokenizer
+
+_FIRST_MARK: Final = 0xD800
+_MARKS: Final = dict.fromkeys(range(_FIRST_MARK, 57344))
+
+
+@lru_cache(maxsize=256)  # for the samples of a request, and for all that name the same
+def mark_special(stops: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[str, ...], Mapping[int, str]]:
+    """Returns stop texts with those that special tokens complete, and the mark of each token in them."""
+    marks: dict[str, str] = {}
+    marked = []
+    for stop in stops:
+        rest = stop
+        for name in sorted(tokenizer.special, key=len, reverse=True):
+            if name and name in rest:
+                rest = rest.replace(name, marks.setdefault(name, chr(_FIRST_MARK + len(marks))))
+        if rest != stop:
+            marked.append(rest)
+    return (*stops, *marked), {tokenizer.special[name]: mark for name, mark in marks.items()}
 
 
 class StopTexts:
@@ -65,7 +89,12 @@ class SampleText:
     """Does what `StreamDecoder` does, with an echo before it and stop texts after it."""
 
     def __init__(
-        self, stream: StreamDecoder, *, echo: str = "", stops: Sequence[str] = (), min_tokens: int = 0
+        self,
+        stream: StreamDecoder,
+        *,
+        echo: str = "",
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
     ) -> None:
         """Begins before the first token.
 
@@ -77,6 +106,7 @@ class SampleText:
         """
         self._stream = stream
         self._ready = echo
+        stops, self._marks = mark_special(tuple(stops), stream.tokenizer)
         self._stops = StopTexts(stops) if stops else None
         self._min_tokens = min_tokens
         self._token_count = 0
@@ -90,7 +120,7 @@ class SampleText:
             TokenizerError: the tokenizer cannot do it.
         """
         self._token_count += 1
-        self._search(self._stream.push([token]))
+        self._search(self._stream.push([token]) + self._marks.get(token, ""))
         return self._is_found
 
     def push(self, tokens: Iterable[int]) -> str:
@@ -107,9 +137,9 @@ class SampleText:
         if self._stops is None:
             return self.push(()) + self._stream.flush()
         self._search(self._stream.flush())
-        return self.push(()) + ("" if self._is_found else self._stops.flush())
+        return self.push(()) + ("" if self._is_found else self._stops.flush().translate(_MARKS))
 
     def _search(self, text: str) -> None:
         assert self._stops is not None
         ready, self._is_found = self._stops.push(text, counts=self._token_count >= self._min_tokens)
-        self._ready += ready
+        self._ready += ready.translate(_MARKS) if self._marks else ready

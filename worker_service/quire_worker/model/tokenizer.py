@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +12,10 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from quire_worker.model.checkpoint import CheckpointError, has_tokenizer
-from quire_worker.model.conversation import ChatTemplate, Conversation
-from quire_worker.model.spelling import Spelling
+from quire_worker.model.conversation import SIGN, ChatTemplate, Conversation, chat_template_of, sign
+from quire_worker.model.spelling import REPLACEMENT, Spelling
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) are decoded to
+_CHARACTER_BYTES_MAX = 4  # of UTF-8
 _REASON_CHARACTERS_MAX = 300  # of what transformers says of a folder, in many lines
 
 
@@ -29,7 +31,7 @@ class NoTokenizerError(TokenizerError):
 
 
 @contextmanager
-def _named() -> Iterator[None]:
+def named() -> Iterator[None]:
     """Returns what the library raises as TokenizerError. A panic of its compiled part is no `Exception`."""
     try:
         yield
@@ -40,10 +42,21 @@ def _named() -> Iterator[None]:
 
 
 class Tokenizer:
-    """The tokenizer that a checkpoint comes with."""
+    """The tokenizer that a checkpoint comes with.
 
-    def __init__(self, folder: Path | str) -> None:
+    Attributes:
+        chat_template: of the checkpoint.
+        special: ids of the tokens that have no text, by what they are called.
+        special_ids: the same.
+    """
+
+    def __init__(self, folder: Path | str, *, keeps_special: bool = False) -> None:
         """Reads it from the folder alone; nothing is downloaded and no code of the checkpoint runs.
+
+        Args:
+            folder: of the checkpoint.
+            keeps_special: whether special tokens that the texts of a conversation spell are special there, too, and not
+                ordinary text.
 
         Raises:
             CheckpointError: the folder has no tokenizer, or one that cannot be read.
@@ -61,11 +74,13 @@ class Tokenizer:
         backend.no_truncation()  # a prompt that is too long is refused with its true length, never cut
         backend.no_padding()
         self._backend = backend
-        self._chat_template = ChatTemplate(wrapped)
+        self.chat_template = chat_template_of(wrapped, Path(folder))
         self._spelling = Spelling(backend)
-        self._special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        self.special = {
+            token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        }
+        self.special_ids = frozenset(self.special.values())
+        self._signed = () if keeps_special else tuple(name for name in self.special if name and not name.isspace())
 
     @property
     def vocab_size(self) -> int:
@@ -78,7 +93,7 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """Returns the whole tokenizer as its library writes it."""
-        with _named():
+        with named():
             return self._backend.to_str()
 
     def encode(self, text: str) -> list[int]:
@@ -87,8 +102,8 @@ class Tokenizer:
         Raises:
             TokenizerError: the tokenizer cannot do it.
         """
-        with _named():
-            return self._backend.encode(text).ids
+        with named():
+            return _ids(self._backend, text, special=True)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Returns token ids of text that comes after other text: without those special tokens.
@@ -96,19 +111,28 @@ class Tokenizer:
         Raises:
             TokenizerError: the tokenizer cannot do it.
         """
-        with _named():
-            return self._backend.encode(text, add_special_tokens=False).ids
+        with named():
+            return _ids(self._backend, text, special=False)
 
-    def encode_conversation(self, conversation: Conversation) -> list[int]:
-        """Returns token ids of a conversation, whose special tokens are those that the chat template writes.
+    def sign(self, conversation: Conversation) -> Conversation:
+        """Returns a conversation as the chat template is to have it, for `encode_written`."""
+        return sign(conversation, self._signed)
+
+    def encode_written(self, text: str) -> list[int]:
+        """Returns token ids of a conversation that the chat template has written down. The special tokens in it are
+        those that the template writes: a text with another one is cut there, and its parts are encoded by themselves.
 
         Raises:
-            ConversationError: there is no template, or it refuses.
             TokenizerError: the tokenizer cannot do it.
         """
-        text = self._chat_template.text(conversation)
-        with _named():
-            return self._backend.encode(text, add_special_tokens=False).ids
+        first, *rest = text.split(SIGN) if self._signed else [text]
+        tokens = self.encode_continuation(first)
+        with named():
+            for part in filter(None, rest):  # behind a line's end: many tokenizers begin a text with a space
+                before, behind = (_ids(self._backend, f"\n{each}", special=False) for each in ("", part))
+                is_behind = behind[: len(before)] == before
+                tokens += behind[len(before) :] if is_behind else _ids(self._backend, part, special=False)
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns text without special tokens. Ids outside the vocabulary have no text.
@@ -116,8 +140,24 @@ class Tokenizer:
         Raises:
             TokenizerError: the tokenizer cannot do it.
         """
-        with _named():
+        with named():
             return self._backend.decode(list(tokens), skip_special_tokens=True)
+
+    def written(self, tokens: Sequence[int]) -> str:
+        """Returns text in which special tokens are written out, without a character that the tokens do not complete.
+
+        Raises:
+            TokenizerError: the tokenizer cannot do it.
+        """
+        with named():
+            known = [token for token in tokens if self._backend.id_to_token(token) is not None]
+            if not self._spelling.is_separate:
+                return self._backend.decode(known, skip_special_tokens=False)
+            data = b"".join(map(self._spelling.spell, known[1:]))
+            if known:
+                first = self._spelling.spell if known[0] in self.special_ids else self._spelling.spell_first
+                data = first(known[0]) + data
+            return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
 
     def spell(self, tokens: Sequence[int]) -> list[bytes]:
         """Returns the bytes of each token by itself.
@@ -125,12 +165,21 @@ class Tokenizer:
         Raises:
             TokenizerError: the tokenizer cannot do it.
         """
-        with _named():
+        with named():
             return [self._spelling.spell(token) for token in tokens]
 
-    def new_stream(self) -> StreamDecoder:
-        """Returns a decoder for one sample's tokens."""
-        return StreamDecoder(self, self._special_ids)
+    def is_visible(self, token: int) -> bool:
+        """Returns whether a token is part of the text: it is no special one, and the tokenizer knows it."""
+        return token not in self.special_ids and self._backend.id_to_token(token) is not None
+
+    def new_stream(self, after: Sequence[int] = ()) -> StreamDecoder:
+        """Returns a decoder for one sample's tokens.
+
+        Args:
+            after: tokens of the prompt, behind which its text begins.
+        """
+        kind = StreamDecoder if self._spelling.is_separate else WindowDecoder
+        return kind(self, self._spelling, after)
 
 
 class NoTokenizer(Tokenizer):
@@ -141,7 +190,9 @@ class NoTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         """Reads nothing."""
-        self._special_ids = frozenset()
+        self.special, self.special_ids, self._signed = {}, frozenset(), ()
+        self.chat_template = ChatTemplate({}, {})
+        self._spelling = Spelling(tokenizers.Tokenizer(tokenizers.models.BPE()))
 
     @property
     def vocab_size(self) -> int:
@@ -156,65 +207,111 @@ class NoTokenizer(Tokenizer):
     def encode_continuation(self, text: str) -> list[int]:
         raise NoTokenizerError
 
-    def encode_conversation(self, conversation: Conversation) -> list[int]:
-        raise NoTokenizerError
-
     def decode(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def written(self, tokens: Sequence[int]) -> str:
         return ""
 
     def spell(self, tokens: Sequence[int]) -> list[bytes]:
         raise NoTokenizerError
 
+    def is_visible(self, token: int) -> bool:
+        return False
 
-def read_tokenizer(folder: Path | str) -> Tokenizer:
-    """Reads a checkpoint's tokenizer, or finds that it comes without one.
+
+def _ids(backend: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
+    """Returns token ids. Only this call of the library gives up Python's lock, and counts no characters on the way."""
+    return backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+
+def read_tokenizer(folder: Path | str, *, keeps_special: bool = False) -> Tokenizer:
+    """Reads a checkpoint's tokenizer, or finds that it comes without one; arguments as of `Tokenizer`.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    return Tokenizer(folder) if has_tokenizer(Path(folder)) else NoTokenizer()
+    return Tokenizer(folder, keeps_special=keeps_special) if has_tokenizer(Path(folder)) else NoTokenizer()
 
 
 class StreamDecoder:
-    """Decodes tokens as they come. The pieces, `flush` included, concatenate to `decode` of all tokens.
+    """Decodes tokens as they come. With the prompt's tokens before them, all pieces are the text of all tokens.
 
-    1. A token is *pending* while the text so far ends within a character: its bytes may be spread over several tokens.
-    2. When the text ends with a whole character, what is new is handed out, and the tokens it came from stay as the
-       *context* of those that follow: some tokenizers decode a token differently (a space less) at the start.
-    3. `flush` hands out what is pending, an incomplete character as U+FFFD.
+    A piece ends with a whole character: bytes that another token may complete are pending, at most three. Bytes that
+    are no character, whatever follows, are U+FFFD at once. A push costs as much as its tokens alone.
 
-    So a push decodes a handful of tokens more than it is given, not the whole text. One exception to the equality, with
-    byte-fallback tokenizers only: they decode a run of bytes that holds an invalid one to U+FFFD as a whole, which a
-    stream that has handed out the run's first characters cannot take back.
+    Of a tokenizer with byte fallback, its library decodes each byte of a run to U+FFFD where one of them is no part of
+    a character. Here the characters of such a run are kept: a stream could not take them back.
 
-    `push` and `flush` raise TokenizerError where `decode` does; the stream is over then.
+    `push` and `flush` raise TokenizerError where the tokenizer fails; the stream is over then.
+
+    Attributes:
+        tokenizer: of its tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._special_ids = special_ids
-        self._tokens: list[int] = []  # the context, then what is pending
-        self._context_count = 0
-        self._context_text = ""
+    def __init__(self, tokenizer: Tokenizer, spelling: Spelling, after: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self._spelling = spelling
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        visible = filter(tokenizer.is_visible, reversed(after))
+        tail = list(itertools.islice(visible, _CHARACTER_BYTES_MAX))
+        self._is_first = not tail
+        if tail:  # the prompt may end inside a character, which the first tokens complete
+            before = b"".join(map(spelling.spell, reversed(tail)))
+            self._decoder.decode(before)
 
     def push(self, tokens: Iterable[int]) -> str:
         """Takes the next tokens and returns the text that they complete, which may be less or more than their own."""
-        new = [token for token in tokens if token not in self._special_ids]
+        special_ids, spell = self.tokenizer.special_ids, self._spelling.spell
+        with named():
+            if self._is_first:
+                tokens = list(filter(self.tokenizer.is_visible, tokens))
+                if not tokens:
+                    return ""
+                self._is_first = False
+                first, *rest = tokens
+                data = self._spelling.spell_first(first) + b"".join(map(spell, rest))
+            else:
+                data = b"".join([spell(token) for token in tokens if token not in special_ids])
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        """Ends the text and returns what was pending as U+FFFD; "" if nothing was."""
+        return self._decoder.decode(b"", True)
+
+
+class WindowDecoder(StreamDecoder):
+    """Decodes for tokenizers whose decoders look at more than one token, as `BPEDecoder` does.
+
+    1. A token is *pending* while the text so far ends within a character, at most for a few tokens.
+    2. What is new is handed out, and the tokens it came from stay as the *context* of those that follow.
+    3. `flush` hands out what is pending.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, spelling: Spelling, after: Sequence[int]) -> None:
+        super().__init__(tokenizer, spelling, after)
+        visible = filter(tokenizer.is_visible, reversed(after))
+        self._tokens = [*itertools.islice(visible, _CHARACTER_BYTES_MAX)][::-1]  # the context, then what is pending
+        self._context_count = len(self._tokens)
+        self._context_text = tokenizer.decode(self._tokens)
+
+    def push(self, tokens: Iterable[int]) -> str:
+        new = [token for token in tokens if token not in self.tokenizer.special_ids]
         if not new:
             return ""
         self._tokens += new
-        text = self._tokenizer.decode(self._tokens)
-        if text.endswith(REPLACEMENT) or len(text) <= len(self._context_text):
+        text = self.tokenizer.decode(self._tokens)
+        is_pending = text.endswith(REPLACEMENT) and len(self._tokens) - self._context_count < _CHARACTER_BYTES_MAX
+        if is_pending or len(text) <= len(self._context_text):
             return ""
         return self._hand_out(text)
 
     def flush(self) -> str:
-        """Ends the text and returns what was pending; "" if nothing was."""
-        return self._hand_out(self._tokenizer.decode(self._tokens))
+        return self._hand_out(self.tokenizer.decode(self._tokens))
 
     def _hand_out(self, text: str) -> str:
         piece = text[len(self._context_text) :]
         del self._tokens[: self._context_count]
         self._context_count = len(self._tokens)
-        self._context_text = self._tokenizer.decode(self._tokens)
+        self._context_text = self.tokenizer.decode(self._tokens)
         return piece

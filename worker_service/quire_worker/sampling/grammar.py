@@ -1,6 +1,7 @@
 """What a text has to be, as masks over the vocabulary: JSON schemas, regular expressions, grammars, choices.
 
-    1. compiled   on a thread of its own, for a bounded time and size; what cannot be compiled is told to its caller
+    1. compiled   in a process of its own first, which says how large it is (`structures.py`), then here, on a thread;
+                  what cannot be compiled is told to its caller
     2. begun      each sample of a request has a matcher, a copy of what was compiled
     3. followed   a mask before each token, of all samples of a batch together, and the token after it
     4. ended      with an end-of-text token, which is allowed where the text is whole
@@ -11,23 +12,36 @@ its fuel: a grammar that runs out of it fails its own request.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from decimal import Decimal, InvalidOperation
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from quire_worker.sampling.masks import word_count
 from quire_worker.sampling.params import Structure, StructureKind
+from quire_worker.sampling.words import word_count
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 ERROR_CHARACTERS_MAX = 300
 CACHED_GRAMMAR_COUNT_MAX = 64
+CACHED_BYTES_MAX = 64 << 20  # of these
+BYTES_MAX = 128 << 20  # of these and all that requests still use
+GRAMMAR_BYTES_MIN = 64 << 10  # that a small one counts for
+INTEGER_MAX: Final = 1 << 53  # numbers are float64 at llguidance, which is silent about those that it rounds
+INT64_MAX: Final = (1 << 63) - 1  # a common bound, that rounds up and is cut off to itself
 # JSON without optional whitespace: a model that is not sure of itself can fill any number of tokens with it.
 JSON_OPTIONS = {"whitespace_flexible": False}
+
+
+class GrammarsFullError(Exception):
+    """Structures of running requests take all the memory that there is for them."""
 
 
 class GrammarError(ValueError):
@@ -40,6 +54,7 @@ class Matcher:
     def __init__(self, matcher: LLMatcher, eos_token_ids: Collection[int]) -> None:
         """Takes over a matcher of llguidance."""
         self._matcher = matcher
+        self._whole: Matcher | None = None  # of a copy, what was compiled: it lives as long as any of them
         self._eos_token_ids = eos_token_ids
         self.has_ended = False
 
@@ -72,7 +87,7 @@ class Matcher:
     def copy(self) -> Matcher:
         """Returns the same for a text that goes on from here by itself."""
         twin = Matcher(self._matcher.deep_copy(), self._eos_token_ids)
-        twin.has_ended = self.has_ended
+        twin.has_ended, twin._whole = self.has_ended, self._whole or self
         return twin
 
 
@@ -85,7 +100,7 @@ def masks_of(matchers: Sequence[Matcher], vocabulary: int) -> np.ndarray:
 
 
 class Grammars:
-    """Compiles structures for one model. `compile` may be called from any thread.
+    """Compiles structures for one model, and keeps those that were used last. Any thread may call it.
 
     Args:
         tokenizer: returns the tokenizer's JSON; called once, when the first structure comes.
@@ -97,36 +112,66 @@ class Grammars:
         self._describe_tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < vocabulary)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a matcher may be collected while it is held
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: dict[Structure, Matcher] = {}  # the latest last
+        self._kept: dict[Structure, tuple[Matcher, int]] = {}  # with its bytes; the latest last
+        self._byte_count = 0  # of all matchers that somebody has
 
-    def compile(self, structure: Structure) -> Matcher:
-        """Returns the matcher of a text that has not begun.
+    def known(self, structure: Structure) -> Matcher | None:
+        """Returns the matcher of a text that has not begun, if the structure is kept."""
+        with self._lock:
+            kept = self._kept.pop(structure, None)
+            if kept is None:
+                return None
+            self._kept[structure] = kept
+            return kept[0].copy()
+
+    def compile(self, structure: Structure, byte_count: int = 0) -> Matcher:
+        """Returns the matcher of a text that has not begun, and keeps it.
+
+        Args:
+            structure: what the text has to be.
+            byte_count: that it is known to take.
 
         Raises:
             GrammarError: llguidance does not take it, or the model has no token to end a text with.
+            GrammarsFullError: there is no room for it.
         """
+        byte_count = max(byte_count, GRAMMAR_BYTES_MIN)
         with self._lock:
-            known = self._compiled.pop(structure, None)
-            if known is not None:
-                self._compiled[structure] = known
-                return known.copy()
+            while self._kept and self._byte_count + byte_count > CACHED_BYTES_MAX:
+                del self._kept[next(iter(self._kept))]
+            if self._byte_count + byte_count > BYTES_MAX:
+                raise GrammarsFullError
+        matcher = self.compiled(structure)
+        with self._lock:
+            self._byte_count += byte_count
+            weakref.finalize(matcher, self._let_go, byte_count)
+            self._kept[structure] = matcher, byte_count
+            while len(self._kept) > CACHED_GRAMMAR_COUNT_MAX:
+                del self._kept[next(iter(self._kept))]
+        return matcher.copy()
+
+    def compiled(self, structure: Structure) -> Matcher:
+        """Returns the matcher of a text that has not begun, kept by nobody else.
+
+        Raises:
+            GrammarError: as of `compile`.
+        """
         name = structure.kind.value
         if not self._eos_token_ids:
             raise GrammarError(f"{name} needs a model with an end-of-text token")
-        matcher = self._new_matcher(name, _grammar_of(structure))
+        return self._new_matcher(name, _grammar_of(structure))
+
+    def _let_go(self, byte_count: int) -> None:
         with self._lock:
-            self._compiled[structure] = matcher
-            while len(self._compiled) > CACHED_GRAMMAR_COUNT_MAX:
-                del self._compiled[next(iter(self._compiled))]
-        return matcher.copy()
+            self._byte_count -= byte_count
 
     def _new_matcher(self, name: str, grammar: str) -> Matcher:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer_of_model(), grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(self.prepare(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
             what = " ".join(matcher.get_error().split())  # one line of its several
             raise GrammarError(f"{name} cannot be used: {what[:ERROR_CHARACTERS_MAX]}")
@@ -137,7 +182,8 @@ class Grammars:
             raise GrammarError(f"{name} cannot be used: no text fits it, or it is too complex to tell")
         return ready
 
-    def _tokenizer_of_model(self) -> LLTokenizer:
+    def prepare(self) -> LLTokenizer:
+        """Reads the tokenizer, if that was not done before, and returns it."""
         from llguidance import LLTokenizer
 
         with self._lock:
@@ -158,6 +204,7 @@ def _grammar_of(structure: Structure) -> str:
 
     text = structure.texts[0]
     if structure.kind is StructureKind.JSON_SCHEMA:
+        check_numbers(text)
         try:
             return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
         except ValueError as error:
@@ -165,5 +212,27 @@ def _grammar_of(structure: Structure) -> str:
     if structure.kind is StructureKind.REGEX:
         return LLMatcher.grammar_from_regex(text)
     if structure.kind is StructureKind.GRAMMAR:
+        for schema in re.split(r"%json\b", text)[1:]:
+            check_numbers(schema.lstrip())
         return LLMatcher.grammar_from_lark(text)
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in structure.texts))
+
+
+def check_numbers(schema: str) -> None:
+    """Looks at the numbers of the JSON text that a string begins with; what is no JSON is for others to refuse.
+
+    Raises:
+        GrammarError: one of them could not be kept as it is written.
+    """
+    decoder = json.JSONDecoder(parse_int=_check_number, parse_float=_check_number)
+    with contextlib.suppress(json.JSONDecodeError, RecursionError):
+        decoder.raw_decode(schema)
+
+
+def _check_number(written: str) -> None:
+    with contextlib.suppress(InvalidOperation, OverflowError):
+        number = Decimal(written)
+        if number == INT64_MAX or (abs(number) <= INTEGER_MAX and number == Decimal(repr(float(written)))):
+            return
+    what = "numbers of a schema must be from -2^53 to 2^53, with no more digits than a float64 keeps"
+    raise GrammarError(f"json_schema has the number {written[:32]}, which would be rounded: {what}")

@@ -7,10 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-
-def word_count(vocabulary: int) -> int:
-    """Counts the words that have a bit for each token."""
-    return -(-vocabulary // 32)
+from quire_worker.sampling.words import word_count
 
 
 def pack(tokens: Iterable[int], vocabulary: int) -> np.ndarray:

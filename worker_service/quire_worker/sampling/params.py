@@ -172,10 +172,10 @@ class SamplingParams:
             raise ParameterError("num_beams", f"{self.num_beams} needs more tokens than the vocabulary's {size}")
 
     def _check_tokens(self) -> None:
-        _check_count("stop_token_ids", self.stop_token_ids, STOP_TOKEN_COUNT_MAX)
-        _check_count("logit_bias", self.logit_bias, BIAS_COUNT_MAX)
-        _check_count("allowed_token_ids", self.allowed_token_ids, TOKEN_LIST_COUNT_MAX)
-        _check_count("banned_token_ids", self.banned_token_ids, TOKEN_LIST_COUNT_MAX)
+        check_count("stop_token_ids", self.stop_token_ids, STOP_TOKEN_COUNT_MAX)
+        check_count("logit_bias", self.logit_bias, BIAS_COUNT_MAX)
+        check_count("allowed_token_ids", self.allowed_token_ids, TOKEN_LIST_COUNT_MAX)
+        check_count("banned_token_ids", self.banned_token_ids, TOKEN_LIST_COUNT_MAX)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids"):
             for token in getattr(self, name):
                 _check_integer(name, token, 0, INT32_MAX)
@@ -184,7 +184,7 @@ class SamplingParams:
 
     def _check_ends(self) -> None:
         _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_count("stop", self.stop, STOP_TEXT_COUNT_MAX)
+        check_count("stop", self.stop, STOP_TEXT_COUNT_MAX)
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= STOP_CHARACTER_COUNT_MAX:
                 raise ParameterError("stop", f"must be texts of 1 to {STOP_CHARACTER_COUNT_MAX} characters")
@@ -217,7 +217,7 @@ _NOT_WITH_BEAMS = (
 def _check_structure(structure: Structure) -> None:
     name = structure.kind.value
     if structure.kind is StructureKind.CHOICE:
-        _check_count(name, structure.texts, CHOICE_COUNT_MAX)
+        check_count(name, structure.texts, CHOICE_COUNT_MAX)
     if not structure.texts or not all(structure.texts):
         raise ParameterError(name, "must not be empty")
     byte_count = sum(len(text.encode()) for text in structure.texts)
@@ -245,6 +245,11 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
         raise ParameterError(name, f"must be an integer from {low} to {high}, not {value!r}")
 
 
-def _check_count(name: str, values: Sequence[object] | Mapping[int, float], most: int) -> None:
+def check_count(name: str, values: Sequence[object] | Mapping[int, float], most: int) -> None:
+    """Refuses a list that is too long.
+
+    Raises:
+        ParameterError: it is.
+    """
     if len(values) > most:
         raise ParameterError(name, f"must be at most {most}, not {len(values)}")

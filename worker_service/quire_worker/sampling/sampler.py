@@ -22,10 +22,11 @@ import torch
 from quire_worker.sampling.choice import Choose, sample
 from quire_worker.sampling.grammar import Matcher, masks_of
 from quire_worker.sampling.logprobs import Ranking, TokenLogprobs, rank
-from quire_worker.sampling.masks import apply_masks, pack, word_count
+from quire_worker.sampling.masks import apply_masks, pack
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.sampling.random_numbers import new_generator
 from quire_worker.sampling.token_edits import TokenEdits, apply_edits
+from quire_worker.sampling.words import word_count
 
 
 @dataclass(slots=True, eq=False)

@@ -42,6 +42,7 @@ class TokenEdits:
         self._params = params
         self._stop_token_ids = np.array(sorted(set(stop_token_ids)) if params.min_tokens else [], dtype=np.int64)
         self._output_count = 0
+        self._is_shared = False
         biases = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
         seen = set(prompt) if params.repetition_penalty != 1 else set()
         tokens = [*biases, *(seen - biases.keys())]
@@ -61,6 +62,10 @@ class TokenEdits:
         self._output_count += 1
         if not self._params.has_penalties:
             return
+        if self._is_shared:
+            self._is_shared, self._place = False, dict(self._place)
+            self._token, self._bias = self._token.copy(), self._bias.copy()
+            self._is_seen, self._count = self._is_seen.copy(), self._count.copy()
         place = self._place.get(token)
         if place is None:
             place = self._place[token] = self._size
@@ -83,11 +88,9 @@ class TokenEdits:
 
     def copy(self) -> TokenEdits:
         """Returns the same for a sample that goes on from here by itself."""
+        self._is_shared = True  # what both hold, until one of them counts a token: most never do
         twin = object.__new__(TokenEdits)
         twin.__dict__.update(self.__dict__)
-        twin._place = dict(self._place)
-        twin._token, twin._bias = self._token.copy(), self._bias.copy()
-        twin._is_seen, twin._count = self._is_seen.copy(), self._count.copy()
         return twin
 
     def _without_stops(self, columns: EditColumns) -> EditColumns:

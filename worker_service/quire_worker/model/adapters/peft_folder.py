@@ -7,25 +7,29 @@ dropped would give wrong text without an error.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from quire_worker.model.adapters.adapter import Adapter, Factors
 from quire_worker.model.adapters.sites import Site
 from quire_worker.model.checkpoint import CheckpointError, ModelError
-from quire_worker.model.headers import TensorEntry, read_header
+from quire_worker.model.headers import TensorEntry, header_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_BYTES_MAX = 1 << 20
-_PIECE_BYTES = 1 << 20
+_HEADER_BYTES_MAX = 1 << 20  # of a file of weights, beside them
 _NAME = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight$")
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 # What says nothing of how a loaded adapter is computed: where it comes from, how it was begun and trained, and which
@@ -33,12 +37,15 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 _MEANINGLESS = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
-        "lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+        "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
         "layers_to_transform", "layers_pattern", "exclude_modules", "megatron_core", "runtime_config",
         "qalora_group_size", "ensure_weight_tying",
     }
 )  # fmt: skip
-_KNOWN = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias"})
+_KNOWN = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias", "init_lora_weights"})
+# How an adapter may have been begun: with these its base stays as it is. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change
+# the base's weights, when an adapter is made and again when PEFT loads it (peft/tuners/lora/layer.py, `update_layer`).
+_BEGINNINGS = frozenset({"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"})
 
 
 class AdapterError(ModelError):
@@ -61,7 +68,13 @@ class AdapterLimits:
 
 
 def read_adapter(
-    name: str, folder: Path, sites: Mapping[str, Site], limits: AdapterLimits, device: torch.device
+    name: str,
+    folder: Path,
+    sites: Mapping[str, Site],
+    limits: AdapterLimits,
+    device: torch.device,
+    *,
+    below: Path | None = None,
 ) -> Adapter:
     """Reads an adapter and compares it with the model that is to have it.
 
@@ -71,18 +84,22 @@ def read_adapter(
         sites: of the model.
         limits: rank and bytes are looked at before any tensor is read.
         device: of the model.
+        below: folder, without links in it, that its files have to be in; None where the one who chose it is trusted.
 
     Raises:
         AdapterError: a file is missing or damaged, the configuration asks for something that is not served, a layer is
             not in the model or has another shape, or a limit is passed.
     """
     try:
-        entries = read_header(folder / _WEIGHTS)
-        config, written = _read_config(folder / _CONFIG)
+        # Each file is read once: what is checked, what is computed with, and the digest are of the same bytes.
+        weights = _read(folder, _WEIGHTS, limits.byte_count_max + _HEADER_BYTES_MAX, below)
+        entries = header_of(_WEIGHTS, io.BytesIO(weights), len(weights))
+        written = _read(folder, _CONFIG, _CONFIG_BYTES_MAX, below)
     except OSError as error:
         raise AdapterError(f"{folder} has no {Path(str(error.filename)).name} that can be read") from error
     except CheckpointError as error:
         raise AdapterError(str(error)) from error
+    config = _config_of(folder / _CONFIG, written)
     scale = _scale_of(config, limits)
     pairs = _pairs_of(entries, sites, int(config["r"]))
     _check_targets(config["target_modules"], pairs)
@@ -92,23 +109,41 @@ def read_adapter(
             f"{folder.name} takes {byte_count:,} bytes, and {limits.byte_count_max:,} are left for adapters"
         )
     try:
-        with safe_open(folder / _WEIGHTS, framework="pt", backend="pread") as file:
-            factors = {}
-            for layer, (down, up) in pairs.items():
-                a, b = file.get_tensor(down).float(), file.get_tensor(up).float()
-                if not (a.isfinite().all() and b.isfinite().all()):
-                    raise AdapterError(f"{_WEIGHTS} holds NaN or infinity for layer {layer}")
-                factors[layer] = Factors(a.to(device), (b * scale).to(device))
-    except (SafetensorError, OSError) as error:
+        tensors = load(weights)
+    except (SafetensorError, ValueError, KeyError) as error:
         raise AdapterError(f"{_WEIGHTS} in {folder} cannot be read: {error}") from error
-    return Adapter(name, _digest(written, folder / _WEIGHTS), int(config["r"]), factors)
+    factors = {}
+    for layer, (down, up) in pairs.items():
+        a, b = tensors.pop(down).float(), tensors.pop(up).float()
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise AdapterError(f"{_WEIGHTS} holds NaN or infinity for layer {layer}")
+        factors[layer] = Factors(a.to(device), (b * scale).to(device))
+    return Adapter(name, _digest(written, weights), int(config["r"]), factors)
 
 
-def _read_config(path: Path) -> tuple[dict[str, Any], bytes]:
-    written = path.read_bytes() if path.stat().st_size <= _CONFIG_BYTES_MAX else b""
+def _read(folder: Path, name: str, byte_count_max: int, below: Path | None) -> bytes:
+    """Returns a file of an adapter.
+
+    Raises:
+        OSError: it cannot be read.
+        AdapterError: it is too large, no file, or a link leads out of the folder that adapters may be loaded from.
+    """
+    path = (folder / name).resolve(strict=True)
+    if below is not None and not path.is_relative_to(below):
+        raise AdapterError(f"{folder.name}/{name} is a link that leads out of this worker's --adapter-folder")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise AdapterError(f"{folder.name}/{name} is no file")
+        data = file.read(byte_count_max + 1)
+    if len(data) > byte_count_max:
+        raise AdapterError(f"{folder.name}/{name} has more than the {byte_count_max:,} bytes that are left for it")
+    return data
+
+
+def _config_of(path: Path, written: bytes) -> dict[str, Any]:
     try:
-        config = json.loads(written)
-        return dict(config.items()), written
+        return dict(json.loads(written).items())
     except (ValueError, AttributeError, RecursionError):
         raise AdapterError(f"{path} is no JSON object of at most {_CONFIG_BYTES_MAX:,} bytes") from None
 
@@ -123,6 +158,12 @@ def _scale_of(config: Mapping[str, Any], limits: AdapterLimits) -> float:
         raise AdapterError(f"{_CONFIG} asks for {option} ({value!r:.40}), which is not served")
     if config.get("bias", "none") != "none":
         raise AdapterError(f"{_CONFIG} asks for bias ({config['bias']!r}), which is not served")
+    begun = config.get("init_lora_weights", True)
+    if str(begun).lower() not in _BEGINNINGS:
+        raise AdapterError(
+            f"{_CONFIG} has init_lora_weights = {begun!r:.40}, which changes the base model's weights; save the adapter"
+            " with PEFT's path_initial_model_for_weight_conversion, which makes plain LoRA of it"
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise AdapterError(f"{_CONFIG} has rank r = {rank!r}, which is no number above 0")
@@ -170,10 +211,8 @@ def _check_targets(targets: str | list[object], pairs: Mapping[str, object]) -> 
             raise AdapterError(f"{_CONFIG} targets {target!r}, of which {_WEIGHTS} has no layer")
 
 
-def _digest(config: bytes, weights: Path) -> bytes:
+def _digest(config: bytes, weights: bytes) -> bytes:
     """Returns SHA256("quire/adapter/1" | uint64 length of the configuration | configuration | weights)."""
     state = hashlib.sha256(b"quire/adapter/1" + len(config).to_bytes(8, "little") + config)
-    with weights.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            state.update(piece)
+    state.update(weights)
     return state.digest()

@@ -1,0 +1,109 @@
+"""Tokenizers of every kind of decoder, small enough to be built in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quire_worker.model.tokenizer import Tokenizer
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = ["the", "for", "hello", "a", "b", "don't", ".", ",", "play", "e"]
+
+
+def _with_pieces(pieces: list[str], decoder: Any, *, prepends: bool) -> Backend:
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    replace = normalizers.Replace(" ", SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prepends else replace  # type: ignore[assignment]
+    backend.decoder = decoder
+    return backend
+
+
+def _sentencepiece_pieces() -> list[str]:
+    words = [f"{SPACE}{word}" for word in WORDS]
+    return ["<unk>", "<s>", "</s>", *BYTES, SPACE, SPACE * 2, *words, *WORDS, *"abcdehlortfn'"]
+
+
+def llama_2() -> Backend:
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return _with_pieces(_sentencepiece_pieces(), decoders.Sequence(parts), prepends=True)
+
+
+def gemma() -> Backend:
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return _with_pieces(_sentencepiece_pieces(), decoders.Sequence(parts), prepends=False)
+
+
+def metaspace() -> Backend:
+    pieces = [piece for piece in _sentencepiece_pieces() if piece not in BYTES]
+    return _with_pieces(pieces, decoders.Metaspace(prepend_scheme="always"), prepends=True)
+
+
+def metaspace_with_bytes() -> Backend:
+    parts = [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]
+    return _with_pieces(_sentencepiece_pieces(), decoders.Sequence(parts), prepends=True)
+
+
+def unigram() -> Backend:
+    pieces = [piece for piece in dict.fromkeys(_sentencepiece_pieces()) if piece not in BYTES]
+    backend = Backend(models.Unigram([(piece, -float(len(pieces))) for piece in pieces], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
+    backend.decoder = decoders.Metaspace()  # type: ignore[assignment]
+    return backend
+
+
+def byte_level() -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator([" ".join(WORDS)] * 4, trainer)
+    backend.add_tokens([AddedToken("<think> ", special=False), AddedToken("é", special=False)])
+    return backend
+
+
+def word_piece() -> Backend:
+    pieces = ["[UNK]", "<s>", "</s>", *WORDS, *(f"##{word}" for word in WORDS), "##", "n't"]
+    backend = Backend(models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    backend.decoder = decoders.WordPiece(prefix="##", cleanup=True)  # type: ignore[assignment]
+    return backend
+
+
+def word_ends() -> Backend:
+    pieces = ["<unk>", "<s>", "</s>", *(f"{word}</w>" for word in WORDS), *WORDS]
+    backend = Backend(models.BPE({piece: number for number, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    backend.decoder = decoders.BPEDecoder(suffix="</w>")  # type: ignore[assignment]
+    return backend
+
+
+def no_decoder() -> Backend:
+    backend = Backend(
+        models.WordLevel({"[UNK]": 0, "<s>": 1, "</s>": 2} | {w: n + 3 for n, w in enumerate(WORDS)}, "[UNK]")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    return backend
+
+
+KINDS: dict[str, Callable[[], Backend]] = {
+    "llama_2": llama_2, "gemma": gemma, "metaspace": metaspace, "metaspace_with_bytes": metaspace_with_bytes,
+    "unigram": unigram, "byte_level": byte_level, "word_piece": word_piece, "word_ends": word_ends,
+    "no_decoder": no_decoder,
+}  # fmt: skip
+
+
+def built(kind: str, folder: Path) -> tuple[Tokenizer, Backend]:
+    """Returns a tokenizer as a worker reads it from a folder, and the library's own."""
+    backend = KINDS[kind]()
+    backend.add_special_tokens([AddedToken(each, special=True) for each in ("<s>", "</s>", "<|user|>")])
+    wrapped: Any = PreTrainedTokenizerFast
+    wrapped(tokenizer_object=backend).save_pretrained(folder)
+    return Tokenizer(folder), backend

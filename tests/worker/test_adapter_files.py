@@ -1,0 +1,115 @@
+"""The files of an adapter: read once, from where they may lie, and refused where PEFT would change the base."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from peft import LoraConfig
+from quire.errors import QuireError, Reason
+from quire_worker.adapters import LIMITS, Adapters
+from quire_worker.model.adapters import peft_folder
+from quire_worker.model.adapters.peft_folder import AdapterError
+
+from tests.worker.adapter_folders import CONFIG, WEIGHTS, change_config, write_adapter
+from tests.worker.engine_harness import paged_model
+from tests.worker.tiny_models import write_tiny_llama
+
+
+class Files(NamedTuple):
+    """A checkpoint, and its adapters by name."""
+
+    base: Path
+    adapters: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    root = tmp_path_factory.mktemp("files")
+    (root / "base").mkdir()
+    write_tiny_llama(root / "base")
+    return Files(
+        root / "base", {name: write_adapter(root / name, root / "base", seed=seed) for seed, name in enumerate("ab")}
+    )
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+async def test_files_of_an_adapter_that_a_call_loads_are_below_the_folder_too(
+    files: Files, tmp_path: Path, name: str
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(files.adapters["a"], root / "a")
+    (root / "a" / name).rename(tmp_path / name)
+    (root / "a" / name).symlink_to(tmp_path / name)
+    adapters = Adapters(paged_model(files.base), LIMITS, root)
+    with pytest.raises(QuireError, match="leads out of this worker's --adapter-folder") as caught:
+        await adapters.load("a", "a")
+    assert caught.value.reason is Reason.ADAPTER_UNUSABLE
+    (root / "blobs").mkdir()
+    (tmp_path / name).rename(root / "blobs" / "x")  # as the cache of Hugging Face has it
+    (root / "a" / name).unlink()
+    (root / "a" / name).symlink_to(root / "blobs" / "x")
+    assert (await adapters.load("a", "a")).name == "a"
+
+
+def test_a_digest_is_of_the_bytes_that_are_computed_with(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = paged_model(files.base)
+    expected = {name: Adapters(model).read(name, files.adapters[name]) for name in ("a", "b")}
+    folder = shutil.copytree(files.adapters["a"], tmp_path / "changing")
+    read = peft_folder._read
+
+    def read_and_replace(of: Path, name: str, *limits: Any) -> bytes:
+        data = read(of, name, *limits)
+        shutil.copy(files.adapters["b"] / name, folder / name)
+        return data
+
+    monkeypatch.setattr(peft_folder, "_read", read_and_replace)
+    adapter = Adapters(model).read("a", folder)
+    assert adapter.digest == expected["a"].digest
+    for layer, factors in adapter.factors.items():
+        assert torch.equal(factors.up, expected["a"].factors[layer].up)
+
+
+@pytest.mark.parametrize("begun", [True, False, None, "gaussian", "eva", "orthogonal"])
+def test_how_plain_lora_was_begun_means_nothing(files: Files, tmp_path: Path, begun: object) -> None:
+    folder = shutil.copytree(files.adapters["a"], tmp_path / "a")
+    change_config(folder, init_lora_weights=begun)
+    assert Adapters(paged_model(files.base)).read("a", folder).rank == 4
+
+
+def test_every_field_of_the_installed_peft_is_honoured_refused_or_known_to_mean_nothing() -> None:
+    looked_at = peft_folder._KNOWN | peft_folder._MEANINGLESS
+    refused_unless_false = {
+        "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "megatron_config", "use_dora",
+        "trainable_token_indices", "velora_config", "alora_invocation_tokens", "use_qalora", "monteclora_config",
+        "layer_replication", "lora_bias", "target_parameters", "use_bdlora", "arrow_config", "kasa_config",
+    }  # fmt: skip
+    fields = {each.name for each in dataclasses.fields(LoraConfig)}
+    assert not fields - looked_at - refused_unless_false, "a new field: look at what it does to an adapter"
+    assert not looked_at & refused_unless_false
+
+
+@pytest.mark.parametrize(
+    "begun", ["pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga", "of tomorrow"]
+)
+def test_an_adapter_that_changes_its_base_is_refused(files: Files, tmp_path: Path, begun: str) -> None:
+    folder = shutil.copytree(files.adapters["a"], tmp_path / "a")
+    change_config(folder, init_lora_weights=begun)
+    with pytest.raises(AdapterError, match=f"init_lora_weights = '{begun}', which changes the base model's weights"):
+        Adapters(paged_model(files.base)).read("a", folder)
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_what_is_no_file_is_refused(files: Files, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(files.adapters["a"], tmp_path / "a")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(AdapterError, match=f"{name} is no file"):
+        Adapters(paged_model(files.base)).read("a", folder)

@@ -1,0 +1,117 @@
+"""The text of an answer is what its tokens add to the text of the prompt: streamed, whole, and in bytes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from quire_worker.model.spelling import Spelling
+from quire_worker.model.tokenizer import Tokenizer
+
+from tests.worker.built_tokenizers import BYTES, KINDS, built
+
+
+def pieces_of(tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> list[str]:
+    stream = tokenizer.new_stream(prompt)
+    return [*(stream.push([token]) for token in answer), stream.flush()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_is_what_decoding_prompt_and_answer_together_adds(kind: str, tmp_path: Path) -> None:
+    tokenizer, backend = built(kind, tmp_path)
+    dice = random.Random(kind)
+    raw = {backend.token_to_id(piece) for piece in BYTES} if kind != "byte_level" else set(range(256))
+    whole = [token for token in range(backend.get_vocab_size()) if token not in raw]
+    for _ in range(300):
+        prompt = dice.choices(whole, k=dice.randrange(6))
+        answer = dice.choices(whole, k=dice.randrange(1, 8))
+        before = backend.decode(prompt)
+        together = backend.decode(prompt + answer)
+        assert together.startswith(before)
+        assert "".join(pieces_of(tokenizer, prompt, answer)) == together[len(before) :], (prompt, answer)
+        at_once = tokenizer.new_stream(prompt)
+        assert at_once.push(answer) + at_once.flush() == together[len(before) :]
+
+
+@pytest.mark.parametrize("kind", set(KINDS) - {"word_ends"})
+def test_the_bytes_of_an_answers_tokens_are_its_text(kind: str, tmp_path: Path) -> None:
+    tokenizer, backend = built(kind, tmp_path)
+    special = set(backend.get_added_tokens_decoder()) - {backend.token_to_id("é"), backend.token_to_id("<think> ")}
+    dice = random.Random(kind)
+    prompt = [backend.token_to_id("the") or backend.encode("the").ids[0]]
+    for _ in range(100):
+        answer = [token for token in dice.choices(range(backend.get_vocab_size()), k=6) if token not in special]
+        spelled = b"".join(tokenizer.spell(answer)).decode(errors="replace")
+        assert "".join(pieces_of(tokenizer, prompt, answer)) == spelled, answer
+
+
+def test_an_answer_keeps_the_space_of_its_first_token_and_an_answer_to_nothing_does_not(tmp_path: Path) -> None:
+    tokenizer, backend = built("llama_2", tmp_path)
+    hello, the, start = map(backend.token_to_id, ("▁hello", "▁the", "<s>"))
+    assert pieces_of(tokenizer, [start, the], [hello, hello]) == [" hello", " hello", ""]
+    assert pieces_of(tokenizer, [start], [hello, hello]) == ["hello", " hello", ""]
+
+
+@pytest.mark.parametrize("kind", ["llama_2", "gemma", "metaspace_with_bytes", "byte_level"])
+def test_characters_of_several_tokens_come_whole_also_where_the_prompt_ends_inside_one(
+    kind: str, tmp_path: Path
+) -> None:
+    tokenizer, _ = built(kind, tmp_path)
+    tokens = byte_tokens(kind, tokenizer, "漢😀".encode())
+    assert pieces_of(tokenizer, [], tokens) == ["", "", "漢", "", "", "", "😀", ""]
+    assert pieces_of(tokenizer, tokens[:2], tokens[2:]) == ["漢", "", "", "", "😀", ""]
+    assert pieces_of(tokenizer, tokens, tokens[:2]) == ["", "", "\ufffd"]
+
+
+@pytest.mark.parametrize("kind", ["llama_2", "gemma", "metaspace_with_bytes", "byte_level"])
+def test_bytes_that_are_no_character_come_at_once(kind: str, tmp_path: Path) -> None:
+    tokenizer, _ = built(kind, tmp_path)
+    tokens = byte_tokens(kind, tokenizer, b"\x80" * 50 + b"\xff")
+    assert pieces_of(tokenizer, [], tokens) == ["\ufffd"] * 51 + [""]
+
+
+def test_random_bytes_are_what_the_library_makes_of_them(tmp_path: Path) -> None:
+    tokenizer, backend = built("byte_level", tmp_path)
+    dice = random.Random(7)
+    for _ in range(300):
+        data = bytes(dice.choices([*range(256), *[0xE2, 0x98, 0x83, 0xED, 0xA0, 0xF0, 0x9F] * 8], k=12))
+        tokens = byte_tokens("byte_level", tokenizer, data)
+        assert "".join(pieces_of(tokenizer, [], tokens)) == backend.decode(tokens) == data.decode(errors="replace")
+
+
+def test_a_push_looks_at_its_own_tokens_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, _ = built("byte_level", tmp_path)
+    tokens = byte_tokens("byte_level", tokenizer, b"\x80") * 1_000
+    spelled: list[int] = []
+    spell = Spelling.spell
+    monkeypatch.setattr(Spelling, "spell", lambda self, token: spelled.append(token) or spell(self, token))
+    pieces_of(tokenizer, [], tokens)
+    assert len(spelled) <= 1_001
+
+
+def test_a_decoder_that_looks_further_holds_back_a_few_tokens_at_most(tmp_path: Path) -> None:
+    tokenizer, backend = built("word_ends", tmp_path)
+    word = backend.token_to_id("hello</w>")
+    assert pieces_of(tokenizer, [word], [word] * 3) == [" hello"] * 3 + [""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_are_echoed_are_written_as_the_library_decodes_them(kind: str, tmp_path: Path) -> None:
+    tokenizer, backend = built(kind, tmp_path)
+    dice = random.Random(kind)
+    special = [backend.token_to_id(each) for each in ("<s>", "</s>", "<|user|>")]
+    ordinary = [*backend.encode("the hello").ids, *backend.encode("for").ids]
+    for _ in range(100):
+        tokens = [*dice.choices(special, k=dice.randrange(2)), *dice.choices(ordinary, k=4)]
+        if not kind.startswith("word") and kind != "no_decoder":
+            tokens += dice.choices(special + ordinary, k=4)
+        assert tokenizer.written([*tokens, 1 << 20]) == backend.decode(tokens, skip_special_tokens=False)
+    assert tokenizer.written([]) == ""
+
+
+def byte_tokens(kind: str, tokenizer: Tokenizer, data: bytes) -> list[int]:
+    by_bytes = {tokenizer.spell([token])[0]: token for token in reversed(range(tokenizer.vocab_size))}
+    if kind != "byte_level":
+        by_bytes = {bytes([byte]): tokenizer.vocabulary()[piece] for byte, piece in enumerate(BYTES)}
+    return [by_bytes[bytes([byte])] for byte in data]

@@ -1,0 +1,135 @@
+"""What is computed of callers' texts, beside the event loop and within bounds.
+
+A long text, or a long list of tokens, has another thread than short ones, which nobody can therefore hold up for long.
+Chat templates are programs and have a process (`aside/bench.py`): a short conversation is written down at once, long
+ones one after another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import structlog
+from quire.errors import QuireError, Reason
+from quire.v1 import worker_pb2 as pb
+
+from quire_worker.aside.bench import Bench, Limits, OverLimitError
+from quire_worker.aside.threads import Threads
+from quire_worker.model.conversation import Conversation, ConversationError, read_conversation
+from quire_worker.model.tokenizer import NoTokenizer, NoTokenizerError, Tokenizer, TokenizerError
+
+log = structlog.get_logger()
+
+TEXT_BYTES_MAX = 1 << 20
+SHORT_MAX = 16 << 10  # bytes of a text, or tokens: a few milliseconds
+SHORT_CONVERSATION_BYTES_MAX = 64 << 10  # a template that looks at each message for each message takes 0.1 s for it
+WAITING_MAX = 64  # long ones
+ANSWER_TOKENS_MAX = 16 << 10  # a few milliseconds
+ResultT = TypeVar("ResultT")
+TEMPLATE_S_MAX = 10  # for one conversation, the time that it waits for others included
+LIMITS = Limits(memory_bytes=128 << 20, cpu_s=1, wall_s=TEMPLATE_S_MAX)
+
+
+class Texts:
+    """Encodes, decodes and writes down for one tokenizer. For the event loop alone.
+
+    All raise NoTokenizerError where there is none, TokenizerError where it fails, and QuireError QUEUE_FULL where too
+    many wait.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._short = Threads("tokenized", 2, 1 << 14)
+        self._long = Threads("tokenized", 1, WAITING_MAX)
+        template = tokenizer.chat_template
+        about = {"templates": template.sources, "variables": template.variables}
+        self._bench = Bench("templates", lambda: about, LIMITS)
+        self._numbers = itertools.count()
+        for fault in template.faults():
+            log.error("the chat template cannot be used", fault=fault)
+
+    async def warm(self) -> None:
+        """Starts the process that writes conversations down, where the checkpoint has a template."""
+        if self._tokenizer.chat_template.sources:
+            try:
+                await self._bench.warm()
+            except OSError as error:  # and the first conversation tries again
+                log.error("the process for chat templates failed", error=str(error))
+
+    def close(self) -> None:
+        """Ends the process that writes conversations down."""
+        self._bench.close()
+
+    async def encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Returns the tokens of a text, as a method of the tokenizer encodes it.
+
+        Raises:
+            QuireError: TOO_LARGE.
+        """
+        size = len(text.encode())
+        if size > TEXT_BYTES_MAX:
+            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes", field="text")
+        return await self._threads(size).run(encode, text)
+
+    async def written(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones written out."""
+        return await self._threads(len(tokens)).run(self._tokenizer.written, tokens)
+
+    async def spelled(self, tokens: Sequence[int]) -> list[bytes]:
+        """Returns the bytes of each token."""
+        return await self._threads(len(tokens)).run(self._tokenizer.spell, tokens)
+
+    async def conversation(self, given: pb.Conversation) -> list[int]:
+        """Returns the tokens of a conversation.
+
+        Raises:
+            QuireError: TOO_LARGE; BAD_PARAMETER, it is none, or the chat template refuses it.
+        """
+        if isinstance(self._tokenizer, NoTokenizer):
+            raise NoTokenizerError
+        size = given.ByteSize()
+        if size > TEXT_BYTES_MAX:
+            message = f"a conversation must be at most {TEXT_BYTES_MAX} bytes"
+            raise QuireError.of(Reason.TOO_LARGE, message, field="messages")
+        threads = self._threads(size)
+        try:
+            conversation = await threads.run(self._read, given)
+            text = await self._text_of(conversation, size)
+        except ConversationError as error:
+            raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=error.field) from None
+        return await self._threads(len(text)).run(self._tokenizer.encode_written, text)
+
+    async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
+        """Returns an answer to a caller, whose size is a number of tokens: a long one is put together on a thread."""
+        return make() if size <= ANSWER_TOKENS_MAX else await self._long.run(make)
+
+    def _read(self, given: pb.Conversation) -> Conversation:
+        conversation = read_conversation(
+            given.messages_json,
+            given.tools_json,
+            given.variables_json,
+            with_generation_prompt=not given.without_generation_prompt,
+        )
+        return self._tokenizer.sign(conversation)
+
+    async def _text_of(self, conversation: Conversation, size: int) -> str:
+        key = f"short {next(self._numbers)}" if size <= SHORT_CONVERSATION_BYTES_MAX else "long"
+        try:
+            found = await self._bench.run(conversation._asdict(), key=key, timeout_s=TEMPLATE_S_MAX)
+        except (TimeoutError, OverLimitError):
+            limits = f"{LIMITS.cpu_s} s of a processor, or {LIMITS.memory_bytes >> 20} MiB"
+            message = f"the chat template takes more than {limits}, for this conversation"
+            raise QuireError.of(Reason.TOO_LARGE, message, field="messages") from None
+        except OSError as error:
+            raise TokenizerError(f"the process for chat templates failed: {type(error).__name__}") from None
+        if "refused" in found:
+            raise ConversationError(found["refused"], found["field"])
+        if "broken" in found:
+            raise TokenizerError(found["broken"])
+        text: str = found["text"]
+        return text
+
+    def _threads(self, size: int) -> Threads:
+        return self._short if size <= SHORT_MAX else self._long

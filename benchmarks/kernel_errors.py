@@ -297,18 +297,21 @@ def drawn(dtype: torch.dtype) -> Errors:
 def main() -> None:
     """Measures everything and prints or writes what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [name_of(dtype) for dtype in DTYPES]
+    parser.add_argument("--dtypes", nargs="+", choices=names, default=names, help="(default: all)")
     add_output_arguments(parser)
     options = parser.parse_args()
+    dtypes = [dtype for dtype in DTYPES if name_of(dtype) in options.dtypes]
     torch.manual_seed(0)
     found: list[Errors] = []
-    for dtype in DTYPES:
+    for dtype in dtypes:
         found += paged(dtype)
         found.append(ragged(dtype))
         found.append(latent(dtype, (1,) * len(LENGTHS), "latent decode"))
         found.append(latent(dtype, NEW, "latent prefill"))
         found += [merged(dtype), *quantised(dtype), drawn(dtype)]
     if DEVICE.type == "cpu":
-        for dtype in DTYPES:
+        for dtype in dtypes:
             found += on_cpu(dtype)
     rows = [error.row() | {"lse_tolerance": "" if error.lse_max_abs is None else LSE_TOLERANCE} for error in found]
     publish("Errors of attention", rows, [], as_json=options.json, csv_file=options.csv)

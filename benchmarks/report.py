@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -122,7 +122,7 @@ def _write(file: Path, rows: Sequence[dict[str, object]]) -> None:
     if file.exists():
         with file.open(newline="", encoding="utf-8") as stream:
             before = [row for row in csv.DictReader(stream) if row["commit"] == rows[0]["commit"]]
-    kept = [*before, *rows]
+    kept: list[Mapping[str, object]] = [*before, *rows]
     columns = list(dict.fromkeys(column for row in kept for column in row))
     with file.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, fieldnames=columns, restval="")

@@ -7,13 +7,15 @@ COMPILED := build/compiled
 JOBS ?= 2
 # Files go out as they are named: by the number of their tests, few and long ones would be left for one process at the end.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Folders with a target of their own, since they take long; .ci/run calls all of them.
+APART := tests/e2e tests/faults tests/worker/kernels
 
 # Two processes that both use OpenMP on few cores slow each other down tenfold unless waiting threads sleep.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-interpreted test-compiled test-gpu simulate fuzz fuzz-coverage faults model check format proto bench kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean
+.PHONY: help dev demo test test-processes test-interpreted test-compiled test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,8 +34,11 @@ dev: $(READY) ## set up .venv with everything needed to work on Quire
 demo: $(READY) ## start an allocator and a worker, stream prompts that share a prefix, print what sharing saved
 	$(BIN)/python examples/demo.py
 
-test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files at a time; long ones have targets of their own
-	$(PYTEST) --ignore tests/faults
+test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files at a time; long ones have the next targets
+	$(PYTEST) $(addprefix --ignore ,$(APART))
+
+test-processes: $(READY) ## run the tests of whole deployments: processes that are started, killed and stopped
+	$(PYTEST) tests/e2e
 
 # As in the allocator's image. The first two are Python's own, which CFLAGS takes the place of; with the third, functions of
 # the core call one another directly, since no other library is to replace one.
@@ -48,7 +53,8 @@ $(COMPILED)/.ready: $(READY) $(shell find client allocator_service gateway_servi
 		--target $(COMPILED) build/sdist/*.tar.gz
 	@touch $@
 
-test-interpreted: $(READY) ## run the tests of whole models on the GPU's kernels, in Triton's interpreter
+test-interpreted: $(READY) ## run the tests of the GPU's kernels, and of whole models on them, in Triton's interpreter
+	$(PYTEST) tests/worker/kernels
 	$(PYTEST) -m interpreted tests/worker
 
 test-compiled: $(COMPILED)/.ready ## run the allocator's tests on its compiled core, as its image has it
@@ -76,11 +82,15 @@ faults: $(READY) ## real processes under faults, each repeated: RUNS=1000
 model: ## check the model of the session protocol with Spin, and that each planted mistake is noticed: LONG=1
 	$(PYTHON) docs/model/check.py $(if $(LONG),--long)
 
+mutants: $(READY) ## change the product at random and name what no test notices; an hour or more: COUNT=100 SEED=7
+	$(BIN)/python scripts/mutants.py --count $(or $(COUNT),100) --seed $(or $(SEED),1) --jobs $(JOBS)
+
 check: $(READY) ## lint, formatting, what may import what, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/mypy client/quire allocator_service/quire_allocator gateway_service/quire_gateway worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker
+	$(BIN)/mypy client/quire allocator_service/quire_allocator gateway_service/quire_gateway worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker \
+		benchmarks examples integrations/vllm/quire_vllm integrations/vllm/tests
 
 format: $(READY) ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
@@ -98,6 +108,12 @@ bench: $(COMPILED)/.ready ## measure text per second, the allocator's operations
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/rewrites.py
 	$(BIN)/python benchmarks/linears.py
+
+bench-smoke: $(READY) ## run every benchmark at its smallest size: whether it still runs, a minute or two
+	$(BIN)/python benchmarks/smoke.py
+
+instructions: $(COMPILED)/.ready ## count instructions of the compiled core with callgrind, and compare with the committed counts: WRITE=1
+	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/instructions.py $(if $(WRITE),--write,--check)
 
 kernels-compile: $(READY) ## compile every kernel for sm_80, sm_90 and gfx942 without a GPU, and compare with the committed table
 	$(BIN)/python scripts/compile_kernels.py --check

@@ -60,7 +60,7 @@ def read_trace(file: Path, split: int) -> list[Request]:
 
 def chats_in_turn(chat_count: int) -> list[Request]:
     """Each chat asks for its blocks again in every round."""
-    chats = [range(chat * CHAT_BLOCKS, (chat + 1) * CHAT_BLOCKS) for chat in range(chat_count)]
+    chats: list[Request] = [range(chat * CHAT_BLOCKS, (chat + 1) * CHAT_BLOCKS) for chat in range(chat_count)]
     return chats * CHAT_ROUNDS
 
 

@@ -121,7 +121,7 @@ def measure(
     working_set = reuses.working_set_bytes()
     longest = max(request.computed_token_count for request in requests)
     room = int(ROOM_TO_RUN * shape.running_bytes(longest, chunk_tokens))
-    rows = []
+    rows: list[Row] = []
     for load in sorted(loads):
         started = time.monotonic()
         pool_bytes = max(int(working_set / load), room)

@@ -124,12 +124,12 @@ class Scene:
     """Requests of `LENGTHS`, their pages in a random order."""
 
     dtype: torch.dtype
-    table: list[torch.Tensor] = field(init=False)
+    table: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         counts = [-(-length // PAGE_SIZE) for length in LENGTHS]
         last = [(length - 1) % PAGE_SIZE + 1 for length in LENGTHS]
-        self.table = [starts(counts), torch.randperm(sum(counts)).to(DEVICE, torch.int32), index(last)]
+        self.table = (starts(counts), torch.randperm(sum(counts)).to(DEVICE, torch.int32), index(last))
         self.pages = torch.randn(sum(counts), 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, device=DEVICE).to(self.dtype)
         self.workspace = torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
 
@@ -140,15 +140,15 @@ class Scene:
     def decode(self, q: torch.Tensor, cache: torch.Tensor, **scales: Any) -> Result:
         """Computes decode by the wrapper."""
         wrapper = BatchDecodeWithPagedKVCacheWrapper(self.workspace)
-        dtypes = {"q_data_type": q.dtype, "kv_data_type": cache.dtype}
-        wrapper.plan(*self.table, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, **dtypes)
+        heads = (HEADS, KV_HEADS, HEAD_DIM)
+        wrapper.plan(*self.table, *heads, PAGE_SIZE, q_data_type=q.dtype, kv_data_type=cache.dtype)
         return pair(wrapper.run(q, cache, return_lse=True, **scales))
 
     def prefill(self, q: torch.Tensor, cache: torch.Tensor, **scales: Any) -> Result:
         """Computes causal prefill by the wrapper."""
         wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace)
-        dtypes = {"q_data_type": q.dtype, "kv_data_type": cache.dtype}
-        wrapper.plan(starts(NEW), *self.table, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, causal=True, **dtypes)
+        sizes = (HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
+        wrapper.plan(starts(NEW), *self.table, *sizes, causal=True, q_data_type=q.dtype, kv_data_type=cache.dtype)
         return pair(wrapper.run(q, cache, return_lse=True, **scales))
 
     def decode_reference(self, q: torch.Tensor, cache: torch.Tensor, options: AttentionOptions) -> Result:
@@ -247,10 +247,10 @@ def latent(dtype: torch.dtype, new: tuple[int, ...], title: str) -> Errors:
     q_nope, q_pe = (torch.randn(sum(new), MLA_HEADS, dim, device=DEVICE).to(dtype) for dim in (CKV_DIM, KPE_DIM))
     wrapper = BatchMLAPagedAttentionWrapper(scene.workspace)
     sizes = (MLA_HEADS, CKV_DIM, KPE_DIM, PAGE_SIZE)
-    wrapper.plan(starts(new), *scene.table[:2], index(LENGTHS), *sizes, True, scale, dtype, dtype)
+    indptr, indices, _ = scene.table
+    wrapper.plan(starts(new), indptr, indices, index(LENGTHS), *sizes, True, scale, dtype, dtype)
     actual = pair(wrapper.run(q_nope, q_pe, ckv, kpe, return_lse=True))
-    table = (scene.table[0], scene.table[1], scene.table[2])
-    expected = mla_paged_reference(q_nope, q_pe, (ckv, kpe), starts(new), table, sm_scale=scale, causal=True)
+    expected = mla_paged_reference(q_nope, q_pe, (ckv, kpe), starts(new), scene.table, sm_scale=scale, causal=True)
     return errors(title, name_of(dtype), actual, expected, tolerance=TOLERANCE[dtype])
 
 
@@ -271,7 +271,7 @@ def quantised(dtype: torch.dtype) -> Iterator[Errors]:
     nothing = torch.zeros(1, device=DEVICE)
     for fp8, name in FORMATS.items():
         cache, scale = torch.zeros(4, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, device=DEVICE).to(fp8), scale_of(fp8)
-        append_paged_kv_cache(*tokens, requests, positions, cache, *table, "NHD", scale, scale)
+        append_paged_kv_cache(tokens[0], tokens[1], requests, positions, cache, *table, "NHD", scale, scale)
         held = cache.float().double().movedim(1, 0).flatten(1, 2) * scale.double()[:, None]
         dtypes = f"{name_of(dtype)}, {name} cache"
         found = errors("append", dtypes, (held, nothing), (tokens.double(), nothing.double()))
@@ -297,18 +297,21 @@ def drawn(dtype: torch.dtype) -> Errors:
 def main() -> None:
     """Measures everything and prints or writes what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [name_of(dtype) for dtype in DTYPES]
+    parser.add_argument("--dtypes", nargs="+", choices=names, default=names, help="(default: all)")
     add_output_arguments(parser)
     options = parser.parse_args()
+    dtypes = [dtype for dtype in DTYPES if name_of(dtype) in options.dtypes]
     torch.manual_seed(0)
     found: list[Errors] = []
-    for dtype in DTYPES:
+    for dtype in dtypes:
         found += paged(dtype)
         found.append(ragged(dtype))
         found.append(latent(dtype, (1,) * len(LENGTHS), "latent decode"))
         found.append(latent(dtype, NEW, "latent prefill"))
         found += [merged(dtype), *quantised(dtype), drawn(dtype)]
     if DEVICE.type == "cpu":
-        for dtype in DTYPES:
+        for dtype in dtypes:
             found += on_cpu(dtype)
     rows = [error.row() | {"lse_tolerance": "" if error.lse_max_abs is None else LSE_TOLERANCE} for error in found]
     publish("Errors of attention", rows, [], as_json=options.json, csv_file=options.csv)

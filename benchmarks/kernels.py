@@ -14,6 +14,7 @@ The GPU is measured where there is one, else the CPU; `--parts cpu gpu` measures
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 
 import torch
@@ -33,6 +34,7 @@ def arguments() -> argparse.Namespace:
     on_cpu = parser.add_argument_group("on the CPU")
     on_cpu.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
     on_cpu.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
+    on_cpu.add_argument("--cases", type=int, metavar="COUNT", help="the first ones of each dtype alone (default: all)")
     on_cpu.add_argument("--csv", help="append the CPU's rows to this file")
     on_gpu = parser.add_argument_group("on the GPU", "which cases; all by default")
     on_gpu.add_argument("--works", nargs="+", choices=gpu_cases.WORKS, default=gpu_cases.WORKS)
@@ -55,7 +57,8 @@ def measure_cpu(options: argparse.Namespace) -> Part:
 
     torch.set_num_threads(options.threads)
     rows, goals = [], []
-    for case in cpu.cases([getattr(torch, name) for name in options.dtypes]):
+    dtypes = [getattr(torch, name) for name in options.dtypes]
+    for case in itertools.chain.from_iterable(itertools.islice(cpu.cases([dtype]), options.cases) for dtype in dtypes):
         row = cpu.measure(case, repeat=options.repeat or 9, with_flex="flex" not in options.without)
         rows.append({"threads": options.threads, **row})
         goals.append(Goal(f"best peer over the CPU path, {case.title}", float(str(row["ratio"])), 1.0, "higher"))

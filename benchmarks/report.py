@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class Goal:
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that every benchmark has: where its rows go."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--csv", help="append the rows to this file")
+    parser.add_argument("--csv", help="write the rows to this file; those of other commits leave it")
 
 
 def core_build() -> str:
@@ -81,17 +81,17 @@ class Part:
 def publish(
     title: str, rows: Sequence[dict[str, object]], goals: Sequence[Goal], *, as_json: bool, csv_file: str | None
 ) -> None:
-    """Prints the rows as a table or as JSON, and appends them to a CSV file if one is named."""
+    """Prints the rows as a table or as JSON, and writes them to a CSV file if one is named."""
     publish_parts([Part(title, rows, goals, csv_file)], as_json=as_json)
 
 
 def publish_parts(parts: Sequence[Part], *, as_json: bool, accelerator: str = "") -> None:
-    """Prints a table per part, or all of them as one JSON object, and appends each to its CSV file if it names one."""
+    """Prints a table per part, or all of them as one JSON object, and writes each to its CSV file if it names one."""
     where = f"{machine()}, {accelerator}" if accelerator else machine()
     origin = {"commit": commit(), "machine": where, "command": " ".join(["python", *sys.argv])}
     for part in parts:
         if part.csv_file is not None:
-            _append(Path(part.csv_file), [{**origin, **row} for row in part.rows])
+            _write(Path(part.csv_file), [{**origin, **row} for row in part.rows])
     if as_json:
         rows = [row for part in parts for row in part.rows]
         described = [asdict(goal) for part in parts for goal in part.goals]
@@ -115,11 +115,16 @@ def _print_table(part: Part, caption: str) -> None:
         console.print(f"{goal.name}: {value} ({goal.better} than {goal.goal:g} is better: {met})")
 
 
-def _append(file: Path, rows: Sequence[dict[str, object]]) -> None:
+def _write(file: Path, rows: Sequence[dict[str, object]]) -> None:
+    """Adds rows to those of the same commit, and drops those of others: a file holds the rows of one commit."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not file.exists()
-    with file.open("a", newline="") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
+    before: list[dict[str, str]] = []
+    if file.exists():
+        with file.open(newline="", encoding="utf-8") as stream:
+            before = [row for row in csv.DictReader(stream) if row["commit"] == rows[0]["commit"]]
+    kept: list[Mapping[str, object]] = [*before, *rows]
+    columns = list(dict.fromkeys(column for row in kept for column in row))
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, fieldnames=columns, restval="")
+        writer.writeheader()
+        writer.writerows(kept)

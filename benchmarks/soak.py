@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 from grpc import aio
@@ -37,7 +38,7 @@ class Streams:
 
     def __init__(self, client: AsyncAllocatorClient, channel: aio.Channel) -> None:
         self._client = client
-        self._sessions = pb_grpc.AllocatorServiceStub(channel)
+        self._sessions: Any = pb_grpc.AllocatorServiceStub(channel)
         group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=16)
         self._attach = pb.Attach(version=1, pool="hung-up", incarnation=bytes(range(16)), window=8)
         self._attach.spec.CopyFrom(pb.PoolSpec(block_count=BLOCKS, groups=[group]))

@@ -53,6 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4, help="drafted behind each sample (default: %(default)s)")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 6], help="texts (default: 1 and 6)")
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default: %(default)s)")
+    parser.add_argument("--text-tokens", type=int, default=TEXT_TOKENS, help="of a text (default: %(default)s)")
     add_output_arguments(parser)
     options = parser.parse_args()
     if options.layers < 4 or not 1 <= options.tokens <= 64 or options.repeat < 1:
@@ -74,16 +75,16 @@ def sides_of(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
     }
 
 
-def workloads_of(worker: SpeculatingWorker) -> dict[str, list[Ask]]:
+def workloads_of(worker: SpeculatingWorker, text_tokens: int) -> dict[str, list[Ask]]:
     """Returns what is asked for in each workload."""
     beginnings = [worker.tokenize(text) for text in BEGINNINGS]
-    greedy = worker.run([Ask(tokens, {"max_tokens": TEXT_TOKENS}) for tokens in beginnings], "texts").texts
+    greedy = worker.run([Ask(tokens, {"max_tokens": text_tokens}) for tokens in beginnings], "texts").texts
     passages = [worker.detokenize(tokens) for tokens in greedy]
     return {
-        "open": [Ask(tokens, {"max_tokens": TEXT_TOKENS}) for tokens in beginnings],
-        "drawn": [Ask(tokens, {"max_tokens": TEXT_TOKENS, "temperature": 1.0}) for tokens in beginnings],
+        "open": [Ask(tokens, {"max_tokens": text_tokens}) for tokens in beginnings],
+        "drawn": [Ask(tokens, {"max_tokens": text_tokens, "temperature": 1.0}) for tokens in beginnings],
         "quoted": [
-            Ask(worker.tokenize(passage), {"max_tokens": 2 * TEXT_TOKENS, "choice": (passage,)}) for passage in passages
+            Ask(worker.tokenize(passage), {"max_tokens": 2 * text_tokens, "choice": (passage,)}) for passage in passages
         ],
     }
 
@@ -124,7 +125,7 @@ def main() -> None:
         speeds: dict[tuple[str, int], float] = {}
         for side, command in sides_of(options, Path(temporary)).items():
             with SpeculatingWorker(folder, command) as worker:
-                workloads = workloads or workloads_of(worker)
+                workloads = workloads or workloads_of(worker, options.text_tokens)
                 for workload, asks in workloads.items():
                     for count in options.at_once:
                         rounds = measure(worker, asks[:count], options.repeat, f"{workload} {count}")

@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 POOL, ANSWER_S = "transformers", 30.0
 
 
-class QuireCacheAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
+class QuireCacheAllocator(FullAttentionCacheAllocator):
     """Has its blocks from a pool at an allocator; where they are written and read is transformers' own affair."""
 
     def register_cache_tensor(self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Any, pool: Any) -> None:

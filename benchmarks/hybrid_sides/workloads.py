@@ -35,7 +35,7 @@ class Stretch:
         assert token_count > 0
         self.parent = parent
         self.number = next(_NUMBERS)
-        self.end = (parent.end if parent else 0) + token_count
+        self.end: int = (parent.end if parent else 0) + token_count
 
     def then(self, token_count: int) -> Stretch:
         """Returns a text that goes on from this one, unlike every other that does."""

@@ -19,7 +19,7 @@ Side = Callable[[], torch.Tensor]
 
 def flex_side(
     pages: torch.Tensor, table: torch.Tensor, query: torch.Tensor, context: int, *, packed: bool = False,
-    query_block: int = QUERY_BLOCK, kernel_options: dict[str, Any] | None = None,
+    query_block: int = QUERY_BLOCK, kernel_options: Any = None,
 ) -> Side:  # fmt: skip
     """One batch, every sequence of one length; compiled on its first call.
 

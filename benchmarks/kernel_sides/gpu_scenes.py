@@ -20,6 +20,7 @@ from quire_worker.attention import (
     BatchMLAPagedAttentionWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
 )
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -101,7 +102,7 @@ class GroupedScene:
         options = {"BLOCK_N": min(64, self.case.page_size)} if self.query.is_cuda else None
         return flex_side(self.pool.pages, self.pool.table, self.query, self.case.context, kernel_options=options)
 
-    def reference(self) -> tuple[list[int], torch.Tensor]:
+    def reference(self) -> tuple[list[int], Tensor]:
         """Numbers of a few tokens, and their results `[numbers, query_heads, head_dim]` in float32."""
         shape, numbers, results = self.shape, [], []
         for sequence, query in _sample(self.case):
@@ -140,7 +141,7 @@ class LatentScene:
         )  # fmt: skip
         sizes = [shape.latent, shape.positional]
         parts = (*self.query.split(sizes, dim=2), *pool.pages.split(sizes, dim=2))
-        return lambda: wrapper.run(*parts)
+        return lambda: wrapper.run(*parts)  # type: ignore[return-value]  # no lse is asked for
 
     def vllm(self) -> Side:
         """See the top of the file."""
@@ -159,7 +160,7 @@ class LatentScene:
 
         return run
 
-    def reference(self) -> tuple[list[int], torch.Tensor]:
+    def reference(self) -> tuple[list[int], Tensor]:
         """Numbers of a few tokens, and their results `[numbers, heads, latent]` in float32."""
         numbers, results = [], []
         for sequence, _ in _sample(self.case):

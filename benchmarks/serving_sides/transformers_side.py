@@ -19,7 +19,7 @@ def padded(model: Any) -> Generate:
     import torch
     from transformers.generation.streamers import BaseStreamer
 
-    class First(BaseStreamer):  # type: ignore[misc]
+    class First(BaseStreamer):
         """Calls back once the first token is there; the prompt comes first."""
 
         def __init__(self, on_first: Callable[[], None]) -> None:

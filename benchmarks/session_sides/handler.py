@@ -30,8 +30,12 @@ class Handler:
 
     async def ask(self, request: bytes) -> bytes:
         """One message, and the last of its answers."""
-        (reply,) = self._machine.receive(pb.SessionRequest.FromString(request), 0.0)
-        return reply.SerializeToString()
+        return self.receive(pb.SessionRequest.FromString(request)).SerializeToString()
+
+    def receive(self, request: pb.SessionRequest) -> pb.SessionReply:
+        """One message and its only answer, neither as bytes."""
+        (reply,) = self._machine.receive(request, 0.0)
+        return reply
 
     def cost_us(self, messages: Sequence[bytes]) -> float:
         """CPU microseconds for each, without reading it from bytes and without writing the reply as such."""

@@ -41,7 +41,7 @@ class InProcess:
         """The allocator is gone, and another one, which knows nothing, is told by a report."""
         directory = Directory(lease_s=3600, pools_max=1)
         self._machine = SessionMachine(SessionRegistry(directory, _Nobody(), new_session_id=lambda: os.urandom(16)))
-        self._owner.lose()
+        self._owner.lose_stream()
         self._owner.attach()
         self._exchange()
 

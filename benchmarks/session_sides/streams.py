@@ -25,14 +25,15 @@ class Stream:
 
     def __init__(self, address: str, method: str) -> None:
         self._channel = aio.insecure_channel(address, options=_OPTIONS)
-        self._call: Any = self._channel.stream_stream(method)()
+        open_stream: Any = self._channel.stream_stream  # its stubs know no defaults
+        self._call: Any = open_stream(method)()
 
     async def __aenter__(self) -> Stream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._call.cancel()
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def ask(self, request: bytes) -> bytes:
         """Sends one message and waits for the answer."""

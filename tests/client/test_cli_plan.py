@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -278,16 +278,26 @@ def test_a_hub_that_must_not_be_asked_is_said_to_be_so(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (2, nothing + why)
 
 
+def connections_to(server: socket.socket) -> int:
+    """Counts the connections that were made and not accepted yet, and accepts them."""
+    server.setblocking(False)
+    count = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            server.accept()[0].close()
+            count += 1
+    return count
+
+
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes the connection, nobody reads from it
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        start = time.monotonic()
         result = quire("plan", "no/model", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path))
-        took_s = time.monotonic() - start
+        tries = connections_to(silent)
     nothing = "quire: no file or folder no/model, and no config.json of a model with that id: "
     why = "Hugging Face does not answer within 1.5 s; give a config.json or a folder\n"
     assert (result.returncode, result.stderr) == (2, nothing + why)
-    assert took_s < 10, "by itself the package tries for 24 s"
+    assert 1 <= tries <= 2, "by itself the package goes on trying, each time for as long as the command waits in all"
 
 
 # -- as a process ------------------------------------------------------------------------------------------------------

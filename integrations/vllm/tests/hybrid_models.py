@@ -21,7 +21,13 @@ BASE: Final[dict[str, Any]] = {
     "initializer_range": 0.3,  # texts that are all alike would compare nothing
 }
 WINDOW: Final = 64  # tokens, also of chunks: two blocks of what vLLM's CPU backend takes at least
-MAMBA: Final = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2}
+MAMBA: Final[dict[str, Any]] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+}
 
 
 def _gemma() -> Any:
@@ -37,13 +43,13 @@ def _mistral() -> Any:
 
 def _gpt_oss() -> Any:
     layers = ["sliding_attention", "full_attention"] * 2
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
     return transformers.GptOssConfig(**BASE, **experts, head_dim=32, sliding_window=WINDOW, layer_types=layers)
 
 
 def _llama() -> Any:
     layers = ["chunked_attention"] * 3 + ["full_attention"]
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+    experts: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
     return transformers.Llama4TextConfig(
         **BASE,
         **experts,
@@ -56,7 +62,7 @@ def _llama() -> Any:
 
 
 def _granite() -> Any:
-    experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128}
+    experts: dict[str, Any] = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128}
     base = {**BASE, "max_position_embeddings": 1024}
     return transformers.GraniteMoeHybridConfig(**base, **experts, **MAMBA, layer_types=["mamba", "attention"] * 2)
 

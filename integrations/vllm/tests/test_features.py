@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from peers import MODEL, PYTHON, VOCABULARY, WHY_NOT, in_vllm, prompts, run_engines
 
-from integrations.vllm.tests.peers import MODEL, PYTHON, VOCABULARY, WHY_NOT, in_vllm, prompts, run_engines
 from tests.worker.adapter_folders import write_adapter
 
 pytestmark = [

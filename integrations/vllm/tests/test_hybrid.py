@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-
-from integrations.vllm.tests.hybrid_models import RECURRENT, WINDOWED, save
-from integrations.vllm.tests.peers import (
+from hybrid_models import RECURRENT, WINDOWED, save
+from peers import (
     PYTHON,
     WHY_NOT,
     prompts,
     run_engines,
     told_across_a_kill,
 )
+
 from tests.client.servers import allocator_process
 
 pytestmark = [

@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire import AllocatorClient
-from quire.local import ServerProcess
-
-from integrations.vllm.tests.peers import (
+from peers import (
     PYTHON,
     WHY_NOT,
     in_vllm,
@@ -19,6 +16,9 @@ from integrations.vllm.tests.peers import (
     start_engine,
     told_across_a_kill,
 )
+from quire import AllocatorClient
+from quire.local import ServerProcess
+
 from tests.client.servers import allocator_process
 
 pytestmark = [

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from peers import MODEL, PYTHON, WHY_NOT, in_vllm
 
-from integrations.vllm.tests.peers import MODEL, PYTHON, WHY_NOT, in_vllm
 from tests.client.servers import allocator_process
 
 pytestmark = [
@@ -150,7 +150,7 @@ OURS: Final = "quire_vllm.QuireScheduler"
 
 
 def tell(scheduler: str, **environment: str) -> dict[str, Any]:
-    output = in_vllm("scenes_child.py", MODEL, scheduler, timeout_s=500.0, PYTHONHASHSEED="0", **environment)
+    output = in_vllm("scenes_child.py", MODEL, scheduler, PYTHONHASHSEED="0", **environment)
     (line,) = [line for line in output.splitlines() if line.startswith("RESULT ")]
     told: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return told

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import random
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,12 +19,15 @@ from typing import Any, Final
 
 import httpx2 as httpx
 import pytest
+from peers import MODEL, PYTHON, ROOT, SOURCES, WHY_NOT
 from quire import AllocatorClient
 from quire.local import ServerProcess
 
-from benchmarks.gateway_sides.vllm_server import vllm_server
-from integrations.vllm.tests.peers import MODEL, PYTHON, ROOT, SOURCES, WHY_NOT
 from tests.client.servers import allocator_process
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from gateway_sides.vllm_server import vllm_server
 
 pytestmark = [
     pytest.mark.soak,

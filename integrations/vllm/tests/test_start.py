@@ -5,8 +5,7 @@ from __future__ import annotations
 import tomllib
 
 import pytest
-
-from integrations.vllm.tests.peers import MODEL, PYTHON, ROOT, WHY_NOT, in_vllm
+from peers import MODEL, PYTHON, ROOT, WHY_NOT, in_vllm
 
 pytestmark = [
     pytest.mark.peer,

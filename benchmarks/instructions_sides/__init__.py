@@ -1,0 +1,1 @@
+"""What is counted, and what counts it: see `instructions.py`."""

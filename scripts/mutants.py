@@ -1,0 +1,228 @@
+"""Changes the product at random, one place at a time, and names the changes that no test notices.
+
+A change turns a comparison round, exchanges two operators, adds one to a number, negates a condition, or leaves a
+statement out. Places are drawn from the folders of `AREAS` by a seed; each is tried in a copy of the repository with
+the tests of its area, until one of them fails. A survivor is a test that lacks, or a change that changes nothing.
+
+    python scripts/mutants.py --count 100 --seed 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import Final, NamedTuple
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+SOURCES: Final = ("client", "allocator_service", "gateway_service", "worker_service", "integrations/vllm")
+ALLOCATOR_TESTS: Final = ("tests/allocator/core", "tests/allocator/twin", "tests/allocator", "tests/simulation")
+SESSION_TESTS: Final = ("tests/client", "tests/allocator/session", "tests/simulation")
+WORKER_TESTS: Final = ("tests/worker/test_scheduler.py", "tests/worker/test_order.py", "tests/worker")
+GATEWAY_TESTS: Final = ("tests/gateway", "tests/security")
+# What is changed, and the tests that may notice, those first that notice most in the least time.
+AREAS: Final = {
+    "allocator_service/quire_allocator/core": ALLOCATOR_TESTS,
+    "allocator_service/quire_allocator/wire": ("tests/allocator/session", "tests/allocator/service", *ALLOCATOR_TESTS),
+    "allocator_service/quire_allocator/session": ("tests/allocator/session", "tests/simulation", "tests/allocator"),
+    "client/quire/session": SESSION_TESTS,
+    "worker_service/quire_worker/scheduling": WORKER_TESTS,
+    "gateway_service/quire_gateway": GATEWAY_TESTS,
+}
+TESTS_S: Final = 1_800.0  # of one change
+COMPARED: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+COMPUTED: Final[dict[type[ast.operator], type[ast.operator]]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+    ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+}  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """One change of one file.
+
+    Attributes:
+        path: from the root of the repository.
+        line: where the changed lines begin, from 1.
+        old, new: what stands there, and what takes its place.
+        start, end: offsets in the file's bytes.
+    """
+
+    path: str
+    line: int
+    old: str
+    new: str
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}\n    - {self.old}\n    + {self.new}"
+
+
+def changes_of(node: ast.AST) -> Iterator[ast.AST]:
+    """Returns what may take the place of a node."""
+    match node:
+        case ast.Compare(left, ops, comparators):
+            for number, operator in enumerate(ops):
+                turned = [*ops[:number], COMPARED[type(operator)](), *ops[number + 1 :]]
+                yield ast.Compare(left, turned, comparators)
+        case ast.BinOp(left, operator, right) if type(operator) in COMPUTED and not _is_text(left):
+            yield ast.BinOp(left, COMPUTED[type(operator)](), right)
+        case ast.BoolOp(ast.And(), values):
+            yield ast.BoolOp(ast.Or(), values)
+        case ast.BoolOp(ast.Or(), values):
+            yield ast.BoolOp(ast.And(), values)
+        case ast.UnaryOp(ast.Not(), operand):
+            yield operand
+        case ast.Constant(bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(int(value)):
+            yield ast.Constant(value + 1)
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name("log")))):
+            return
+        case ast.Expr(ast.Call()) | ast.AugAssign():
+            yield ast.Pass()
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def nodes_that_run(tree: ast.Module) -> Iterator[ast.AST]:
+    """Goes through the bodies of functions, without annotations, assertions, messages and what only describes."""
+
+    def walk(node: ast.AST) -> Iterator[ast.AST]:
+        yield node
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list", "type_params"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST) and not isinstance(child, ast.Raise | ast.Assert | ast.JoinedStr):
+                    yield from walk(child)
+
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name != "check_invariants":
+            for statement in function.body:
+                if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.Raise | ast.Assert):
+                    yield from walk(statement)
+
+
+def mutants_of(file: Path) -> Iterator[Mutant]:
+    """Returns every change of a file."""
+    data = file.read_bytes()
+    starts = [0]
+    for line in data.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    seen = set()
+    for node in nodes_that_run(ast.parse(data)):
+        for change in changes_of(node):
+            assert isinstance(node, ast.expr | ast.stmt)
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            start = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            new = ast.unparse(ast.fix_missing_locations(change))
+            new = f"({new})" if isinstance(change, ast.expr) else new
+            if (start, end, new) not in seen:
+                seen.add((start, end, new))
+                old = data[start:end].decode()
+                yield Mutant(str(file.relative_to(ROOT)), node.lineno, old, new, start, end)
+
+
+def draw(count: int, seed: int, areas: list[str]) -> list[Mutant]:
+    """Draws as many changes of each area, each file of it as likely as it is long."""
+    dice = random.Random(seed)
+    drawn = []
+    for number, area in enumerate(areas):
+        share = count // len(areas) + (number < count % len(areas))
+        possible = [each for file in sorted((ROOT / area).rglob("*.py")) for each in mutants_of(file)]
+        drawn += dice.sample(possible, min(share, len(possible)))
+    return drawn
+
+
+def copy_repository(folder: Path) -> None:
+    """Copies what git knows of the working tree, and what it does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, files.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def run_tests(folder: Path, paths: tuple[str, ...]) -> bool:
+    """Runs them in a copy; returns whether all pass. A run that does not end is one that fails."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(folder / source) for source in SOURCES),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *paths]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TESTS_S
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def survives(mutant: Mutant, folder: Path) -> bool:
+    """Tells whether the tests of its area pass with it."""
+    file = folder / mutant.path
+    data = file.read_bytes()
+    tests = next(tests for area, tests in AREAS.items() if mutant.path.startswith(area))
+    try:
+        file.write_bytes(data[: mutant.start] + mutant.new.encode() + data[mutant.end :])
+        return run_tests(folder, tests)
+    finally:
+        file.write_bytes(data)
+
+
+def main() -> None:
+    """Draws, tries and names the survivors; fails where there are more than allowed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100, help="changes (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the drawing (default: %(default)s)")
+    parser.add_argument("--areas", nargs="+", choices=list(AREAS), default=list(AREAS), metavar="FOLDER")
+    parser.add_argument("--jobs", type=int, default=2, help="at a time (default: %(default)s)")
+    parser.add_argument("--survivors", type=int, default=5, help="allowed (default: %(default)s)")
+    options = parser.parse_args()
+    mutants = draw(options.count, options.seed, options.areas)
+    print(f"{len(mutants)} changes, seed {options.seed}", flush=True)
+    survivors = []
+    with tempfile.TemporaryDirectory(prefix="quire-mutants-") as base:
+        folders: Queue[Path] = Queue()
+        for number in range(options.jobs):
+            copy_repository(Path(base) / str(number))
+            folders.put(Path(base) / str(number))
+
+        def attempt(mutant: Mutant) -> bool:
+            folder = folders.get()
+            try:
+                return survives(mutant, folder)
+            finally:
+                folders.put(folder)
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for mutant, survived in zip(mutants, pool.map(attempt, mutants), strict=True):
+                print(f"{'SURVIVES' if survived else 'noticed'}: {mutant}", flush=True)
+                survivors += [mutant] * survived
+    print(f"\n{len(survivors)} of {len(mutants)} changes were not noticed", *survivors, sep="\n")
+    sys.exit(len(survivors) > options.survivors)
+
+
+if __name__ == "__main__":
+    main()

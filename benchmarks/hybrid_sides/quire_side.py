@@ -13,7 +13,7 @@ from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import Request
 
 FULL_BLOCK_TOKENS: Final = 16
-RETENTIONS: Final = ("auto", "dense", "tail")
+RETENTIONS: Final = ("auto", "dense")
 
 
 class QuireSide:

@@ -183,7 +183,7 @@ class PoolSpec:
         watermark_block_count: free blocks that a new sequence must leave for those that run.
         quotas: at most one per namespace.
         eviction_policy: which cached blocks leave first, by name; empty for the default.
-        retention: which windows and states stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
+        retention: which windows and states stay cached: `dense` or `auto`; empty for the default, auto.
         chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 where nobody says.
         append_only: tables change at their end alone: a commit swaps nothing, and a sequence keeps its own blocks. No
             group is of states. What fell out of a window is given back; an engine may leave those entries as they are.

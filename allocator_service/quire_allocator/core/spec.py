@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 DIGEST_BYTES: Final = 32
 NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry whose block was given back
 CHECKPOINTS_MAX_DEFAULT: Final = 16
-RETENTIONS: Final = ("auto", "dense", "tail")
+RETENTIONS: Final = ("auto", "dense")
 NEVER: Final = 1 << 62  # tokens: more than any sequence has
 NO_BLOCKS: Final = array("I")  # an empty array to copy, at half the cost of making one
 
@@ -86,7 +86,7 @@ class PoolSpec:
         watermark_block_count: free blocks that a new sequence must leave for those that run.
         quotas: at most one per namespace.
         eviction_policy: a name of `eviction.policies.POLICIES`; empty for the default.
-        retention: which windows and states stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
+        retention: which windows and states stay cached: `dense` or `auto`; empty for the default, auto.
         chunk_token_count_max: the largest chunk of a prompt that the owner computes in one pass; 0 where it does not
             say.
         append_only: tables change at their end alone, for engines that cannot replace an entry: a sequence keeps its

@@ -323,11 +323,9 @@ class PoolSpec(_message.Message):
     watermark_block_count: _builtins.int
     """Free blocks that a new sequence must leave for the running ones, as long as any sequence runs."""
     eviction_policy: _builtins.str
-    """Which cached blocks are evicted first: "lru", "cost", or one of the names in docs/eviction.md; empty for the
-    default.
-    """
+    """Which cached blocks are evicted first: "lru" or "reuse" (docs/eviction.md); empty for the default, "reuse"."""
     retention: _builtins.str
-    """Which blocks of windows and states stay cached: "dense", "tail" or "auto"; empty for the default, "auto"."""
+    """Which blocks of windows and states stay cached: "dense" or "auto"; empty for the default, "auto"."""
     chunk_token_count_max: _builtins.int
     """The largest chunk of a prompt that the owner computes in one pass, in tokens, at most 16,777,216; 0 where it does
     not say. Windowed groups hold a pass and the window before it, so a prompt in chunks is let in only if it fits with

@@ -127,32 +127,12 @@ def test_a_pool_that_has_learned_it_hits_what_edited_prompts_have_in_common() ->
     assert edited_chats(pool, chat_count=8, round_count=6) > 0.8
 
 
-def test_without_full_attention_the_latest_prompts_tell_where_a_prompt_parts() -> None:
+def test_without_full_attention_nothing_is_learned_of_partings() -> None:
     pool = make_pool(200, sliding(4, 4))
-    serve(pool, text(0, 8), 33)
-    serve(pool, text(0, 10), 41)  # its history has the eight blocks of the prompt before, and no more
-    assert seen(pool) == (1, 0)
-    serve(pool, parted(1, 10, 5), 41)
-    assert seen(pool) == (1, 1)
-    serve(pool, parted(2, 10, 5), 41)
-    assert seen(pool) == (1, 1)
-
-
-def test_what_no_prompt_is_known_to_begin_with_has_nothing_behind() -> None:
-    pool = make_pool(200, sliding(4, 4))
-    pool.allocate(1, 16, text(0, 4))
-    pool.commit(1, 16, text(0, 4))
-    pool.grow(1, 32)
-    pool.commit(1, 32, text(0, 8)[32 * 4 :])  # an answer, which no prompt had
-    pool.free(1)
-    serve(pool, text(0, 10), 41)
-    assert seen(pool) == (1, 0)
-    history = pool.coordinator.history
-    assert history is not None
-    assert history.behind("", text(0, 4), 1) == (1, True)
-    assert history.behind("", text(0, 10), 1) == (0, False)
-    assert history.behind("", text(0, 12), 1) == history.behind("", parted(3, 8, 2), 1) == (0, False)
-    assert history.behind("elsewhere", text(0, 1), 1) == (0, False)
+    for number in range(9):
+        serve(pool, parted(number, 10, 5), 41)
+    assert seen(pool) == (0, 0)
+    assert not partings_of(pool).are_inside
 
 
 def test_steps_of_states_stand_where_checkpoints_are_and_wait_for_more_prompts_that_part_early() -> None:

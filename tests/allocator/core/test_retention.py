@@ -10,7 +10,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupSpec, PoolSpec, Result
 
-from tests.allocator.core.pools import chunked, commit, computed, d, full, granted_next, make_pool, sliding
+from tests.allocator.core.pools import commit, computed, d, full, make_pool, sliding
 
 
 def text(number: int, block_count: int, *, tail: int = 0) -> bytes:
@@ -93,15 +93,6 @@ def test_spare_blocks_can_be_hit_until_they_leave() -> None:
     assert [pool.match("", d("abcd")[: 32 * count]) for count in range(5)] == [0, 0, 0, 12, 16]
 
 
-def test_where_only_tails_are_cached_the_others_are_empty_at_once() -> None:
-    pool = make_pool(12, full(4), sliding(4, 4), retention="tail")
-    computed(pool, 1, "abcd")
-    pool.free(1)
-    assert [pool.match("", d("abcd")[: 32 * count]) for count in range(5)] == [0, 0, 8, 12, 16]
-    assert pool.blocks.namespaces[""].scopes[1].spare == 0
-    assert pool.blocks.cached_count == 4 + 3
-
-
 def test_what_is_kept_is_counted() -> None:
     pool = make_pool(40, full(4), *(sliding(4, 4),) * 3)
     computed(pool, 1, "abcdef")  # windows need f, have e aside; the prompt ends behind e, and has d aside
@@ -160,18 +151,6 @@ def test_where_paths_part_a_boundary_stays_however_long_they_go_on() -> None:
     boundaries = pool.blocks.namespaces[""].boundaries
     assert [b.is_parting for (count, _), b in boundaries.items() if count == 16] == [True]
     assert len(boundaries) == 1 + 2 * 3
-
-
-def test_between_two_chunks_full_attention_alone_is_hit() -> None:
-    pool = make_pool(40, full(4), chunked(4, 8))
-    computed(pool, 1, "abcdefg")
-    pool.free(1)
-    windows = pool.blocks.namespaces[""].scopes[1]
-    for unit in windows.units():  # type: ignore[attr-defined]
-        pool.blocks.dropped(windows, windows.manager.evict(unit, 1))
-    invariants.check(pool)
-    assert pool.match("", d("abcdefg")) == 24
-    assert granted_next(pool)[-6:] == [5, 4, 3, 2, 1, 0]  # the seventh is spare
 
 
 def test_a_fork_ends_a_turn() -> None:

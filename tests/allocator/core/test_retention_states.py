@@ -132,13 +132,6 @@ def test_where_paths_part_a_checkpoint_stays_however_long_they_go_on() -> None:
     assert pool.match("", shared + text(9, 4)) == 16
 
 
-def test_where_only_tails_are_cached_checkpoints_between_boundaries_are_empty_at_once() -> None:
-    pool = make_pool(60, *HYBRID, retention="tail")
-    serve(pool, text(1, 10), 41)
-    assert worths(pool, text(1, 10)) == {32: ASIDE, 40: LED}  # at 32 is the early end, at 16 there was one
-    assert pool.blocks.namespaces[""].scopes[1].spare == 0
-
-
 def test_where_everything_is_dense_checkpoints_are_like_all_other_blocks() -> None:
     pool = make_pool(60, *HYBRID, retention="dense")
     serve(pool, text(1, 10), 41)

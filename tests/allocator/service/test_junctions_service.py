@@ -80,7 +80,7 @@ async def test_a_router_is_told_of_a_pool_that_serves_nothing_yet_but_its_juncti
 async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that_lost_the_pool(
     allocator: Allocator, client: AsyncAllocatorClient
 ) -> None:
-    session = client.session("a", PoolSpec(64, (FULL, STATE), retention="tail", chunk_token_count_max=96))
+    session = client.session("a", PoolSpec(64, (FULL, STATE), retention="auto", chunk_token_count_max=96))
     await session.open()
 
     async def done(*operations: tuple[str, tuple[object, ...], dict[str, object]]) -> StepOutcome:
@@ -100,11 +100,11 @@ async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that
     after = allocator.service.directory.pool("a")
     assert after is not before
     assert [sequence.boundaries for sequence in after.pool.sequences.values()] == [(32, 64, 80), (64, 80)]
-    assert (after.spec.retention, after.spec.chunk_token_count_max) == ("tail", 96)
+    assert (after.spec.retention, after.spec.chunk_token_count_max) == ("auto", 96)
     (hit,) = (await done(("allocate", (3, 96, d("abcduv")), {}))).grows
     assert (hit.matched_token_count, hit.junction_token_count) == (64, 0)
     summary = await client.get_pool("a")
-    assert (summary.spec.retention, summary.spec.chunk_token_count_max) == ("tail", 96)
+    assert (summary.spec.retention, summary.spec.chunk_token_count_max) == ("auto", 96)
     await session.close()
 
 
@@ -160,7 +160,7 @@ async def test_ends_of_turns_that_do_not_fit_their_grows_are_malformed(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"retention": "sparse"}, "retention is none of auto, dense, tail"),
+        ({"retention": "sparse"}, "retention is none of auto, dense"),
         ({"chunk_token_count_max": 1 << 25}, "chunk_token_count_max must be at most 16777216"),
     ],
 )

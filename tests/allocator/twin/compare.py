@@ -57,7 +57,7 @@ class Comparison:
             ({}, {}, {"blue": (held, cached)}, {"*": (None, cached)}, {"": (held, None), "*": (held, cached)})
         )
         chunk_max = rng.choice((0, 0, 1, rng.randint(2, shape.tokens_max)))
-        retention = rng.choice(("auto", "auto", "tail", "dense"))
+        retention = rng.choice(("auto", "auto", "auto", "dense"))
         spec = PoolSpec(
             shape.block_count,
             tuple(GroupSpec(GroupKind(name), size, window, count) for name, size, window, count in shape.groups),

@@ -87,19 +87,14 @@ class TwinPartings(TwinState):
         is_whole: bool,
     ) -> None:
         """A prompt is let in of which full attention has so many tokens, or all but the last edge."""
-        if self.retention == "dense" or not length:
-            return
         full = [(number, kind) for number, kind in enumerate(self.kinds) if kind.name == "full_attention"]
-        if full:
-            number, size = full[0][0], full[0][1].block_size
-            places = [place for place in full[0][1].serving(length, digests, self.digest_tokens) or () if place]
-            path = places[-1][1]
-            slots = [s.key for s in self.published if s.kind == number and s.namespace == namespace]
-            texts = [key[3] for key in slots if key is not None]
-        else:
-            size = self.digest_tokens
-            path = tuple(digests[: length // size])
-            texts = [tuple(prompt) for name, prompt in self.prompts if name == namespace]
+        if self.retention == "dense" or not length or not full:
+            return
+        number, size = full[0][0], full[0][1].block_size
+        places = [place for place in full[0][1].serving(length, digests, self.digest_tokens) or () if place]
+        path = places[-1][1]
+        slots = [s.key for s in self.published if s.kind == number and s.namespace == namespace]
+        texts = [key[3] for key in slots if key is not None]
         behind = [text[len(path) :] for text in texts if text[: len(path)] == path and len(text) > len(path)]
         ways = {rest[0] for rest in behind}
         last = digests[length // self.digest_tokens - 1]

@@ -321,9 +321,8 @@ class TwinPool(TwinCheckpoints):
         if self.is_held(slot):
             return
         if slot.key is not None:
-            if not self.drop_spare(slot):
-                self.clock += 1
-                slot.released = self.clock
+            self.clock += 1
+            slot.released = self.clock
         else:
             self.empty += slot.blocks[::-1]
 

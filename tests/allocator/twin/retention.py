@@ -59,25 +59,12 @@ class TwinRetention(TwinPartings):
     def _serves(self, slot: Slot) -> bool:
         """Whether a hit can end at a block of full attention or behind it, as far as other kinds are concerned."""
         assert slot.key is not None
-        number, namespace, position, path = slot.key
+        number, namespace, _, path = slot.key
         for boundary in self.boundaries:
             for key in boundary.path:
                 if key[:2] == (number, namespace) and key[3][: len(path)] == path:
                     return True
-        size = self.kinds[number].block_size
-        deepest = max(
-            other.key[2]
-            for other in self.published
-            if other.key and other.key[:2] == (number, namespace) and other.key[3][: len(path)] == path
-        )
-        return any(self._is_free(end) for end in range((position + 1) * size, (deepest + 1) * size + 1))
-
-    def _is_free(self, token_count: int) -> bool:
-        """Whether only full attention needs anything to serve so many tokens."""
-        windows = [kind for kind in self.kinds if kind.is_windowed]
-        if any(kind.name in ("sliding_window", "state") for kind in self.kinds):
-            return False
-        return self.is_edge(token_count) and all(token_count % kind.window == 0 for kind in windows)
+        return False
 
     def _earlier(self, token_count: int) -> int:
         """One edge earlier."""
@@ -170,8 +157,6 @@ class TwinRetention(TwinPartings):
         if self.is_gone(boundary):
             return
         self.boundaries.remove(boundary)
-        for slot in (*boundary.aside, *boundary.needed):
-            self.drop_spare(slot)
         before = self.before(boundary)
         if before is not None:
             self._part(before)
@@ -201,8 +186,6 @@ class TwinRetention(TwinPartings):
                 aside.append(slot)
         sequence.needed = [slot for slot in sequence.needed if slot.kind != number] + needed
         sequence.aside = [slot for slot in sequence.aside if slot.kind != number] + aside
-        for slot in earlier:
-            self.drop_spare(slot)
 
     def forget(self, sequence: TwinSequence, number: int) -> None:
         """A sequence ends: it needs nothing any more."""
@@ -210,16 +193,6 @@ class TwinRetention(TwinPartings):
         for slot in own:
             sequence.needed = [other for other in sequence.needed if other is not slot]
             sequence.aside = [other for other in sequence.aside if other is not slot]
-            self.drop_spare(slot)
-
-    def drop_spare(self, slot: Slot) -> bool:
-        """Where nothing spare is to be cached, it becomes empty; returns whether it did."""
-        is_cached = slot.key is not None and not self.is_held(slot)
-        if self.retention != "tail" or not is_cached or self.kinds[slot.kind].keeps_prefixes or self.worth(slot):
-            return False
-        self.unpublish(slot)
-        self.empty += slot.blocks[::-1]
-        return True
 
     def unpublish(self, slot: Slot) -> None:
         """It is not worth its blocks any more."""

@@ -54,7 +54,7 @@ class Coordinator:
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         keeps_all = spec.retention == "dense" or not self.settles
-        self.retention = None if keeps_all else Retention(spec, self.managers, blocks, self.history)
+        self.retention = None if keeps_all else Retention(spec, self.managers, blocks)
         self._tells_ends = self.in_place and self.retention is not None
         self._groups = spec.groups
         self._quotas = {quota.namespace: quota for quota in spec.quotas}

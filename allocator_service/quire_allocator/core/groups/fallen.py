@@ -192,7 +192,7 @@ class FallenManager(UnitManager[PartT]):
     def _cache(self, scope: WindowScope, stretch: Stretch) -> None:
         """Nobody has a stretch any more, which was published."""
         count, is_spare = len(stretch.blocks), self.keeper is not None
-        if (is_spare and not self.caches_spare) or not scope.file(stretch):
+        if not scope.file(stretch):
             self._log.removed(scope, stretch.first_position, stretch.digests, 0, stretch.size)
             scope.held -= count
             self._blocks.give_back(stretch.blocks)

@@ -10,7 +10,7 @@ from quire_allocator.core.boundary import Boundary
 
 
 class Keeper(ABC):
-    """Ends boundaries, and knows where hits need no blocks of windowed groups."""
+    """Ends boundaries, and says what runs bear."""
 
     @abstractmethod
     def end(self, boundary: Boundary) -> None:
@@ -27,11 +27,3 @@ class Keeper(ABC):
     @abstractmethod
     def trimmed(self, run: Scoped, end: int) -> None:
         """A run is about to end after so many tokens: boundaries beyond are gone."""
-
-    @abstractmethod
-    def is_free_stop(self, token_count: int) -> bool:
-        """Tells whether full attention alone can serve a prefix of so many tokens: no other group needs a block."""
-
-    @abstractmethod
-    def free_stop_before(self, token_count: int) -> int:
-        """Returns the last such place before, or 0."""

@@ -3,7 +3,7 @@
 A pool of windows keeps little behind for prompts that part early: a hit can only end before blocks of a window, and one
 end for each turn is enough where all prompts go on from there. Where they are edited, cut off or written anew from the
 middle, more ends are worth their blocks. Which of both is the case, a pool learns from its prompts, by what full
-attention has of them or, where there is none, by the latest prompts (`history.py`):
+attention has of them; without full attention it learns nothing, and takes all prompts to part late:
 
     late     nothing follows where the prompt parts
     again    one text follows by an edge at least, and all of the prompt is known: an answer is asked for once more

@@ -28,8 +28,7 @@ boundary.
 Of one path the boundaries where paths part stay, and of the others the last three (what a chat's last two turns leave:
 the end of the turn before, that of the last prompt and of its answer); where there are states, the first one, too:
 without it whoever parts before the others would compute all. While many prompts part from cached ones before
-their end, further boundaries stand before the ends of prompts, and as many more stay (`partings.py`). Places at which
-only full attention needs a block, as between two chunks of chunked attention, need no boundary.
+their end, further boundaries stand before the ends of prompts, and as many more stay (`partings.py`).
 
 Sources: Marconi (MLSys 2025) keeps what the next prompts are likely to end at; SGLang's hybrid tree lets windows leave
 before the prefix they belong to; `docs/decisions/0017-retention.md` has what was measured.
@@ -46,7 +45,6 @@ from quire_allocator.core.blocks import Blocks, Namespace, Scoped
 from quire_allocator.core.boundary import Boundary, BoundaryKey, living
 from quire_allocator.core.eviction.queue import BURDEN_MAX
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
-from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.manager import AnyManager, Hit
 from quire_allocator.core.groups.partings import STEP_COUNT, Partings, behind_hit
@@ -70,10 +68,7 @@ class Retention(Keeper):
         edge_tokens: boundaries are at multiples of this.
     """
 
-    def __init__(
-        self, spec: PoolSpec, managers: Sequence[AnyManager], blocks: Blocks, history: PromptHistory | None
-    ) -> None:
-        self._history = history
+    def __init__(self, spec: PoolSpec, managers: Sequence[AnyManager], blocks: Blocks) -> None:
         self._digest_tokens = spec.block_size
         self._blocks = blocks
         self.edge_tokens = spec.edge_tokens
@@ -93,9 +88,6 @@ class Retention(Keeper):
             for number, (manager, kind) in enumerate(zip(managers, kinds))
             if kind is GroupKind.STATE
         ]
-        chunks = [manager.spec.window for _, manager in self.windows]
-        is_chunked = all(manager.spec.kind is GroupKind.CHUNKED_LOCAL for _, manager in self.windows)
-        self._free_stop_tokens = math.lcm(self.edge_tokens, *chunks) if is_chunked and not self.states else 0
         for full in self.full:
             full.tree.keeper = self
         for _, window in self.windows:
@@ -130,20 +122,14 @@ class Retention(Keeper):
     def note_parting(
         self, space: Namespace, hits: Sequence[Hit], digests: bytes, prompt_token_count: int, junction: int
     ) -> None:
-        """A new prompt parts behind its junction or, where there is none, behind its hits."""
+        """A new prompt parts behind its junction or, where there is none, behind its hits. Only full attention knows
+        what follows there."""
         end = junction or hits[0].token_count
-        if not end:
+        if not end or not self.full:
             return
-        if self.full:
-            full = self.full[0]
-            hit = full.find(cast(RunScope, space.scopes[0]), digests, junction) if junction else cast(RunHit, hits[0])
-            behind = behind_hit(hit, self.edge_tokens // full.block_size)
-        else:
-            assert self._history is not None
-            count = end // self._digest_tokens
-            behind = self._history.behind(
-                space.name, digests[: count * DIGEST_BYTES], self.edge_tokens // self._digest_tokens
-            )
+        full = self.full[0]
+        hit = full.find(cast(RunScope, space.scopes[0]), digests, junction) if junction else cast(RunHit, hits[0])
+        behind = behind_hit(hit, self.edge_tokens // full.block_size)
         last = end // self._digest_tokens * DIGEST_BYTES
         boundary = space.boundaries.get((end, digests[last - DIGEST_BYTES : last]))
         self.partings.note(
@@ -366,14 +352,6 @@ class Retention(Keeper):
             if boundary.token_count <= end:
                 break
             self.end(boundary)
-
-    # -- where hits need no windows ------------------------------------------------------------------------------------
-
-    def is_free_stop(self, token_count: int) -> bool:
-        return bool(self._free_stop_tokens) and not token_count % self._free_stop_tokens
-
-    def free_stop_before(self, token_count: int) -> int:
-        return (token_count - 1) // self._free_stop_tokens * self._free_stop_tokens if self._free_stop_tokens else 0
 
 
 def _manager(unit: Unit) -> AnyUnitManager:

@@ -217,14 +217,13 @@ class RunTree:
             return KEPT
         end = (run.first_position + run.size // DIGEST_BYTES) * self.block_size
         is_boundary = bool(run.boundaries) and run.boundaries[-1].token_count == end
-        return KEPT if is_boundary or self.keeper.is_free_stop(end) else SPARE
+        return KEPT if is_boundary else SPARE
 
     def _positions_to_stop(self, run: Run) -> int:
         """Counts the positions of a run behind the last place before its end at which a hit can end; all of them where
         there is none."""
-        assert self.keeper is not None
         end = run.first_position + run.size // DIGEST_BYTES
-        stop = max(run.first_position, self.keeper.free_stop_before(end * self.block_size) // self.block_size)
+        stop = run.first_position
         for boundary in reversed(run.boundaries):
             if boundary.token_count < end * self.block_size:
                 stop = max(stop, boundary.token_count // self.block_size)

@@ -29,9 +29,8 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from quire_allocator.core.block_states import BlockStates
-from quire_allocator.core.blocks import Blocks, Namespace
+from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.families import StateScope
 from quire_allocator.core.groups.units import NO_UNITS, Unit, UnitHit, UnitKey, UnitManager, UnitScope
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import (
@@ -86,10 +85,9 @@ class StatePart(Part):
         boundaries: token counts at which it makes a checkpoint, beside multiples of the block size; rising.
         checkpoints: those that it made and nobody has used, as far as is known; oldest first.
         last: the one that it made or hit last; None before the first.
-        root: of the family of its checkpoints (`families.py`); None before the first.
     """
 
-    __slots__ = ("boundaries", "checkpoints", "last", "root", "scope", "unit")
+    __slots__ = ("boundaries", "checkpoints", "last", "scope", "unit")
 
     def __init__(self, scope: UnitScope, unit: Unit | None, boundaries: tuple[int, ...]) -> None:
         self.scope = scope
@@ -97,7 +95,6 @@ class StatePart(Part):
         self.boundaries = boundaries
         self.checkpoints: list[Unit] = []
         self.last: Checkpoint | None = None
-        self.root: UnitKey | None = None
 
     def end_at(self, ends: tuple[int, ...]) -> None:
         self.boundaries = ends
@@ -118,14 +115,14 @@ class StateManager(UnitManager[StatePart]):
         self._between: dict[Unit, None] = {}  # cached and unused checkpoints between boundaries, the oldest first
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
-        """Returns the deepest checkpoint at or before `token_limit` tokens (`families.py`)."""
+        """Returns the deepest checkpoint at or before `token_limit` tokens."""
         limit = min(token_limit // self._digest_tokens, len(digests) // DIGEST_BYTES)
-        unit = cast(StateScope, scope).deepest(digests, limit)
-        if unit is None:
-            return NO_UNITS
-        # The sequence holds no block of the hit: its first grow copies the checkpoint and lets go of it.
-        token_count = unit.first_position * self._digest_tokens
-        return UnitHit(token_count, 0, 0 if unit.live else self.width, 0, [unit])
+        for position in reversed(scope.depths.between(0, limit + 1)):
+            unit = scope.find(position, digests[(position - 1) * DIGEST_BYTES : position * DIGEST_BYTES])
+            if unit is not None:
+                # The sequence holds no block of the hit: its first grow copies the checkpoint and lets go of it.
+                return UnitHit(position * self._digest_tokens, 0, 0 if unit.live else self.width, 0, [unit])
+        return NO_UNITS
 
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         return self.width
@@ -134,7 +131,6 @@ class StateManager(UnitManager[StatePart]):
         self._hold_hit(hit)
         part = StatePart(scope, hit.units[0] if hit.units else None, boundaries)
         if hit.units:
-            part.root = self._root_of(scope, hit.units[0])
             part.last = cast(Checkpoint, hit.units[0])
         return part
 
@@ -187,9 +183,6 @@ class StateManager(UnitManager[StatePart]):
             return
         key = (until // self._digest_tokens, digest)
         own, part.unit = part.unit, self._publish(part.scope, part.unit, key, swaps, 0)
-        if part.unit is own and part.root is not None:
-            cast(StateScope, part.scope).join(key, part.root)
-        part.root = self._root_of(part.scope, part.unit)
         if part.unit is own:
             cast(Checkpoint, own).place_behind(part.last)
             self._log.stored(part.scope, b"", digest, key[0])
@@ -209,7 +202,7 @@ class StateManager(UnitManager[StatePart]):
         if part.unit is not None:
             part.unit.live += 1
         child = StatePart(part.scope, part.unit, part.boundaries)
-        child.root, child.last = part.root, part.last
+        child.last = part.last
         return child
 
     def shrink(self, part: StatePart, until: int) -> None:
@@ -236,19 +229,12 @@ class StateManager(UnitManager[StatePart]):
         """Counts all its tokens if other sequences hold the same state, else none."""
         return NEVER if part.unit is not None and part.unit.live > 1 else 0
 
-    def new_scope(self, namespace: Namespace) -> StateScope:
-        return StateScope(namespace, self)
-
     def new_unit(self, scope: UnitScope, blocks: array[int]) -> Unit:
         return Checkpoint(scope, blocks)
 
     def _places(self, digests: bytes, kept_digest_count: int) -> Iterator[UnitKey]:
         for count in range(kept_digest_count + 1, len(digests) // DIGEST_BYTES + 1):
             yield count, digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
-
-    def _root_of(self, scope: UnitScope, checkpoint: Unit) -> UnitKey:
-        assert checkpoint.key is not None
-        return cast(StateScope, scope).roots[checkpoint.key]
 
     def _is_private(self, part: StatePart) -> bool:
         """Tells whether the running block may be overwritten: it is neither shared nor published."""

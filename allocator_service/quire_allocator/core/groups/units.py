@@ -179,7 +179,6 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         self._log = log
         self.keeper: Keeper | None = None
         self.is_led = False
-        self.caches_spare = pool.retention != "tail"
 
     def new_scope(self, namespace: Namespace) -> UnitScope:
         return UnitScope(namespace, self)
@@ -209,10 +208,6 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
             return
         worth, before = self.worth(unit), unit.worth
         if worth == before:
-            return
-        if worth == SPARE and not self.caches_spare:
-            self._unpublish(unit)
-            self._blocks.dropped(unit.scope, self.width)
             return
         unit.scope.spare += self.width * ((worth == SPARE) - (before == SPARE))
         self._blocks.now_worth(unit, worth)
@@ -279,15 +274,11 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         if unit.live:
             return
         if unit.is_published:
-            unit.worth = worth = self.worth(unit)
-            if worth != SPARE:
-                self._blocks.now_cached(unit, self.width, is_candidate=True)
-                return
-            if self.caches_spare:
+            unit.worth = self.worth(unit)
+            if unit.worth == SPARE:
                 unit.scope.spare += self.width
-                self._blocks.now_cached(unit, self.width, is_candidate=True)
-                return
-            self._retract(unit)
+            self._blocks.now_cached(unit, self.width, is_candidate=True)
+            return
         unit.scope.held -= self.width
         self._blocks.give_back(unit.blocks)
 

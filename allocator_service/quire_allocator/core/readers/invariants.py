@@ -36,8 +36,6 @@ def check(pool: Pool) -> None:
     _check_batch(pool)
     _check_admission(pool)
     _check_pending(pool)
-    if pool.coordinator.history is not None:
-        pool.coordinator.history.check_invariants()
 
 
 def _check_manager(pool: Pool, number: int, spaces: Sequence[Namespace]) -> list[Found]:

@@ -98,13 +98,8 @@ def _the_ledger_misses_checkpoints(original: Any, self: Any, *args: Any) -> None
 
 
 @plant(Ledger, "_open")
-def _the_ledger_does_not_know_early_ends(original: Any, self: Any, grown: Any, *args: Any) -> None:
-    original(self, grown._replace(early_end_token_count=0), *args)
-
-
-@plant(Ledger, "_open")
-def _the_ledger_does_not_know_answer_ends(original: Any, self: Any, grown: Any, *args: Any) -> None:
-    original(self, grown._replace(answer_ends=()), *args)
+def _the_ledger_does_not_know_stops(original: Any, self: Any, grown: Any, *args: Any) -> None:
+    original(self, grown._replace(stops=()), *args)
 
 
 @plant(Ledger, "_apply_commits")
@@ -144,14 +139,12 @@ def _tables_are_reported_without_null_entries(
 
 
 @plant(report_building, "_add_sequence")
-def _junctions_and_ends_of_turns_are_not_reported(
-    original: Any, chunker: Any, sequence_id: int, sequence: Any, now: float
-) -> None:
-    boundaries, sequence.boundaries = sequence.boundaries, ()
+def _stops_are_not_reported(original: Any, chunker: Any, sequence_id: int, sequence: Any, now: float) -> None:
+    stops, sequence.stops = sequence.stops, ()
     try:
         original(chunker, sequence_id, sequence, now)
     finally:
-        sequence.boundaries = boundaries
+        sequence.stops = stops
 
 
 @plant(owner_module, "report_end")

@@ -95,8 +95,3 @@ def living(boundary: Boundary | None) -> Boundary | None:
     while boundary is not None and boundary.is_gone:
         boundary = boundary.parent
     return boundary
-
-
-def prompt_end(prompt_token_count: int, edge_tokens: int) -> int:
-    """Returns the last edge of a prompt that leaves a token to compute; 0 where it has none."""
-    return (prompt_token_count - 1) // edge_tokens * edge_tokens

@@ -27,7 +27,7 @@ def computed(pool: Pool, sequence_id: int, digests: bytes, ends: list[int]) -> N
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_found_is_what_asking_for_every_checkpoint_finds(seed: int) -> None:
     dice = random.Random(seed)
-    pool = Pool(PoolSpec(dice.choice([250, 400, 1_200]), (full(4), state(4, checkpoints_max=40))))
+    pool = Pool(PoolSpec(dice.choice([250, 400, 1_200]), (full(4), state(4))))
     texts = [dice.randbytes(32 * 60)]
     for sequence_id in range(1, 60):
         stem = dice.choice(texts)

@@ -18,7 +18,7 @@ THREE_STATES = (full(4), *(state(16),) * 3)
 
 def without_early_ends(pool: Pool) -> Pool:
     """A pool of which prompts leave states at their ends, at junctions and at multiples of the interval alone."""
-    pool.coordinator._tells_ends = False
+    pool.coordinator.stop_rules.foresees = False
     return pool
 
 
@@ -30,7 +30,8 @@ def serve(pool: Pool, digests: bytes, token_count: int) -> int:
     answer = pool.allocate(number, min(16, token_count), own, prompt_token_count=token_count)
     assert answer.result is Result.OK
     done = answer.matched_token_count
-    for end in sorted({*pool.sequences[number].boundaries, *range(16, token_count, 16), token_count}):
+    stops = {stop for stop in answer.stops if stop < token_count}
+    for end in sorted({*stops, *range(16, token_count, 16), token_count}):
         if end <= done:
             continue
         assert pool.grow(number, end).result is Result.OK
@@ -105,22 +106,6 @@ def test_of_a_chats_turns_the_checkpoint_of_the_last_one_is_kept_and_two_before_
     assert kept == {20: ASIDE, 60: ASIDE, 80: ASIDE, 100: LED}
 
 
-def test_a_path_has_no_more_checkpoints_than_it_may_however_many_turns_it_has() -> None:
-    pool = make_pool(900, full(4), state(16, checkpoints_max=6))
-    chat, other = text(1, 200), text(1, 10) + text(2, 20)
-    for turn in range(1, 31):
-        assert serve(pool, chat, 20 * turn + 1) == 20 * (turn - 1)  # each goes on from the one before
-        if turn == 3:
-            serve(pool, other, 100)  # tells where paths part, and goes its own way
-        own = worths(pool, chat)
-        assert len(own) <= 6
-        assert turn < 4 or own[40] != SPARE, "the one where paths part is gone"
-    spare = [tokens for tokens, worth in own.items() if worth == SPARE]
-    assert min(spare) > 500, "shallow ones stayed although no paths part there"
-    assert pool.blocks.evicted_count == 0, "there was no need for room"
-    invariants.check(pool)
-
-
 def test_where_paths_part_a_checkpoint_stays_however_long_they_go_on() -> None:
     pool = make_pool(400, *HYBRID)
     shared = text(0, 4)
@@ -158,19 +143,6 @@ def test_an_owner_that_ends_no_pass_at_a_boundary_keeps_the_deepest_checkpoint_t
     pool.free(1)
     assert worths(pool, digests) == {16: SPARE, 32: LED}
     assert pool.match("", digests) == 32
-
-
-def test_a_checkpoint_beyond_what_a_sequence_may_leave_takes_its_boundary_along() -> None:
-    pool = make_pool(60, full(4), state(64, checkpoints_max=1))
-    digests = text(1, 10)
-    pool.allocate(1, 8, digests, prompt_token_count=41, turn_ends=(8, 20))
-    done = 0
-    for end in (8, 20, 40, 41):
-        pool.grow(1, end)
-        pool.commit(1, end, digests[done // 4 * 32 : end // 4 * 32])
-        invariants.check(pool)
-        done = end
-    assert sorted(count for count, _ in pool.blocks.namespaces[""].boundaries) == [8]
 
 
 # -- what leads much for little ----------------------------------------------------------------------------------------

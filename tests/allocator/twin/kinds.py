@@ -17,7 +17,6 @@ class Kind:
     name: str
     block_size: int
     window: int
-    checkpoints_max: int
     groups: tuple[int, ...]
 
     @property
@@ -107,10 +106,10 @@ class Kind:
         return float("inf") if all(held_by_others) else 0
 
 
-def kinds_of(groups: Sequence[tuple[str, int, int, int]]) -> list[Kind]:
+def kinds_of(groups: Sequence[tuple[str, int, int]]) -> list[Kind]:
     """Groups of one specification together; full attention first, states last."""
     kinds = []
     for spec in dict.fromkeys(groups):
         numbers = tuple(number for number, group in enumerate(groups) if group == spec)
-        kinds.append(Kind(spec[0], spec[1], spec[2], spec[3] or 16, numbers))
+        kinds.append(Kind(spec[0], spec[1], spec[2], numbers))
     return sorted(kinds, key=lambda kind: ORDER.index(kind.name))

@@ -72,19 +72,24 @@ class TwinRetention(TwinPartings):
 
     # -- how boundaries come and go ------------------------------------------------------------------------------------
 
-    def set_ends(self, sequence: TwinSequence, digests: Sequence[bytes], length: int, ends: Sequence[int]) -> int:
-        """Where hits can end in a new sequence, of which so many tokens are published; it parts behind them. Returns
-        its early end."""
+    def set_stops(
+        self, sequence: TwinSequence, digests: Sequence[bytes], length: int, prompt: int, junction: int
+    ) -> tuple[int, ...]:
+        """Where hits are to end in a new sequence, of which so many tokens are published; it parts behind them."""
+        end = sequence.prompt_end = self.edge_before(prompt - 1)
         if all(kind.keeps_prefixes for kind in self.kinds):
-            return 0
-        is_whole = length == self.edge_before(ends[0])
-        self.note_parting(sequence.namespace, digests, length, self.boundaries, is_whole=is_whole)
-        early_end = self.early_end(self.edge_before(ends[0]), length)
-        sequence.boundaries = {self.edge_before(end) for end in (*ends, early_end)} - {0}
-        sequence.early_end, sequence.prompt_end = early_end, self.edge_before(ends[0])
-        sequence.answers = self.answer_ends(ends[0] + 1)
-        sequence.steps = self.steps_before(max(sequence.boundaries, default=0))
-        return early_end
+            return ()
+        self.note_parting(sequence.namespace, digests, length, self.boundaries, is_whole=length == end)
+        sequence.early_stop = self.early_end(end, length)
+        stops = {
+            end,
+            self.edge_before(junction),
+            sequence.early_stop,
+            *self.answer_ends(prompt),
+            *self.steps_before(end),
+        }
+        sequence.stops = sorted(stops - {0})
+        return tuple(sequence.stops)
 
     def make(self, sequence: TwinSequence, token_count: int) -> None:
         """Hits can end after so many tokens, if the sequence has what they take."""
@@ -103,7 +108,7 @@ class TwinRetention(TwinPartings):
                 return
             parent = self.before(sequence.boundary)
             early = parent if parent and parent.is_early and not parent.is_parting else None
-            boundary.parent, boundary.is_early = parent, token_count == sequence.early_end
+            boundary.parent, boundary.is_early = parent, token_count == sequence.early_stop
             self.boundaries.append(boundary)
             known = [boundary]
             boundary.is_parting = any(self._parts(sequence, slot, token_count) for slot in end if slot is not None)
@@ -112,7 +117,7 @@ class TwinRetention(TwinPartings):
                 self._part(parent)
             if early:
                 self._take_place_of(early, boundary)
-            if sequence.answers and token_count not in sequence.boundaries and token_count > sequence.prompt_end:
+            if sequence.stops and sequence.stops[-1] > sequence.prompt_end and token_count > sequence.prompt_end:
                 boundary.answer = token_count - sequence.prompt_end
                 self._go_on_from(parent, sequence.prompt_end)
         sequence.boundary = known[0]
@@ -206,10 +211,10 @@ class TwinRetention(TwinPartings):
         return [(number, kind) for number, kind in enumerate(self.kinds) if kind.name != "state"]
 
     def _checkpoints(self, sequence: TwinSequence) -> list[Slot]:
-        """Of the first kind of state: what a sequence holds, and what it made and nobody has used."""
+        """Of the first kind of state: what a sequence made or hit last, if it is still there."""
         number = next(number for number, kind in enumerate(self.kinds) if kind.name == "state")
-        own = [slot for slot in sequence.checkpoints if slot.kind == number and not slot.hits]
-        return [slot for slot in (*own, *sequence.tables[number]) if slot is not None and slot.key is not None]
+        slot = sequence.last.get(number)
+        return [slot] if slot is not None and slot.key is not None else []
 
     def _length(self, slot: Slot) -> int:
         """Tokens after which a checkpoint is the state."""

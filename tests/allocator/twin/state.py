@@ -24,7 +24,6 @@ class Slot:
 
     Attributes:
         twin: in an append-only pool, the slot that is published in the place of this one, and held beside it.
-        before: of a checkpoint, the one that its sequence made or hit before.
     """
 
     kind: int
@@ -34,7 +33,6 @@ class Slot:
     hits: int = 0
     released: int = 0
     twin: Slot | None = None
-    before: Slot | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -77,15 +75,12 @@ class TwinSequence:
     priority: int = 0
     prompt: int = 0  # its length, where only its first chunk was asked for
     chunk: int = 0  # tokens that are computed at a time
-    boundaries: set[int] = field(default_factory=set)  # where a later prompt may part from it
-    steps: set[int] = field(default_factory=set)  # where it may besides, while prompts part early
-    early_end: int = 0
-    prompt_end: int = 0
-    answers: set[int] = field(default_factory=set)  # where its answer leaves a state, in the place of the one before
+    stops: list[int] = field(default_factory=list)  # where later hits are to end
+    early_stop: int = 0
+    prompt_end: int = 0  # stops behind it are of the answer
     announced: list[bytes] = field(default_factory=list)
-    stops: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     hold_until: float | None = None
-    checkpoints: list[Slot] = field(default_factory=list)
     last: dict[int, Slot] = field(default_factory=dict)  # of each kind, what it hit last; of states, or made
     needed: list[Slot] = field(default_factory=list)  # fallen out, and what a hit at its last edge takes
     aside: list[Slot] = field(default_factory=list)  # the same of a hit one edge earlier
@@ -102,7 +97,7 @@ class TwinState:
     def __init__(
         self,
         block_count: int,
-        groups: Sequence[tuple[str, int, int, int]],
+        groups: Sequence[tuple[str, int, int]],
         watermark: int = 0,
         quotas: dict[str, tuple[int | None, int | None]] | None = None,
         *,
@@ -119,7 +114,6 @@ class TwinState:
         self.quotas = quotas or {}
         self.chunk_max = chunk_max  # tokens that the owner computes in one pass of a prompt
         self.prompts: list[tuple[str, list[bytes]]] = []  # of all sequences that were ever let in
-        self.between: list[Slot] = []  # cached checkpoints that nobody used and that are at no boundary, oldest first
         self.sequences: dict[int, TwinSequence] = {}
         self.highest_id = 0
         self.replaced_count = 0  # early ends whose place another boundary took
@@ -249,12 +243,12 @@ class TwinState:
         """Digests after the first `matched` that some sequence is computing."""
         best = 0
         for sequence in self.sequences.values():
-            if sequence.namespace != namespace or matched not in sequence.stops:
+            if sequence.namespace != namespace or matched not in sequence.places:
                 continue
             common = matched
             while common < min(len(digests), len(sequence.announced)) and digests[common] == sequence.announced[common]:
                 common += 1
-            if common > sequence.stops[-1]:
+            if common > sequence.places[-1]:
                 best = max(best, common - matched)
         return best
 

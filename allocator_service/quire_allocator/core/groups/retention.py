@@ -3,9 +3,8 @@
 When a boundary is made, if every group can serve it from what the sequence has or remembers:
 
     a hit ends there                  somebody asked for just this
-    a commit has reached it           the end of the prompt, a junction, an early end (`early_ends.py`), whose place a
-                                      junction takes, the end of a turn that the owner named, an answer's own ends
-                                      (`answer_ends.py`), each of which takes the place of the one before
+    a commit has reached a stop       `stops.py` says where these are; a junction takes the place of an early stop, and
+                                      each stop of an answer that of the one before
     the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
                                       checkpoint): a turn has ended, and most prompts that go on do so from here
 
@@ -104,9 +103,9 @@ class Retention(Keeper):
 
     def reached(self, sequence: SequenceState, before: int) -> bool:
         """A sequence has committed more than the `before` tokens that it had; nothing has fallen out yet. Returns
-        whether ends are left that it has not reached."""
-        ends = sequence.ends
-        for token_count in ends[bisect_right(ends, before) :]:
+        whether stops are left that it has not reached."""
+        stops = sequence.stops
+        for token_count in stops[bisect_right(stops, before) :]:
             if token_count > sequence.committed_token_count:
                 return True
             self.make(sequence, token_count)
@@ -138,21 +137,13 @@ class Retention(Keeper):
             is_whole=end + self.edge_tokens >= prompt_token_count,
         )
 
-    def with_steps(self, boundaries: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns boundaries of a new sequence and, while prompts part inside of others, steps before the last."""
-        if not self.partings.are_inside:
-            return boundaries
-        return tuple(sorted({*boundaries, *self.partings.steps_before(boundaries[-1])}))
-
     def _last_stop(self, sequence: SequenceState) -> int:
         """Returns the last edge before what is committed; where groups keep states, the last one with a checkpoint."""
         if not self.states:
             return sequence.committed_token_count // self.edge_tokens * self.edge_tokens
         number, state = self.states[0]
-        for token_count, _ in state.own_checkpoints(cast(StatePart, sequence.parts[number])):
-            if token_count % self.edge_tokens == 0:
-                return token_count
-        return 0
+        last = state.last_checkpoint(cast(StatePart, sequence.parts[number]))
+        return last[0] if last is not None and last[0] % self.edge_tokens == 0 else 0
 
     def make(self, sequence: SequenceState, token_count: int) -> None:
         """Hits can end after so many tokens of a sequence, if all groups can serve them from what it has."""
@@ -170,8 +161,8 @@ class Retention(Keeper):
             parent = living(sequence.last_boundary)
             early = parent if parent is not None and parent.is_early and not parent.is_parting else None
             boundary = self.put(sequence.namespace, key, tails[0], tails[1], runs, parent=parent)
-            boundary.is_early = token_count == sequence.early_end
-            if sequence.answer_ends and token_count not in sequence.boundaries:
+            boundary.is_early = token_count == sequence.early_stop
+            if sequence.stops and sequence.stops[-1] > sequence.prompt_end:
                 boundary.answer_token_count = max(0, token_count - sequence.prompt_end)
             for full, part, run in zip(self.full, parts, runs):
                 goes_on = part.published * full.block_size > token_count  # and then by one of the children
@@ -245,7 +236,8 @@ class Retention(Keeper):
             number, window = self.windows[0]
             return window.digest_at(cast(WindowPart, sequence.parts[number]), token_count)
         number, state = self.states[0]
-        return dict(state.own_checkpoints(cast(StatePart, sequence.parts[number]))).get(token_count, b"")
+        last = state.last_checkpoint(cast(StatePart, sequence.parts[number]))
+        return last[1] if last is not None and last[0] == token_count else b""
 
     def _tails(self, sequence: SequenceState, token_count: int, digest: bytes) -> tuple[list[Unit], list[Unit]] | None:
         """Returns the units that a boundary there needs, and has aside: of windows what the sequence has, of states the

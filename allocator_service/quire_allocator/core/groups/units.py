@@ -241,17 +241,13 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
                 else:
                     self.keeper.end(boundary)
 
-    def new_unit(self, scope: UnitScope, blocks: array[int]) -> Unit:
-        """Makes a private unit that one sequence holds."""
-        return Unit(scope, blocks)
-
     def _new_units(self, scope: UnitScope, blocks: array[int]) -> list[Unit]:
         """Makes private units of blocks that were just granted; a single one keeps the array itself."""
         width = self.width
         scope.held += len(blocks)
         if len(blocks) == width:  # the usual case, while decoding
-            return [self.new_unit(scope, blocks)]
-        return [self.new_unit(scope, blocks[i : i + width]) for i in range(0, len(blocks), width)]
+            return [Unit(scope, blocks)]
+        return [Unit(scope, blocks[i : i + width]) for i in range(0, len(blocks), width)]
 
     def _hold_hit(self, hit: UnitHit) -> None:
         """Lets a new sequence hold the units that it hit."""

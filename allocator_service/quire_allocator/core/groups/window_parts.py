@@ -26,7 +26,7 @@ class WindowPart(Part):
     Attributes:
         units: those in its table, from position `first` on.
         tail: blocks behind them, `width` for each position.
-        boundaries: token counts at which a later prompt may part from it; rising.
+        stops: token counts at which a later prompt may part from it; rising.
         falling: what a commit lets fall out, rising; only until it is settled.
         needed, aside: units that fell out, which a boundary at the last edge before the committed tokens would need,
             and which it would have aside.
@@ -37,31 +37,31 @@ class WindowPart(Part):
 
     __slots__ = (
         "_aside",
-        "boundaries",
         "falling",
         "first",
         "kept",
         "needed",
         "only_aside",
         "scope",
+        "stops",
         "tail",
         "units",
     )
 
-    def __init__(self, scope: WindowScope, first: int, units: list[Unit], boundaries: tuple[int, ...]) -> None:
+    def __init__(self, scope: WindowScope, first: int, units: list[Unit], stops: tuple[int, ...]) -> None:
         self.scope = scope
         self.first = first
         self.units = units
         self.tail = NO_BLOCKS  # which nobody adds to
-        self.boundaries = boundaries
+        self.stops = stops
         self.falling: tuple[Scoped, ...] = ()
         self.needed: tuple[Unit, ...] = ()
         self.only_aside: Unit | None = None
         self._aside: tuple[Unit, ...] = ()
         self.kept: KeptBlocks | None = None
 
-    def end_at(self, ends: tuple[int, ...]) -> None:
-        self.boundaries = ends
+    def stop_at(self, stops: tuple[int, ...]) -> None:
+        self.stops = stops
 
     @property
     def aside(self) -> tuple[Unit, ...]:

@@ -57,14 +57,14 @@ class WindowManager(PublishingManager):
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         return (-(-token_count // self.block_size) - hit.token_count // self.block_size) * self.width
 
-    def open(self, scope: UnitScope, hit: UnitHit, boundaries: tuple[int, ...]) -> WindowPart:
+    def open(self, scope: UnitScope, hit: UnitHit, stops: tuple[int, ...]) -> WindowPart:
         units = hit.units
         assert isinstance(hit, WindowHit)
         if hit.places:
             taken = [unit for place in hit.places for unit in self._cut(*place)]
             hit.units = units = sorted([*units, *taken], key=lambda unit: unit.first_position)
         self._hold_hit(hit)
-        return WindowPart(cast(WindowScope, scope), hit.first, units[:], boundaries)
+        return WindowPart(cast(WindowScope, scope), hit.first, units[:], stops)
 
     def end_of(self, part: WindowPart) -> int:
         """Returns the position behind the last one of a sequence's table."""
@@ -197,7 +197,7 @@ class WindowManager(PublishingManager):
             if scope.find(position, path.at(position)) is not None
         ]
         if self.keeper is not None:
-            stops = [count for count in part.boundaries if committed < count <= until]
+            stops = [count for count in part.stops if committed < count <= until]
             for count in (*stops, until // self.edge_tokens * self.edge_tokens):
                 apart += [self.aside_at(count), self.needed_at(count), range(count // size - 1, count // size)]
         spans, position = list[range](), new.start
@@ -255,7 +255,7 @@ class WindowManager(PublishingManager):
         if count > len(part.units):  # both have the half-filled block from now on
             part.units.append(Unit(part.scope, part.tail[: self.width]))
             del part.tail[: self.width]
-        child = WindowPart(part.scope, part.first, part.units[:count], part.boundaries)
+        child = WindowPart(part.scope, part.first, part.units[:count], part.stops)
         for unit in child.units:
             unit.live += 1
         for unit in part.needed:

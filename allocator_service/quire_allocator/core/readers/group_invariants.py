@@ -205,18 +205,13 @@ def check_states(manager: StateManager, uses: Sequence[Use[UnitScope, StatePart]
     for use in uses:
         for sequence, part in use.parts:
             _check_state(manager, use.scope, sequence, part)
-    between = manager._between
-    assert len(between) <= manager._between_max, "the pool keeps too many checkpoints between boundaries"
-    assert all(unit.key is not None and not unit.live for unit in between), "a checkpoint that is used counts as unused"
     return [_check_units(manager.width, use.scope, [[part.unit] for _, part in use.parts if part.unit]) for use in uses]
 
 
 def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceState, part: StatePart) -> None:
     assert part.scope is scope, "a sequence has its state in another scope"
     assert part.unit is not None, "a sequence has no state"
-    most = manager._checkpoints_max + (part.unit in part.checkpoints)  # what it holds is dropped when it is let go of
-    assert len(part.checkpoints) <= most, "a sequence keeps too many checkpoints"
-    assert part.boundaries == sequence.ends, "a state makes checkpoints elsewhere than at the boundaries"
+    assert part.stops == sequence.stops, "a state makes checkpoints elsewhere than at the boundaries"
     if part.unit.key is not None:
         tokens = part.unit.key[0] * manager._digest_tokens
         assert tokens == sequence.committed_token_count, f"a state after {tokens} tokens stands for another count"

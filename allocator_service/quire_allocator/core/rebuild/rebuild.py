@@ -36,7 +36,7 @@ from quire_allocator.core.rebuild.report import (
     refuse,
 )
 from quire_allocator.core.rebuild.runs import RunBuilder
-from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder, told_ends
+from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder, told_stops
 from quire_allocator.core.sequence import Part, SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK, GroupKind, PoolSpec
 
@@ -163,9 +163,7 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
     made = tuple([make() for make in parts])
     sequence = SequenceState(space, reported.token_count, reported.priority, made)
     sequence.committed_token_count = reported.committed_token_count
-    told = told_ends(pool, reported)
-    sequence.boundaries, sequence.ends = told.boundaries, told.all
-    sequence.prompt_end, sequence.answer_ends = told.prompt_end, told.answer_ends
+    sequence.stops, sequence.prompt_end, sequence.early_stop = told_stops(pool, reported)
     pool.sequences[reported.sequence_id] = sequence
     tables = zip(pool.tables(sequence), _own_tables(reported), strict=True)
     if any(table.tobytes() != given.tobytes() for table, given in tables):

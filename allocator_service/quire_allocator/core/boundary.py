@@ -27,10 +27,8 @@ class Boundary:
     Attributes:
         key: what it is filed under, in the `index` of its namespace.
         needed: published positions of windows and checkpoints that a hit which ends here takes; all are there.
-        aside: published positions that a hit which ends one edge earlier takes beyond those, as far as they are there.
         runs: of each tree of full attention the run that it stands in: at its end, or inside.
         parent: the boundary before it on its path, when it was made; it may have gone since.
-        next_token_count: tokens before the boundary that was made right behind it last; 0 where there was none.
         way_count: boundaries that were made right behind it and are not gone.
         is_parting: two boundaries were right behind it at once, or another path branches off there.
         answer_token_count: how far it is behind the end of the prompt whose answer made it; 0 where none did.
@@ -41,7 +39,6 @@ class Boundary:
 
     __slots__ = (
         "answer_token_count",
-        "aside",
         "index",
         "is_aside",
         "is_early",
@@ -49,7 +46,6 @@ class Boundary:
         "is_parting",
         "key",
         "needed",
-        "next_token_count",
         "parent",
         "runs",
         "way_count",
@@ -60,7 +56,6 @@ class Boundary:
         index: dict[BoundaryKey, Boundary],
         key: BoundaryKey,
         needed: Sequence[Entry],
-        aside: Sequence[Entry],
         runs: Sequence[Entry],
         *,
         parent: Boundary | None,
@@ -68,10 +63,8 @@ class Boundary:
         self.index = index
         self.key = key
         self.needed = list(needed)
-        self.aside = list(aside)
         self.runs = list(runs)
         self.parent = parent
-        self.next_token_count = 0
         self.way_count = 0
         self.is_parting = False
         self.is_aside = False

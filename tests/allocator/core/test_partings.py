@@ -62,21 +62,6 @@ def test_prompts_that_are_asked_again_make_no_steps() -> None:
     assert not partings.are_inside
 
 
-def test_a_boundary_that_is_continued_by_one_edge_leaves_with_its_run() -> None:
-    pool = make_pool(200, full(4), sliding(4, 4))
-    serve(pool, text(0, 10), 40)  # a later prompt of 40 tokens hits 36, a longer one 40
-    serve(pool, text(1, 10), 37)  # hits end at 36 alone
-    pool.allocate(9, 37, text(2, 11))
-    pool.commit(9, 37, text(2, 9))
-    pool.grow(9, 44)
-    pool.commit(9, 44, text(2, 11)[32 * 9 :])  # an answer, two edges behind
-    pool.free(9)
-    invariants.check(pool)
-    boundaries = pool.blocks.namespaces[""].boundaries
-    asides = sorted((count, boundary.is_aside) for (count, _), boundary in boundaries.items())
-    assert asides == [(36, False), (36, False), (36, True), (40, False), (44, False)]
-
-
 def test_older_prompts_count_half_beyond_the_last_256() -> None:
     pool = make_pool(8_000, full(4), sliding(4, 4))
     for number in range(253):

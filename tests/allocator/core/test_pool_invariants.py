@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
-from quire_allocator.core.spec import NO_BLOCKS, Quota, Result
+from quire_allocator.core.spec import Quota, Result
 
 from tests.allocator.core.pools import blocks_of, chunked, commit, computed, d, filled, full, make_pool, sliding, state
 
@@ -227,11 +226,6 @@ def lose_the_state(pool: Pool) -> None:
     part(pool, 2, 0).unit = None
 
 
-def keep_too_many(pool: Pool) -> None:
-    state = part(pool, 1, 0)
-    state.checkpoints.extend(Unit(state.scope, NO_BLOCKS) for _ in range(17))
-
-
 def add(target: Callable[[Pool], Any], name: str, by: int) -> Callable[[Pool], None]:
     """A defect: one number is wrong."""
 
@@ -296,13 +290,11 @@ def test_a_defect_is_noticed_and_named(message: str, corrupt: Callable[[Pool], N
     [
         ("stands for another count", add(lambda pool: pool.sequences[1], "committed_token_count", -1)),
         ("may be overwritten", add(lambda pool: pool.sequences[1], "token_count", 1)),
-        ("not every checkpoint has a family", keep_the_key),
+        ("another count|not in the index", keep_the_key),
         ("has no state", lose_the_state),
-        ("too many checkpoints", keep_too_many),
         ("other depths", lambda pool: scope(pool, 0).depths.add(99)),
-        ("elsewhere than at the boundaries", lambda pool: setattr(part(pool, 1, 0), "boundaries", (4,))),
-        ("do not rise|elsewhere", lambda pool: setattr(pool.sequences[1], "boundaries", (8, 4))),
-        ("counts as unused", lambda pool: pool.managers[0]._between.update({part(pool, 1, 0).unit: None})),
+        ("elsewhere than at the stops of its sequence", lambda pool: setattr(part(pool, 1, 0), "stops", (4,))),
+        ("do not rise|elsewhere", lambda pool: setattr(pool.sequences[1], "stops", (8, 4))),
         ("counts .* holders", add(lambda pool: part(pool, 1, 0).unit, "live", -1)),
     ],
 )

@@ -95,26 +95,29 @@ def test_spare_blocks_can_be_hit_until_they_leave() -> None:
 
 def test_what_is_kept_is_counted() -> None:
     pool = make_pool(40, full(4), *(sliding(4, 4),) * 3)
-    computed(pool, 1, "abcdef")  # windows need f, have e aside; the prompt ends behind e, and has d aside
+    computed(pool, 1, "abcdef")  # hits end behind f, and behind e, where the prompt ends: windows need both
     pool.free(1)
     scope = pool.blocks.namespaces[""].scopes[1]
-    assert (scope.cached, scope.spare) == (3 * 6, 3 * 3)
+    assert (scope.cached, scope.spare) == (3 * 6, 3 * 4)
 
 
-def test_a_prompt_that_is_edited_inside_its_last_block_still_hits_the_blocks_before() -> None:
+def test_a_prompt_that_is_edited_inside_its_last_block_hits_the_blocks_before_while_there_is_room() -> None:
     pool = make_pool(16, full(4), sliding(4, 4))
     serve(pool, text(1, 4), 17)
-    pool.allocate(2, 20)  # takes 8 empty blocks, and the 2 spare ones
+    assert pool.match("", text(1, 4, tail=9)) == 12
+    pool.allocate(2, 20)  # takes 8 empty blocks, and 2 of the 3 spare ones
     pool.free(2)
     assert pool.match("", text(1, 4)) == 16
-    assert pool.match("", text(1, 4, tail=9)) == 12
+    pool.allocate(3, 24)
+    pool.free(3)
+    assert pool.match("", text(1, 4, tail=9)) == 0
 
 
 def test_when_a_window_is_evicted_the_full_blocks_that_it_served_leave_next() -> None:
     pool = make_pool(14, full(4), sliding(4, 4))
     serve(pool, text(1, 4), 17)
     serve(pool, text(2, 2), 9)
-    # Empty: 14 - (4 + 2 + 2 x 2 aside and needed ...). Taking all that is spare and one more ends the older prompt.
+    # Empty: 14 - (4 + 2 + 2 x 2 ...). Taking all that is spare and one more ends the older prompt.
     while pool.match("", text(1, 4)):
         before = pool.match("", text(2, 2))
         pool.blocks.take(pool.blocks.empty_count + 1)

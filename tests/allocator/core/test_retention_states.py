@@ -97,13 +97,13 @@ def test_when_a_checkpoint_is_evicted_the_blocks_before_it_leave_next() -> None:
     assert worth == {SPARE}
 
 
-def test_of_a_chats_turns_the_checkpoint_of_the_last_one_is_kept_and_two_before_it_and_the_first_aside() -> None:
+def test_of_a_chats_turns_the_checkpoint_of_the_last_one_is_kept_and_two_before_it_aside() -> None:
     pool = without_early_ends(make_pool(200, *THREE_STATES))
     chat = text(1, 40)
     for turn in range(1, 6):
         serve(pool, chat, 20 * turn + 1)
     kept = {tokens: worth for tokens, worth in worths(pool, chat).items() if worth != SPARE}
-    assert kept == {20: ASIDE, 60: ASIDE, 80: ASIDE, 100: LED}
+    assert kept == {60: ASIDE, 80: ASIDE, 100: LED}
 
 
 def test_where_paths_part_a_checkpoint_stays_however_long_they_go_on() -> None:
@@ -197,10 +197,10 @@ def test_what_is_kept_and_what_is_spare_is_told_of_the_groups_of_each_specificat
     pool = without_early_ends(make_pool(80, full(4), sliding(4, 8), *(state(16),) * 5))
     serve(pool, text(1, 8), 33)
     pool.allocate(1 + pool.last_sequence_id, 4)
-    # Of the window the last two blocks and one aside are kept; of the checkpoints after 16 and 32 tokens, the latter.
+    # Of the window the last two blocks are kept; of the checkpoints after 16 and 32 tokens, the latter.
     assert usage.retention(pool) == [
         ("full_attention 4", 1, 8, 0),
-        ("sliding_window 4 8", 1, 3, 5),
+        ("sliding_window 4 8", 1, 2, 6),
         ("state 16", 5, 5, 5),
     ]
 

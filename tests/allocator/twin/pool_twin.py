@@ -174,7 +174,7 @@ class TwinPool(TwinRetention):
         child.hold_until, child.boundary, child.last = hold_until, parent.boundary, dict(parent.last)
         parent.stops = [stop for stop in parent.stops if stop <= parent.prompt_end]
         child.stops, child.early_stop, child.prompt_end = parent.stops, parent.early_stop, parent.prompt_end
-        child.needed, child.aside = list(parent.needed), list(parent.aside)
+        child.needed = list(parent.needed)
         self.sequences[child_id] = child
         self.highest_id = child_id
         return "OK"

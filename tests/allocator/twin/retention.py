@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from tests.allocator.twin.kinds import Kind
@@ -50,9 +49,7 @@ class TwinRetention(TwinPartings):
             if slot in boundary.needed:
                 needed |= not boundary.is_aside
                 aside |= boundary.is_aside
-            aside |= slot in boundary.aside
         needed |= any(slot in sequence.needed for sequence in self.sequences.values())
-        aside |= any(slot in sequence.aside for sequence in self.sequences.values())
         kept = LED if any(other.name == "full_attention" for other in self.kinds) else KEPT
         return kept if needed else ASIDE if aside else SPARE
 
@@ -65,10 +62,6 @@ class TwinRetention(TwinPartings):
                 if key[:2] == (number, namespace) and key[3][: len(path)] == path:
                     return True
         return False
-
-    def _earlier(self, token_count: int) -> int:
-        """One edge earlier."""
-        return max(0, token_count - math.lcm(*[k.block_size for k in self.kinds if k.name != "state"]))
 
     # -- how boundaries come and go ------------------------------------------------------------------------------------
 
@@ -113,7 +106,6 @@ class TwinRetention(TwinPartings):
             known = [boundary]
             boundary.is_parting = any(self._parts(sequence, slot, token_count) for slot in end if slot is not None)
             if parent is not None:
-                parent.next_token_count = token_count
                 self._part(parent)
             if early:
                 self._take_place_of(early, boundary)
@@ -141,7 +133,7 @@ class TwinRetention(TwinPartings):
         self.answered_count += 1
         self.end(before)
         for slot in before.needed if before.answer else ():
-            is_wanted = any(slot in (*other.needed, *other.aside) for other in self.boundaries)
+            is_wanted = any(slot in other.needed for other in self.boundaries)
             is_idle = slot.key is not None and not self.is_held(slot) and not slot.hits
             if self.kinds[slot.kind].name == "state" and is_idle and not is_wanted:
                 self.empty += slot.blocks[::-1]
@@ -169,9 +161,7 @@ class TwinRetention(TwinPartings):
     def slot_left(self, slot: Slot, path: tuple[bytes, ...]) -> None:
         """A slot was evicted, which was published as that: hits that need it are gone."""
         for boundary in list(self.boundaries):
-            if slot in boundary.aside:
-                boundary.aside.remove(slot)
-            elif slot in boundary.needed:
+            if slot in boundary.needed:
                 self.end(boundary)
             for number, namespace, _, whole in boundary.path:
                 if (number, namespace) == (slot.kind, slot.namespace) and whole[: len(path)] == path:
@@ -182,22 +172,13 @@ class TwinRetention(TwinPartings):
         if self.retention == "dense":
             return
         kind, edge = self.kinds[number], self.edge_before(sequence.committed)
-        earlier = [slot for slot in (*sequence.aside, *sequence.needed) if slot.kind == number]
-        needed, aside = list[Slot](), list[Slot]()
-        for slot in (*earlier, *falling):
-            if slot.key is not None and slot.key[2] in kind.takes(edge):
-                needed.append(slot)
-            elif slot.key is not None and slot.key[2] in kind.takes(self._earlier(edge)):
-                aside.append(slot)
+        own = [slot for slot in sequence.needed if slot.kind == number] + falling
+        needed = [slot for slot in own if slot.key is not None and slot.key[2] in kind.takes(edge)]
         sequence.needed = [slot for slot in sequence.needed if slot.kind != number] + needed
-        sequence.aside = [slot for slot in sequence.aside if slot.kind != number] + aside
 
     def forget(self, sequence: TwinSequence, number: int) -> None:
         """A sequence ends: it needs nothing any more."""
-        own = [slot for slot in (*sequence.aside, *sequence.needed) if slot.kind == number]
-        for slot in own:
-            sequence.needed = [other for other in sequence.needed if other is not slot]
-            sequence.aside = [other for other in sequence.aside if other is not slot]
+        sequence.needed = [slot for slot in sequence.needed if slot.kind != number]
 
     def unpublish(self, slot: Slot) -> None:
         """It is not worth its blocks any more."""
@@ -227,12 +208,12 @@ class TwinRetention(TwinPartings):
         slot = table[position] if position < len(table) else None
         if slot is not None:
             return slot.twin or slot
-        fallen = [s for s in (*sequence.needed, *sequence.aside) if s.kind == number and s.key is not None]
+        fallen = [s for s in sequence.needed if s.kind == number and s.key is not None]
         found = [s for s in fallen if s.key is not None and s.key[2] == position]
         return found[0] if found else None
 
     def _gather(self, sequence: TwinSequence, token_count: int, digest: bytes) -> TwinBoundary | None:
-        path, needed, aside = [], list[Slot](), list[Slot]()
+        path, needed = [], list[Slot]()
         for number, kind in enumerate(self.kinds):
             if kind.name == "full_attention":
                 slot = self._own(sequence, number, token_count // kind.block_size - 1)
@@ -243,11 +224,7 @@ class TwinRetention(TwinPartings):
                 wanted = [self._own(sequence, number, position) for position in kind.takes(token_count)]
                 if any(slot is None or slot.key is None for slot in wanted):
                     return None
-                more = set(kind.takes(self._earlier(token_count))) - set(kind.takes(token_count))
-                extra = [self._own(sequence, number, position) for position in sorted(more)]
                 needed += [slot for slot in wanted if slot is not None]
-                if all(slot is not None and slot.key is not None for slot in extra):
-                    aside += [slot for slot in extra if slot is not None]
             if kind.name == "state":
                 slot = self.find((number, sequence.namespace, token_count // self.digest_tokens, (digest,)))
                 if slot is None:
@@ -255,7 +232,7 @@ class TwinRetention(TwinPartings):
                 needed.append(slot)
         if not needed and not path:
             return None
-        return TwinBoundary(sequence.namespace, token_count, digest, path, needed, aside, None)
+        return TwinBoundary(sequence.namespace, token_count, digest, path, needed, None)
 
     def _parts(self, sequence: TwinSequence, slot: Slot, token_count: int) -> bool:
         """Whether another way than this sequence's is published behind a block of full attention."""
@@ -270,17 +247,13 @@ class TwinRetention(TwinPartings):
 
     def _part(self, boundary: TwinBoundary) -> None:
         boundary.is_parting |= len(self.ways(boundary)) > 1
-        ways, states = self.ways(boundary), any(kind.name == "state" for kind in self.kinds)
-        is_near = not states and bool(ways) and boundary.next_token_count <= boundary.token_count + self.edge_tokens()
-        is_worth_it = is_near or self.are_early
-        boundary.is_aside = self.is_continued(boundary) and (boundary.is_aside or not is_worth_it)
+        boundary.is_aside = self.is_continued(boundary) and (boundary.is_aside or not self.are_early)
 
     def _end_old(self, boundary: TwinBoundary | None) -> None:
         count, most = 0, CONTINUED_MAX + STEP_COUNT * self.are_inside
-        has_states = any(kind.name == "state" for kind in self.kinds)
         while boundary is not None:
             before = self.before(boundary.parent)
-            is_counted = not boundary.is_parting and not (has_states and before is None)
+            is_counted = not boundary.is_parting
             count += is_counted
             if count > most and is_counted:
                 self.end(boundary)

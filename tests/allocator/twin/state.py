@@ -41,10 +41,9 @@ class TwinBoundary:
 
     Attributes:
         path: of each kind of full attention what stands before it is published as.
-        needed, aside: what a hit there takes of windows and states; what one that ends an edge earlier takes besides.
+        needed: what a hit there takes of windows and states.
         parent: the boundary before it, when it was made.
         is_parting: more than one way was seen to go on from it.
-        next_token_count: tokens before the boundary that was made right behind it last.
         is_aside: it was continued while few prompts parted early, and is still.
         is_early: the sequence that made it was told so.
         answer: how far it is behind the prompt whose answer made it.
@@ -55,10 +54,8 @@ class TwinBoundary:
     digest: bytes
     path: list[Key]
     needed: list[Slot]
-    aside: list[Slot]
     parent: TwinBoundary | None
     is_parting: bool = False
-    next_token_count: int = 0
     is_aside: bool = False
     is_early: bool = False
     answer: int = 0
@@ -83,7 +80,6 @@ class TwinSequence:
     hold_until: float | None = None
     last: dict[int, Slot] = field(default_factory=dict)  # of each kind, what it hit last; of states, or made
     needed: list[Slot] = field(default_factory=list)  # fallen out, and what a hit at its last edge takes
-    aside: list[Slot] = field(default_factory=list)  # the same of a hit one edge earlier
     boundary: TwinBoundary | None = None  # the deepest one that it made or hit
 
 

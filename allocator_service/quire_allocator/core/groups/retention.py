@@ -12,7 +12,7 @@ What leaves when. Four kinds of cached blocks leave in this order, each the one 
 KEPT, which the eviction policy ranks:
 
     SPARE    windows and checkpoints that stand before no boundary; the end of a run beyond its deepest boundary
-    ASIDE    what a boundary has aside; what only boundaries need that are continued, unless prompts part early
+    ASIDE    what only boundaries need that are continued, unless prompts part early
     KEPT     runs with a boundary at their end or with children; without full attention what a boundary needs
     LED      what a boundary needs of windows and states, where full attention has the same prefix: leaves with its run
 
@@ -21,12 +21,11 @@ the policy takes a block before a boundary, in whatever group, the boundary is g
 in all groups; the next victim is only chosen when that is used up. A chat leaves as a whole, or back to an earlier
 boundary.
 
-    chat of 8,192 tokens, blocks of 16, full attention and 5 windows of 1,024: 512 blocks are KEPT, 5 x 64 LED, 5 ASIDE
-    (a prompt that is edited inside its last block ends one block earlier), and 5 x 447 SPARE
+    chat of 8,192 tokens, blocks of 16, full attention and 5 windows of 1,024: 512 blocks are KEPT, 5 x 64 LED, and
+    5 x 448 SPARE
 
 Of one path the boundaries where paths part stay, and of the others the last three (what a chat's last two turns leave:
-the end of the turn before, that of the last prompt and of its answer); where there are states, the first one, too:
-without it whoever parts before the others would compute all. While many prompts part from cached ones before
+the end of the turn before, that of the last prompt and of its answer). While many prompts part from cached ones before
 their end, further boundaries stand before the ends of prompts, and as many more stay (`partings.py`).
 
 Sources: Marconi (MLSys 2025) keeps what the next prompts are likely to end at; SGLang's hybrid tree lets windows leave
@@ -160,7 +159,7 @@ class Retention(Keeper):
             runs = [full.run_at(part, token_count) for full, part in zip(self.full, parts)]
             parent = living(sequence.last_boundary)
             early = parent if parent is not None and parent.is_early and not parent.is_parting else None
-            boundary = self.put(sequence.namespace, key, tails[0], tails[1], runs, parent=parent)
+            boundary = self.put(sequence.namespace, key, tails, runs, parent=parent)
             boundary.is_early = token_count == sequence.early_stop
             if sequence.stops and sequence.stops[-1] > sequence.prompt_end:
                 boundary.answer_token_count = max(0, token_count - sequence.prompt_end)
@@ -206,26 +205,21 @@ class Retention(Keeper):
         space: Namespace,
         key: BoundaryKey,
         needed: Sequence[Unit],
-        aside: Sequence[Unit],
         runs: Sequence[Run],
         *,
         parent: Boundary | None,
     ) -> Boundary:
         """Files a new boundary that stands in `runs`, one for each manager of full attention."""
-        boundary = space.boundaries[key] = Boundary(space.boundaries, key, needed, aside, runs, parent=parent)
+        boundary = space.boundaries[key] = Boundary(space.boundaries, key, needed, runs, parent=parent)
         for unit in needed:
             unit.needed_count += 1
             _add(unit, boundary)
             if not unit.live:  # a checkpoint that another sequence made
                 _manager(unit).revalue(unit)
-        for unit in aside:
-            unit.aside_count += 1
-            _add(unit, boundary)
         for run in runs:
             counts = [other.token_count for other in run.boundaries]
             run.boundaries.insert(bisect_right(counts, boundary.token_count), boundary)
         if parent is not None:
-            parent.next_token_count = boundary.token_count
             self._goes_on(parent, 1)
         return boundary
 
@@ -239,34 +233,30 @@ class Retention(Keeper):
         last = state.last_checkpoint(cast(StatePart, sequence.parts[number]))
         return last[1] if last is not None and last[0] == token_count else b""
 
-    def _tails(self, sequence: SequenceState, token_count: int, digest: bytes) -> tuple[list[Unit], list[Unit]] | None:
-        """Returns the units that a boundary there needs, and has aside: of windows what the sequence has, of states the
-        checkpoint, whoever made it. None where one that is needed lacks, or where none is."""
-        needed, aside = list[Unit](), list[Unit]()
+    def _tails(self, sequence: SequenceState, token_count: int, digest: bytes) -> list[Unit] | None:
+        """Returns the units that a boundary there needs: of windows what the sequence has, of states the checkpoint,
+        whoever made it. None where one lacks, or where none is needed."""
+        needed = list[Unit]()
         for number, window in self.windows:
             part, wanted = cast(WindowPart, sequence.parts[number]), window.needed_at(token_count)
             own = window.tail(part, wanted)
             if len(own) < len(wanted):
                 return None
             needed += own
-            wanted = window.aside_at(token_count)
-            own = window.tail(part, wanted)
-            if len(own) == len(wanted):
-                aside += own
         for number, state in self.states:
             scope = cast(StatePart, sequence.parts[number]).scope
             unit = state.checkpoint_at(scope, token_count, digest)
             if unit is None:
                 return None
             needed.append(unit)
-        return (needed, aside) if needed or self.full else None
+        return needed if needed or self.full else None
 
     def _goes_on(self, boundary: Boundary, way_count: int) -> None:
         """So many boundaries more are right behind it."""
         was_aside = boundary.is_aside
         boundary.way_count += way_count
         boundary.is_parting |= boundary.way_count > 1
-        boundary.is_aside = boundary.is_continued and (was_aside or not self._is_worth_its_blocks(boundary))
+        boundary.is_aside = boundary.is_continued and (was_aside or not self.partings.are_early)
         if boundary.is_aside == was_aside:
             return
         step = 1 if was_aside else -1
@@ -276,18 +266,12 @@ class Retention(Keeper):
             unit.aside_count -= step
             _manager(unit).revalue(unit)
 
-    def _is_worth_its_blocks(self, boundary: Boundary) -> bool:
-        """Tells whether a boundary that is continued stays beside its run: many prompts part early, or it takes no more
-        than one edge that the next one does not. So a prompt that ends at an edge hits when it is asked again."""
-        is_near = not self.states and boundary.next_token_count - boundary.token_count <= self.edge_tokens
-        return is_near or self.partings.are_early
-
     def end_old(self, boundary: Boundary | None) -> None:
-        """Ends the boundaries of a path where no paths part, but for the last few and, of states, the first."""
+        """Ends the boundaries of a path where no paths part, but for the last few."""
         count, count_max = 0, CONTINUED_MAX + (STEP_COUNT if self.partings.are_inside else 0)
         while boundary is not None:
             before = boundary.parent = living(boundary.parent)
-            if not boundary.is_parting and not (self.states and before is None):
+            if not boundary.is_parting:
                 count += 1
                 if count > count_max:
                     self.end(boundary)
@@ -308,11 +292,7 @@ class Retention(Keeper):
             else:
                 unit.needed_count -= 1
             _drop(unit, boundary)
-        for entry in boundary.aside:
-            unit = cast(Unit, entry)
-            unit.aside_count -= 1
-            _drop(unit, boundary)
-        for entry in (*boundary.aside, *boundary.needed):
+        for entry in boundary.needed:
             unit = cast(Unit, entry)
             _manager(unit).revalue(unit)
         for number, run in enumerate(boundary.runs):
@@ -320,7 +300,7 @@ class Retention(Keeper):
         boundary.parent = before = living(boundary.parent)
         if before is not None:
             self._goes_on(before, boundary.way_count - 1)
-        boundary.needed, boundary.aside, boundary.runs = [], [], []
+        boundary.needed, boundary.runs = [], []
         del boundary.index[boundary.key]
 
     def burden(self, run: Scoped) -> int:

@@ -12,7 +12,7 @@ Lifecycle of a unit:
     4. gone        evicted, or dropped before it was published: its blocks are empty
 
 Where there is a keeper, a unit is worth what stands behind it: KEPT if a boundary needs it (LED, where full attention
-has the same prefix), ASIDE if only an edited prompt would, else SPARE. Without one, all are KEPT.
+has the same prefix), ASIDE if only one that is continued does, else SPARE. Without one, all are KEPT.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Unit(Scoped):
         first_position, first_digest: what it is published as; the digest is empty while it is private.
         is_published: prompts can hit it.
         was_hit: a new sequence has begun with it.
-        boundaries: those that need it or have it aside; None where there never was one.
-        needed_count, aside_count: boundaries and live sequences that need it; that have it aside.
+        boundaries: those that need it; None where there never was one.
+        needed_count: boundaries that need it, and live sequences.
+        aside_count: boundaries that need it and are aside.
     """
 
     __slots__ = (
@@ -236,10 +237,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         """A unit is published no more: no hit can end any more where one would need it."""
         if unit.boundaries and self.keeper is not None:
             for boundary in unit.boundaries[:]:
-                if unit in boundary.aside:
-                    boundary.aside.remove(unit)
-                else:
-                    self.keeper.end(boundary)
+                self.keeper.end(boundary)
 
     def _new_units(self, scope: UnitScope, blocks: array[int]) -> list[Unit]:
         """Makes private units of blocks that were just granted; a single one keeps the array itself."""

@@ -211,7 +211,7 @@ def check_states(manager: StateManager, uses: Sequence[Use[UnitScope, StatePart]
 def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceState, part: StatePart) -> None:
     assert part.scope is scope, "a sequence has its state in another scope"
     assert part.unit is not None, "a sequence has no state"
-    assert part.stops == sequence.stops, "a state makes checkpoints elsewhere than at the boundaries"
+    assert part.stops == sequence.stops, "a state makes checkpoints elsewhere than at the stops of its sequence"
     if part.unit.key is not None:
         tokens = part.unit.key[0] * manager._digest_tokens
         assert tokens == sequence.committed_token_count, f"a state after {tokens} tokens stands for another count"

@@ -37,15 +37,13 @@ def check(pool: Pool, spaces: Sequence[Namespace]) -> None:
             assert boundary.is_continued or not boundary.is_aside, "a boundary is aside where paths end or part"
             assert boundary.way_count == ways[id(boundary)], "a boundary counts other ways than there are"
             _check_boundary(space, key, boundary)
-            _check_path(boundary, CONTINUED_MAX + STEP_COUNT + bool(retention.states))
+            _check_path(boundary, CONTINUED_MAX + STEP_COUNT)
             (aside if boundary.is_aside else needed).update([id(unit) for unit in boundary.needed])
-            aside.update([id(unit) for unit in boundary.aside])
     for sequence in pool.sequences.values():
         for number, window in retention.windows:
             part = cast(WindowPart, sequence.parts[number])
             _check_remembered(window, part, sequence.committed_token_count // retention.edge_tokens)
             needed.update([id(unit) for unit in part.needed])
-            aside.update([id(unit) for unit in part.aside])
     for space in spaces:
         _check_worths(retention, space, needed, aside)
 
@@ -56,7 +54,7 @@ def _check_boundary(space: Namespace, key: tuple[int, bytes], boundary: Boundary
     assert boundary.index is space.boundaries, "a boundary is filed in another namespace than its own"
     assert not boundary.is_gone, "a boundary that is gone is still filed"
     assert boundary.runs or boundary.needed, "a boundary that nothing ends"
-    for entry in (*boundary.needed, *boundary.aside):
+    for entry in boundary.needed:
         unit = cast(Unit, entry)
         assert unit.key is not None, "a boundary needs what is not published"
         assert unit.scope.namespace is space, "a boundary needs what another namespace has"
@@ -67,8 +65,7 @@ def _check_boundary(space: Namespace, key: tuple[int, bytes], boundary: Boundary
 
 
 def _check_path(boundary: Boundary, count_max: int) -> None:
-    """The boundaries before it are above it, and few of them are there for no other reason than edits; of states the
-    first one besides."""
+    """The boundaries before it are above it, and few of them are there for no other reason than edits."""
     count, below = 0, boundary.token_count + 1
     before: Boundary | None = boundary
     while before is not None:
@@ -81,11 +78,10 @@ def _check_path(boundary: Boundary, count_max: int) -> None:
 def _check_remembered(window: WindowManager, part: WindowPart, edge_count: int) -> None:
     """A sequence remembers what fell out, and of that only what its last edge needs."""
     edge = edge_count * window.edge_tokens
-    for units, positions in ((part.needed, window.needed_at(edge)), (part.aside, window.aside_at(edge))):
-        for unit in units:
-            if unit.key is not None:
-                assert unit.key[0] in positions, "a sequence remembers what it does not need"
-                assert unit.key[0] < part.first, "a sequence remembers what it has in its table"
+    for unit in part.needed:
+        if unit.key is not None:
+            assert unit.key[0] in window.needed_at(edge), "a sequence remembers what it does not need"
+            assert unit.key[0] < part.first, "a sequence remembers what it has in its table"
 
 
 def _check_worths(retention: Retention, space: Namespace, needed: Counter[int], aside: Counter[int]) -> None:

@@ -139,14 +139,13 @@ def _make(
 ) -> Boundary | None:
     """Makes one boundary, if everything that it needs is there."""
     token_count, digest = place
-    needed, aside = list[Unit](), list[Unit]()
+    needed = list[Unit]()
     for own in tails:
         end = token_count // own.window.block_size
         found = own.units(digest, end, own.window.needed_at(token_count))
         if found is None:
             return None
         needed += found
-        aside += own.units(digest, end, own.window.aside_at(token_count)) or []
     for number, state in retention.states:
         unit = state.checkpoint_at(cast(UnitScope, space.scopes[number]), token_count, digest)
         if unit is None:
@@ -154,7 +153,7 @@ def _make(
         needed.append(unit)
     if not needed and not runs:
         return None
-    boundary = retention.put(space, place, needed, aside, runs, parent=above)
+    boundary = retention.put(space, place, needed, runs, parent=above)
     for full, run in zip(retention.full, runs, strict=True):
         boundary.is_parting |= full.end_of(run) == token_count and len(run.children) > 1
     retention.end_old(boundary)
@@ -172,8 +171,5 @@ def _follow(retention: Retention, sequence: SequenceState, tails: Sequence[_Tail
     for own, (number, window) in zip(tails, retention.windows, strict=True):
         part = cast(WindowPart, sequence.parts[number])
         part.needed = tuple(own.fallen(part, window.needed_at(edge)))
-        part.aside = tuple(own.fallen(part, window.aside_at(edge)))
         for unit in part.needed:
             unit.needed_count += 1
-        for unit in part.aside:
-            unit.aside_count += 1

@@ -344,7 +344,7 @@ class Pool:
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
         self.coordinator.pass_stops(parent, child)
-        child.last_boundary = parent.last_boundary
+        child.last_stop = parent.last_stop
         # Where a block is shared that either side has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quire_allocator.core.blocks import Namespace
-from quire_allocator.core.boundary import Boundary
 from quire_allocator.core.pending import Announcement
+from quire_allocator.core.retention.stop import Stop
 
 
 class Part:
@@ -29,11 +29,11 @@ class SequenceState:
         announcement: the part of its prompt that it announced and has still to compute, or None.
         is_hold: nobody writes to it, and it ends by itself.
         is_named: each full block of what it committed came with its digest, and is published.
-        stops: token counts at which hits are to end, rising (`groups/stops.py`).
+        stops: token counts at which hits are to end, rising (`retention/stops.py`).
         prompt_end: the stop at the end of its prompt; those behind it are of the answer.
         early_stop: the one of them at which its prompt, which is new, leaves a state early; 0 where it has none.
         is_before_stop: one of its stops may be behind what is committed: false once none is, since commits ask for it.
-        last_boundary: the deepest boundary of its prefix that was made or hit; it may have ended since.
+        last_stop: the deepest stop of its prefix that was made or hit; it may have ended since.
         parts: what it has in each manager.
     """
 
@@ -45,7 +45,7 @@ class SequenceState:
         "is_before_stop",
         "is_hold",
         "is_named",
-        "last_boundary",
+        "last_stop",
         "limit",
         "namespace",
         "parts",
@@ -73,7 +73,7 @@ class SequenceState:
         self.prompt_end = 0
         self.early_stop = 0
         self.is_before_stop = True
-        self.last_boundary: Boundary | None = None
+        self.last_stop: Stop | None = None
         self.announcement: Announcement | None = None
         self.is_hold = False
         self.is_named = True

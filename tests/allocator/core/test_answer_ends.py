@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from quire.protocol import limits
-from quire_allocator.core.groups.stops import STOPS_MAX, answer_stops
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
+from quire_allocator.core.retention.stops import STOPS_MAX, answer_stops
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, Result
 
 from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, state
@@ -27,7 +27,7 @@ def answer(pool: Pool, sequence_id: int, digests: bytes, first: int, last: int) 
 
 
 def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
-    """Computes a prompt with passes that end at its boundaries, but for the early one; returns what was matched."""
+    """Computes a prompt with passes that end at its stops, but for the early one; returns what was matched."""
     grown = pool.allocate(sequence_id, prompt, digests[: prompt // 4 * DIGEST_BYTES])
     last = (prompt - 1) // 4 * 4
     done = grown.matched_token_count
@@ -42,8 +42,8 @@ def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
 
 
 def ends(pool: Pool) -> list[int]:
-    """The token counts of all boundaries."""
-    return sorted(count for count, _ in pool.blocks.namespaces[""].boundaries)
+    """The token counts of all stops."""
+    return sorted(count for count, _ in pool.blocks.namespaces[""].stops)
 
 
 def states(pool: Pool) -> list[int]:
@@ -62,7 +62,7 @@ def test_they_are_at_distances_from_the_last_edge_of_the_prompt_that_grow_with_i
 
 
 def test_none_is_at_the_end_of_the_prompt_itself_or_beyond_what_a_token_count_can_say() -> None:
-    assert answer_stops(STATES_OF_16, 16, 96)[:2] == (112, 128)  # its last boundary is 80
+    assert answer_stops(STATES_OF_16, 16, 96)[:2] == (112, 128)  # its last stop is 80
     assert answer_stops(STATES_OF_16, 16, 2**32 - 40) == (2**32 - 32, 2**32 - 16)
 
 
@@ -171,8 +171,8 @@ def test_an_answer_makes_its_turn_worth_neither_more_nor_less() -> None:
         pool.free(2)
         retention = pool.coordinator.retention
         assert retention is not None
-        boundary = max(pool.blocks.namespaces[""].boundaries.values(), key=lambda each: each.token_count)
-        burdens.append((boundary.token_count, retention.burden(boundary.runs[0])))  # type: ignore[arg-type]
+        stop = max(pool.blocks.namespaces[""].stops.values(), key=lambda each: each.token_count)
+        burdens.append((stop.token_count, retention.burden(stop.runs[0])))  # type: ignore[arg-type]
     assert burdens == [(24, 1), (40, 1)]  # one block, and two of a state
 
 

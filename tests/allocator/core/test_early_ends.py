@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from quire_allocator.core.groups.retention import CONTINUED_MAX
-from quire_allocator.core.groups.stops import early_stop
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
+from quire_allocator.core.retention.stops import early_stop
 from quire_allocator.core.spec import GroupSpec
 
 from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, sliding, state
@@ -54,15 +54,15 @@ def test_pools_that_keep_no_states_or_all_of_them_or_no_attention_have_none(
     assert pool.sequences[1].early_stop == 0
 
 
-def boundary_token_counts(pool: Pool) -> list[int]:
-    return sorted(count for count, _ in pool.blocks.namespaces[""].boundaries)
+def stop_counts(pool: Pool) -> list[int]:
+    return sorted(count for count, _ in pool.blocks.namespaces[""].stops)
 
 
 def test_who_is_first_to_part_from_a_prompt_soon_before_its_end_hits_at_its_early_stop() -> None:
     pool = make_pool(200, full(4), state(1024))
     first, edited = text(1, 32), text(1, 30) + text(2, 2)
     assert serve(pool, first, 129) == 0
-    assert boundary_token_counts(pool) == [112, 128]
+    assert stop_counts(pool) == [112, 128]
     assert serve(pool, edited, 129) == 112
     invariants.check(pool)
 
@@ -82,8 +82,8 @@ def test_of_a_path_the_last_three_stay_however_many_turns_come_behind_it() -> No
     for turn in range(1, 9):
         serve(pool, chat, 36 * turn + 1)
         invariants.check(pool)
-    assert boundary_token_counts(pool) == [252, 284, 288]
-    assert len(boundary_token_counts(pool)) == CONTINUED_MAX
+    assert stop_counts(pool) == [252, 284, 288]
+    assert len(stop_counts(pool)) == CONTINUED_MAX
 
 
 # -- whose place a junction takes --------------------------------------------------------------------------------------
@@ -95,25 +95,25 @@ def test_the_junction_takes_the_place_of_the_early_end_before_it() -> None:
     pool = make_pool(900, *HEAVY)
     serve(pool, text(1, 32), 129)
     assert serve(pool, text(1, 30) + text(2, 2), 129) == 112
-    assert boundary_token_counts(pool) == [120, 128, 128]
-    boundaries = {count: boundary for (count, _), boundary in pool.blocks.namespaces[""].boundaries.items()}
-    assert boundaries[120].is_parting
-    assert boundaries[128].parent is boundaries[120]
-    assert boundaries[120].parent is None
+    assert stop_counts(pool) == [120, 128, 128]
+    stops = {count: stop for (count, _), stop in pool.blocks.namespaces[""].stops.items()}
+    assert stops[120].is_parting
+    assert stops[128].parent is stops[120]
+    assert stops[120].parent is None
     assert serve(pool, text(1, 30) + text(3, 2), 129) == 120
     invariants.check(pool)
 
 
-def test_it_stays_behind_the_boundary_before_it_no_place_where_paths_part() -> None:
+def test_it_stays_behind_the_stop_before_it_no_place_where_paths_part() -> None:
     pool = make_pool(900, *HEAVY)
     serve(pool, text(1, 16), 65)
     chat, edited = text(1, 48), text(1, 46) + text(2, 2)
     assert serve(pool, chat, 193) == 64
     assert serve(pool, edited, 193) == 176
-    boundaries = {count: boundary for (count, _), boundary in pool.blocks.namespaces[""].boundaries.items()}
-    assert sorted(boundaries) == [64, 184, 192]
-    assert (boundaries[64].way_count, boundaries[64].is_parting) == (1, False)
-    assert (boundaries[184].way_count, boundaries[184].is_parting) == (2, True)
+    stops = {count: stop for (count, _), stop in pool.blocks.namespaces[""].stops.items()}
+    assert sorted(stops) == [64, 184, 192]
+    assert (stops[64].way_count, stops[64].is_parting) == (1, False)
+    assert (stops[184].way_count, stops[184].is_parting) == (2, True)
     invariants.check(pool)
 
 
@@ -122,7 +122,7 @@ def test_an_early_end_stays_where_paths_part_just_there() -> None:
     serve(pool, text(1, 32), 129)
     assert serve(pool, text(1, 28) + text(2, 4), 129) == 112
     assert serve(pool, text(1, 30) + text(3, 2), 129) == 112
-    assert boundary_token_counts(pool) == [112, 120, 128, 128, 128]
+    assert stop_counts(pool) == [112, 120, 128, 128, 128]
     assert serve(pool, text(1, 28) + text(4, 4), 129) == 112
     invariants.check(pool)
 
@@ -131,5 +131,5 @@ def test_who_goes_on_from_an_early_end_without_parting_takes_no_place() -> None:
     pool = make_pool(900, *HEAVY)
     serve(pool, text(1, 32), 129)
     serve(pool, text(1, 40), 161)
-    assert boundary_token_counts(pool) == [128, 156, 160]
+    assert stop_counts(pool) == [128, 156, 160]
     invariants.check(pool)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from quire_allocator.core.groups.partings import LATE_BELIEVED, Partings
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
+from quire_allocator.core.retention.partings import LATE_BELIEVED, Partings
 from quire_allocator.core.spec import GroupSpec, PoolSpec
 
 from tests.allocator.core.pools import full, make_pool, sliding, state
@@ -87,10 +87,10 @@ def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts()
     serve(pool, text(0, 20), 81)
     invariants.check(pool)
     own = text(0, 20)
-    boundaries = pool.blocks.namespaces[""].boundaries
-    ends = [count for count, digest in boundaries if digest == own[8 * count - 32 : 8 * count]]
+    stops = pool.blocks.namespaces[""].stops
+    ends = [count for count, digest in stops if digest == own[8 * count - 32 : 8 * count]]
     assert sorted(ends) == [16, 48, 64, 72, 80]  # 64, 32, 16 and 8 tokens before the end of the prompt, and that
-    assert not any(boundary.is_aside for boundary in boundaries.values() if boundary.token_count > 32)
+    assert not any(stop.is_aside for stop in stops.values() if stop.token_count > 32)
 
 
 def edited_chats(pool: Pool, *, chat_count: int, round_count: int) -> float:
@@ -147,11 +147,11 @@ def test_checkpoints_before_the_end_of_a_prompt_stay_while_prompts_part_early(gr
         pool.commit(1, end, text(0, 200 // size)[32 * (done // size) : 32 * (end // size)], end)
     pool.free(1)
     invariants.check(pool)
-    boundaries = pool.blocks.namespaces[""].boundaries
+    stops = pool.blocks.namespaces[""].stops
     # Two, four, ... edges before 196, or before the last edge of 16 where there is no other.
     steps = {64, 128, 160, 176} if len(groups) > 1 else {64, 128, 160}
-    assert {count for count, _ in boundaries} >= steps
-    assert not any(boundary.is_aside for boundary in boundaries.values())
+    assert {count for count, _ in stops} >= steps
+    assert not any(stop.is_aside for stop in stops.values())
 
 
 def test_hits_end_near_the_parting_although_nobody_parted_there_before() -> None:
@@ -161,6 +161,6 @@ def test_hits_end_near_the_parting_although_nobody_parted_there_before() -> None
         serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
     serve(pool, text(0, 64), 257)
     spare = pool.blocks.namespaces[""].scopes[1].spare
-    pool.blocks.take(pool.blocks.empty_count + spare)  # all that no boundary needs has left
+    pool.blocks.take(pool.blocks.empty_count + spare)  # all that no stop needs has left
     matched = [pool.match("", parted(5, 64, kept)) for kept in (63, 62, 60, 56, 50, 40, 20)]
     assert matched == [252, 248, 240, 224, 192, 128, 0]

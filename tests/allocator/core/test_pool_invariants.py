@@ -178,27 +178,27 @@ def lose_a_queue_entry_of_a_namespace(pool: Pool) -> None:
     lose_all(queue)
 
 
-def last_boundary(pool: Pool) -> Any:
+def last_stop(pool: Pool) -> Any:
     """One behind which there is none."""
-    return next(b for b in pool.blocks.namespaces[""].boundaries.values() if not b.way_count)
+    return next(b for b in pool.blocks.namespaces[""].stops.values() if not b.way_count)
 
 
-def a_boundary(pool: Pool) -> Any:
-    return next(b for b in pool.blocks.namespaces[""].boundaries.values() if b.needed)
+def a_stop(pool: Pool) -> Any:
+    return next(b for b in pool.blocks.namespaces[""].stops.values() if b.needed)
 
 
-def lose_a_boundary(pool: Pool) -> None:
-    boundary = a_boundary(pool)
-    del boundary.index[boundary.key]
+def lose_a_stop(pool: Pool) -> None:
+    stop = a_stop(pool)
+    del stop.index[stop.key]
 
 
-def forget_where_a_boundary_stands(pool: Pool) -> None:
-    boundary = a_boundary(pool)
-    boundary.runs[0].boundaries.remove(boundary)
+def forget_where_a_stop_stands(pool: Pool) -> None:
+    stop = a_stop(pool)
+    stop.runs[0].stops.remove(stop)
 
 
 def need_one_unit_less(pool: Pool) -> None:
-    a_boundary(pool).needed.pop()
+    a_stop(pool).needed.pop()
 
 
 def announce_what_nobody_computes(pool: Pool) -> None:
@@ -261,11 +261,11 @@ DEFECTS: list[tuple[str, Callable[[Pool], None]]] = [
     ("a ticket where nothing may leave", drop_a_candidate),
     ("candidate is not queued", lose_a_queue_entry),
     ("missing among those of its namespace", lose_a_queue_entry_of_a_namespace),
-    ("counts others", lose_a_boundary),
-    ("does not know a boundary that stands in it", forget_where_a_boundary_stands),
+    ("counts others", lose_a_stop),
+    ("does not know a stop that stands in it", forget_where_a_stop_stands),
     ("counts others", need_one_unit_less),
-    ("counts other ways", add(a_boundary, "way_count", 1)),
-    ("is aside where paths end", lambda pool: setattr(last_boundary(pool), "is_aside", True)),
+    ("counts other ways", add(a_stop, "way_count", 1)),
+    ("is aside where paths end", lambda pool: setattr(last_stop(pool), "is_aside", True)),
     ("worth more or less", add(lambda pool: cached_unit(pool, 1), "worth", 1)),
     ("count as spare", add(lambda pool: scope(pool, 1), "spare", 2)),
     ("hold without an end", lambda pool: pool.holds.clear()),

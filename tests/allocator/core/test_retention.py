@@ -126,7 +126,7 @@ def test_when_a_window_is_evicted_the_full_blocks_that_it_served_leave_next() ->
     assert 0 in worth  # what is left of the older prompt
 
 
-def test_of_a_chats_turns_the_last_three_boundaries_stay() -> None:
+def test_of_a_chats_turns_the_last_three_stops_stay() -> None:
     pool = make_pool(200, full(4), sliding(4, 4))
     for turn in range(1, 6):
         number, blocks = pool.last_sequence_id + 1, 8 * turn
@@ -137,11 +137,11 @@ def test_of_a_chats_turns_the_last_three_boundaries_stay() -> None:
         pool.grow(number, 4 * blocks)
         pool.commit(number, 4 * blocks, digests[32 * (blocks - 3) :])
         pool.free(number)
-    ends = sorted(count for count, _ in pool.blocks.namespaces[""].boundaries)
+    ends = sorted(count for count, _ in pool.blocks.namespaces[""].stops)
     assert ends == [4 * 32, 4 * 40 - 16, 4 * 40]  # the end of turn 4, of the last prompt, and of its answer
 
 
-def test_where_paths_part_a_boundary_stays_however_long_they_go_on() -> None:
+def test_where_paths_part_a_stop_stays_however_long_they_go_on() -> None:
     pool = make_pool(400, full(4), sliding(4, 4))
     shared = text(0, 4)
     serve(pool, shared, 17)
@@ -151,9 +151,9 @@ def test_where_paths_part_a_boundary_stays_however_long_they_go_on() -> None:
             digests += text(10 * user + turn, 4)
             serve(pool, digests, len(digests) // 8 + 1)
     invariants.check(pool)
-    boundaries = pool.blocks.namespaces[""].boundaries
-    assert [b.is_parting for (count, _), b in boundaries.items() if count == 16] == [True]
-    assert len(boundaries) == 1 + 2 * 3
+    stops = pool.blocks.namespaces[""].stops
+    assert [b.is_parting for (count, _), b in stops.items() if count == 16] == [True]
+    assert len(stops) == 1 + 2 * 3
 
 
 def test_a_fork_ends_a_turn() -> None:
@@ -163,5 +163,5 @@ def test_a_fork_ends_a_turn() -> None:
     assert pool.fork(1, 2) is Result.OK
     pool.grow(1, 40)
     commit(pool, 1, "abcdefghij", 40)
-    assert 20 in [count for count, _ in pool.blocks.namespaces[""].boundaries]
+    assert 20 in [count for count, _ in pool.blocks.namespaces[""].stops]
     invariants.check(pool)

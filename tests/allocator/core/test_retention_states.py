@@ -23,7 +23,7 @@ def without_early_ends(pool: Pool) -> Pool:
 
 
 def serve(pool: Pool, digests: bytes, token_count: int) -> int:
-    """Allocates, computes and frees a prompt whose passes end at its boundaries and at every 16 tokens; returns how
+    """Allocates, computes and frees a prompt whose passes end at its stops and at every 16 tokens; returns how
     many tokens of it hit."""
     number, size = pool.last_sequence_id + 1, pool.digest_tokens
     own = digests[: token_count // size * 32]
@@ -67,7 +67,7 @@ def test_beyond_what_a_cache_holds_the_hit_ratio_of_states_falls_without_a_cliff
     assert in_turn(Pool(PoolSpec(240, (full(4), *(state(16),) * 20))), chat_count, 81, 40) > ratio
 
 
-def test_checkpoints_between_boundaries_leave_before_all_else() -> None:
+def test_checkpoints_between_stops_leave_before_all_else() -> None:
     pool = make_pool(26, *HYBRID)
     serve(pool, text(1, 8), 33)
     assert worths(pool, text(1, 8)) == {16: SPARE, 28: ASIDE, 32: LED}  # with the early end
@@ -80,7 +80,7 @@ def test_a_checkpoint_leaves_with_the_prefix_that_it_stands_behind() -> None:
     pool = without_early_ends(make_pool(40, *THREE_STATES))
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
-    pool.blocks.take(pool.blocks.empty_count + 1)  # the last block before the older one's boundary: it is gone
+    pool.blocks.take(pool.blocks.empty_count + 1)  # the last block before the older one's stop: it is gone
     assert worths(pool, text(1, 4)) == {16: SPARE}
     pool.blocks.take(pool.blocks.empty_count + 5)  # what is left of it: three blocks, and three of states
     assert worths(pool, text(1, 4)) == {}
@@ -92,7 +92,7 @@ def test_when_a_checkpoint_is_evicted_the_blocks_before_it_leave_next() -> None:
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
     forget(pool, 1, [4])
-    assert not pool.blocks.namespaces[""].boundaries
+    assert not pool.blocks.namespaces[""].stops
     worth = {entry.worth for _, ticket, entry in pool.blocks.queue.items() if ticket == entry.ticket}
     assert worth == {SPARE}
 
@@ -121,17 +121,17 @@ def test_where_everything_is_dense_checkpoints_are_like_all_other_blocks() -> No
     pool = make_pool(60, *HYBRID, retention="dense")
     serve(pool, text(1, 10), 41)
     assert set(worths(pool, text(1, 10)).values()) == {KEPT}
-    assert not pool.blocks.namespaces[""].boundaries
+    assert not pool.blocks.namespaces[""].stops
 
 
-def test_without_full_attention_the_policy_ranks_checkpoints_at_boundaries() -> None:
+def test_without_full_attention_the_policy_ranks_checkpoints_at_stops() -> None:
     pool = make_pool(20, state(4), state(16))
     serve(pool, text(1, 10), 41)
     assert worths(pool, text(1, 10), 0) == {16: SPARE, 32: SPARE, 40: KEPT}
     assert worths(pool, text(1, 10), 1) == {16: SPARE, 32: SPARE, 40: KEPT}
 
 
-def test_an_owner_that_ends_no_pass_at_a_boundary_keeps_the_deepest_checkpoint_that_it_made() -> None:
+def test_an_owner_that_ends_no_pass_at_a_stop_keeps_the_deepest_checkpoint_that_it_made() -> None:
     pool = make_pool(60, *HYBRID)
     digests = text(1, 11)
     pool.allocate(1, 16, digests, prompt_token_count=45)
@@ -171,7 +171,7 @@ def test_of_two_prompts_the_one_that_leads_more_for_each_of_its_blocks_leaves_fi
     assert (pool.match("", text(1, 11)), pool.match("", text(2, 2))) == (44, 0)
 
 
-def test_what_a_prompt_has_since_the_boundary_before_bears_its_checkpoint() -> None:
+def test_what_a_prompt_has_since_the_stop_before_bears_its_checkpoint() -> None:
     pool = without_early_ends(make_pool(200, *HEAVY))
     shared = text(0, 9)
     for user in (1, 2, 3):
@@ -180,7 +180,7 @@ def test_what_a_prompt_has_since_the_boundary_before_bears_its_checkpoint() -> N
     assert burdens(pool, shared + text(3, 2))[-2:] == [0, 2]
 
 
-def test_a_boundary_that_is_gone_leaves_its_blocks_to_the_one_behind() -> None:
+def test_a_stop_that_is_gone_leaves_its_blocks_to_the_one_behind() -> None:
     pool = without_early_ends(make_pool(200, *HEAVY))
     shared = text(0, 9)
     for user in (1, 2, 3):

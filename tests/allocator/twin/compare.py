@@ -214,9 +214,9 @@ class Comparison:
     def _compare_retention(self) -> None:
         """Where hits can end, and what of windows and states leaves how early."""
         spaces = self.pool.blocks.namespaces
-        boundaries = [(name, key, b) for name, space in spaces.items() for key, b in space.boundaries.items()]
-        ours = {(name, *key, b.is_parting, b.is_aside) for name, key, b in boundaries}
-        theirs = {(b.namespace, b.token_count, b.digest, b.is_parting, b.is_aside) for b in self.twin.boundaries}
+        stops = [(name, key, b) for name, space in spaces.items() for key, b in space.stops.items()]
+        ours = {(name, *key, b.is_parting, b.is_aside) for name, key, b in stops}
+        theirs = {(b.namespace, b.token_count, b.digest, b.is_parting, b.is_aside) for b in self.twin.stops}
         assert ours == theirs
         retention = self.pool.coordinator.retention
         if retention is not None:

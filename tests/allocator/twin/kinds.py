@@ -79,12 +79,12 @@ class Kind:
         return places
 
     def filled(
-        self, committed: int, until: int, digests: Sequence[bytes], digest_tokens: int, boundaries: Collection[int]
+        self, committed: int, until: int, digests: Sequence[bytes], digest_tokens: int, stops: Collection[int]
     ) -> list[tuple[int, bytes]]:
         """What a commit publishes, as position and digest; `digests` are those of the digest blocks it fills."""
         first = committed // digest_tokens
         if self.name == "state":
-            is_checkpoint = until % self.block_size == 0 or until in boundaries
+            is_checkpoint = until % self.block_size == 0 or until in stops
             return [(until // digest_tokens, digests[-1])] if committed < until and is_checkpoint else []
         ends = [end for end in range(self.block_size, until + 1, self.block_size) if end > committed]
         return [(end // self.block_size - 1, digests[end // digest_tokens - 1 - first]) for end in ends]

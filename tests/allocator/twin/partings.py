@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from tests.allocator.twin.state import TwinBoundary, TwinState
+from tests.allocator.twin.state import TwinState, TwinStop
 
 STEP_COUNT = 7
 
@@ -82,7 +82,7 @@ class TwinPartings(TwinState):
         namespace: str,
         digests: Sequence[bytes],
         length: int,
-        boundaries: Sequence[TwinBoundary],
+        stops: Sequence[TwinStop],
         *,
         is_whole: bool,
     ) -> None:
@@ -98,7 +98,7 @@ class TwinPartings(TwinState):
         behind = [text[len(path) :] for text in texts if text[: len(path)] == path and len(text) > len(path)]
         ways = {rest[0] for rest in behind}
         last = digests[length // self.digest_tokens - 1]
-        here = [b for b in boundaries if (b.namespace, b.token_count, b.digest) == (namespace, length, last)]
+        here = [b for b in stops if (b.namespace, b.token_count, b.digest) == (namespace, length, last)]
         if len(ways) > 1 or (here and here[0].is_parting):
             return
         if any(len(rest) * size >= self.edge_tokens() for rest in behind):

@@ -171,7 +171,7 @@ class TwinPool(TwinRetention):
             for kind, table in zip(self.kinds, parent.tables, strict=True)
         ]
         child = TwinSequence(parent.namespace, parent.committed, parent.committed, shared, parent.priority)
-        child.hold_until, child.boundary, child.last = hold_until, parent.boundary, dict(parent.last)
+        child.hold_until, child.stop, child.last = hold_until, parent.stop, dict(parent.last)
         parent.stops = [stop for stop in parent.stops if stop <= parent.prompt_end]
         child.stops, child.early_stop, child.prompt_end = parent.stops, parent.early_stop, parent.prompt_end
         child.needed = list(parent.needed)

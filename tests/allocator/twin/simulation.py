@@ -140,7 +140,7 @@ class Simulation(Comparison):
         if answer[1] < answer[7] <= token_count and rng.random() < 0.6:
             self._commit_to(sequence_id, answer[7])
         if self.has_state and (is_edited or rng.random() < 0.4):
-            self._commit_to_boundaries(sequence_id)
+            self._commit_to_stops(sequence_id)
             self.to_edit = namespace, plan
         if rng.random() < 0.7:
             self._forward_some(sequence_id)
@@ -324,7 +324,7 @@ class Simulation(Comparison):
         writer.text = writer.text[:until]
         self._number(sequence_id)
 
-    def _commit_to_boundaries(self, sequence_id: int) -> None:
+    def _commit_to_stops(self, sequence_id: int) -> None:
         """Passes end wherever later prompts may part, as far as there is room."""
         sequence = self.twin.sequences[sequence_id]
         answers = [stop for stop in sequence.stops if stop > sequence.prompt_end]

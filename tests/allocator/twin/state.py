@@ -36,13 +36,13 @@ class Slot:
 
 
 @dataclass(eq=False, slots=True)
-class TwinBoundary:
+class TwinStop:
     """A place at which hits can end.
 
     Attributes:
         path: of each kind of full attention what stands before it is published as.
         needed: what a hit there takes of windows and states.
-        parent: the boundary before it, when it was made.
+        parent: the stop before it, when it was made.
         is_parting: more than one way was seen to go on from it.
         is_aside: it was continued while few prompts parted early, and is still.
         is_early: the sequence that made it was told so.
@@ -54,7 +54,7 @@ class TwinBoundary:
     digest: bytes
     path: list[Key]
     needed: list[Slot]
-    parent: TwinBoundary | None
+    parent: TwinStop | None
     is_parting: bool = False
     is_aside: bool = False
     is_early: bool = False
@@ -80,7 +80,7 @@ class TwinSequence:
     hold_until: float | None = None
     last: dict[int, Slot] = field(default_factory=dict)  # of each kind, what it hit last; of states, or made
     needed: list[Slot] = field(default_factory=list)  # fallen out, and what a hit at its last edge takes
-    boundary: TwinBoundary | None = None  # the deepest one that it made or hit
+    stop: TwinStop | None = None  # the deepest one that it made or hit
 
 
 class TwinState:
@@ -112,7 +112,7 @@ class TwinState:
         self.prompts: list[tuple[str, list[bytes]]] = []  # of all sequences that were ever let in
         self.sequences: dict[int, TwinSequence] = {}
         self.highest_id = 0
-        self.replaced_count = 0  # early ends whose place another boundary took
+        self.replaced_count = 0  # early ends whose place another stop took
         self.answered_count = 0  # ends of prompts and of parts of answers whose place one behind them took
         self.empty = list(range(block_count))[::-1]  # the last one is granted next
         self.published: list[Slot] = []
@@ -123,7 +123,7 @@ class TwinState:
         self.leaving: deque[Removed] | None = None
         keeps_all = all(kind.keeps_prefixes for kind in self.kinds)
         self.retention = "dense" if keeps_all else retention
-        self.boundaries: list[TwinBoundary] = []
+        self.stops: list[TwinStop] = []
 
     # -- what can be observed ------------------------------------------------------------------------------------------
 

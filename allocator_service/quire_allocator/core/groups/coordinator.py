@@ -18,7 +18,7 @@ from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.manager import Hit
 from quire_allocator.core.groups.retention import Retention
 from quire_allocator.core.groups.runs import RunHit
-from quire_allocator.core.groups.stops import StopRules, Stops
+from quire_allocator.core.retention.stops import StopRules, Stops
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, PoolSpec, Swap
 

@@ -1,7 +1,7 @@
 """Published positions of windowed groups: one by one where somebody has or needs them, else as stretches.
 
 A prompt of a million tokens leaves 62,500 blocks of 16 behind a window, of which nobody may ever ask for one. So what
-falls out of a table together, and stands before no boundary, is one object.
+falls out of a table together, and stands before no stop, is one object.
 
 Lifecycle of a stretch here:
 

@@ -10,7 +10,7 @@ the state without a grow that copies it, and where the commit ends exactly at
 As a published block never changes, the next grow replaces it by a copy; where there is no room for one, a checkpoint
 that no other sequence holds is given up instead. So a hit is one block: the deepest checkpoint of the prefix.
 
-Those at boundaries stay as long as their prefix does, the others leave before all else (`retention.py`).
+Those at stops stay as long as their prefix does, the others leave before all else (`retention.py`).
 
 A table here has one entry, the running block.
 """
@@ -106,7 +106,7 @@ class StateManager(UnitManager[StatePart]):
             blocks, part.scope.held = part.unit.blocks, part.scope.held - self.width
             unit = part.unit
             self._retract(unit)
-            self._end_boundaries(unit)
+            self._end_stops(unit)
             (part.unit,) = self._new_units(part.scope, blocks)
 
     def commit(self, part: StatePart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
@@ -172,7 +172,7 @@ class StateManager(UnitManager[StatePart]):
         unit = part.unit
         return unit is not None and unit.live == 1 and not unit.is_published
 
-    # -- what boundaries need ------------------------------------------------------------------------------------------
+    # -- what stops need ------------------------------------------------------------------------------------------
 
     def checkpoint_at(self, scope: UnitScope, token_count: int, digest: bytes) -> Unit | None:
         """Returns the checkpoint after so many tokens of that digest, whoever made it; None where there is none."""
@@ -190,5 +190,5 @@ class StateManager(UnitManager[StatePart]):
 
     def replaced(self, unit: Unit) -> None:
         """Another checkpoint has taken the place of one: where nobody has asked for it, it is not worth its blocks."""
-        if unit.is_published and not unit.live and not unit.was_hit and not unit.boundaries:
+        if unit.is_published and not unit.live and not unit.was_hit and not unit.stops:
             self._drop(unit)

@@ -11,7 +11,7 @@ Lifecycle of a unit:
     3. cached      in no table, hittable, a candidate for eviction: what it is *worth* says how early
     4. gone        evicted, or dropped before it was published: its blocks are empty
 
-Where there is a keeper, a unit is worth what stands behind it: KEPT if a boundary needs it (LED, where full attention
+Where there is a keeper, a unit is worth what stands behind it: KEPT if a stop needs it (LED, where full attention
 has the same prefix), ASIDE if only one that is continued does, else SPARE. Without one, all are KEPT.
 """
 
@@ -22,12 +22,12 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scoped
-from quire_allocator.core.boundary import Boundary
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED, SPARE
 from quire_allocator.core.groups.depths import Depths
 from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.manager import Hit, IndexedStretch, Manager
+from quire_allocator.core.retention.stop import Stop
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, PoolSpec, Swap
 
@@ -41,9 +41,9 @@ class Unit(Scoped):
         first_position, first_digest: what it is published as; the digest is empty while it is private.
         is_published: prompts can hit it.
         was_hit: a new sequence has begun with it.
-        boundaries: those that need it; None where there never was one.
-        needed_count: boundaries that need it, and live sequences.
-        aside_count: boundaries that need it and are aside.
+        stops: those that need it; None where there never was one.
+        needed_count: stops that need it, and live sequences.
+        aside_count: stops that need it and are aside.
     """
 
     __slots__ = (
@@ -51,9 +51,9 @@ class Unit(Scoped):
         "_position",
         "aside_count",
         "blocks",
-        "boundaries",
         "is_published",
         "needed_count",
+        "stops",
         "was_hit",
     )
 
@@ -67,7 +67,7 @@ class Unit(Scoped):
         self._position, self._digest = 0, b""
         # It says no more than the digest, at which nobody has to look for it: most often that is in no cache.
         self.is_published = self.was_hit = False
-        self.boundaries: list[Boundary] | None = None
+        self.stops: list[Stop] | None = None
         self.needed_count = self.aside_count = 0
 
     @property
@@ -194,7 +194,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         assert isinstance(entry, Unit)
         self._blocks.policy.evicted(entry, self.width)
         self._unpublish(entry)
-        self._end_boundaries(entry)
+        self._end_stops(entry)
         return self.width
 
     def worth(self, entry: Scoped) -> int:
@@ -230,14 +230,14 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
     def _drop(self, unit: Unit) -> None:
         """A cached unit is not worth its blocks."""
         self._unpublish(unit)
-        self._end_boundaries(unit)
+        self._end_stops(unit)
         self._blocks.dropped(unit.scope, self.width)
 
-    def _end_boundaries(self, unit: Unit) -> None:
+    def _end_stops(self, unit: Unit) -> None:
         """A unit is published no more: no hit can end any more where one would need it."""
-        if unit.boundaries and self.keeper is not None:
-            for boundary in unit.boundaries[:]:
-                self.keeper.end(boundary)
+        if unit.stops and self.keeper is not None:
+            for stop in unit.stops[:]:
+                self.keeper.end(stop)
 
     def _new_units(self, scope: UnitScope, blocks: array[int]) -> list[Unit]:
         """Makes private units of blocks that were just granted; a single one keeps the array itself."""

@@ -28,7 +28,7 @@ class WindowPart(Part):
         tail: blocks behind them, `width` for each position.
         stops: token counts at which a later prompt may part from it; rising.
         falling: what a commit lets fall out, rising; only until it is settled.
-        needed: units that fell out, which a boundary at the last edge before the committed tokens would need.
+        needed: units that fell out, which a stop at the last edge before the committed tokens would need.
         kept: blocks of its own that stand in its table in the place of published ones; None while there were none.
     """
 

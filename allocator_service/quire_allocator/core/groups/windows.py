@@ -8,9 +8,9 @@ Who owns which part of a sequence's table, in positions:
 
 In an append-only pool some published positions stand in the table with blocks of the sequence's own (`kept.py`).
 
-Of what fell out, the sequence remembers what a boundary at its last edge would need (`retention.py`).
+Of what fell out, the sequence remembers what a stop at its last edge would need (`retention.py`).
 
-A commit may publish far more than the window holds. Of that it makes units only where a boundary needs one or something
+A commit may publish far more than the window holds. Of that it makes units only where a stop needs one or something
 is published already; all else is stretches, which nobody holds when the commit is done (`fallen.py`).
 """
 
@@ -189,7 +189,7 @@ class WindowManager(PublishingManager):
             self._log.stored(scope, b"", digest, position)
 
     def _idle_spans(self, part: WindowPart, path: Path, new: range, committed: int, until: int) -> list[range]:
-        """Returns what of the `new` positions no boundary needs that the commit reaches, and is not published yet."""
+        """Returns what of the `new` positions no stop needs that the commit reaches, and is not published yet."""
         size, scope = self.block_size, part.scope
         apart = [
             range(position, position + 1)
@@ -279,7 +279,7 @@ class WindowManager(PublishingManager):
             unit.needed_count -= 1
             self.revalue(unit)
 
-    # -- what boundaries need ------------------------------------------------------------------------------------------
+    # -- what stops need ------------------------------------------------------------------------------------------
 
     def needed_at(self, token_count: int) -> range:
         """Returns the positions that a hit of so many tokens takes."""
@@ -302,7 +302,7 @@ class WindowManager(PublishingManager):
         return found[0].first_digest if found else b""
 
     def _is_needed(self, position: int, committed: int) -> bool:
-        """Tells whether a boundary at the last edge would need a position that falls out."""
+        """Tells whether a stop at the last edge would need a position that falls out."""
         if self.keeper is None:
             return False
         return position in self.needed_at(committed // self.edge_tokens * self.edge_tokens)

@@ -10,14 +10,14 @@ from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.groups.states import StatePart
-from quire_allocator.core.groups.stops import Stops
 from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
 from quire_allocator.core.groups.window_parts import WindowPart
 from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.rebuild.boundaries import Links
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import claim_kept, manager_number
+from quire_allocator.core.rebuild.stops import Links
+from quire_allocator.core.retention.stops import Stops
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 

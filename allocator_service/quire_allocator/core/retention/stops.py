@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from quire_allocator.core.groups.partings import STEP_COUNT, Partings
+from quire_allocator.core.retention.partings import STEP_COUNT, Partings
 from quire_allocator.core.spec import GroupKind, GroupSpec
 
 _EARLY_PART: Final = 8

@@ -117,13 +117,6 @@ def _stamps_are_not_reported(original: Any, chunker: Any, pages: Any, others: An
     return None
 
 
-@plant(report_building, "_outdated")
-def _of_one_digest_the_block_that_was_evicted_is_reported(original: Any, pages: Any, held: Any) -> set[int]:
-    carriers: dict[Any, int] = {}
-    rows = ((block, (b.group, b.namespace, b.digest)) for block, b in pages.carried().items())
-    return {block for block, key in rows if carriers.setdefault(key, block) != block}
-
-
 @plant(report_building, "_add_sequence")
 def _tables_are_reported_without_null_entries(
     original: Any, chunker: Any, sequence_id: int, sequence: Any, now: float

@@ -120,9 +120,7 @@ class StepBuilder:
         data = concatenated(digests)
         index = self._namespaces.setdefault(namespace, len(self._namespaces))
         row, count = len(self._grows), len(data) // DIGEST_BYTES
-        self._new.append(
-            _New(row, count, index, prompt_token_count, priority, defer_token_count, is_return)
-        )
+        self._new.append(_New(row, count, index, prompt_token_count, priority, defer_token_count, is_return))
         self._new_digests.append(data)
         self.grow(sequence_id, token_count)
 

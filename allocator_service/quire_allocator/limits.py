@@ -36,7 +36,6 @@ REMOVED_SCOPES_MAX: Final = 1024  # namespaces, once for each specification of g
 BLOCK_SIZE_MAX: Final = 65_536
 GROUPS_MAX: Final = 1024
 WINDOW_TOKENS_MAX: Final = 1 << 24
-CHECKPOINTS_MAX: Final = 1 << 16  # of one sequence
 CHUNK_TOKENS_MAX: Final = 1 << 24  # that an owner may announce to compute in one pass
 QUOTAS_MAX: Final = 1024  # per pool
 HOLD_MS_MAX: Final = 86_400_000

@@ -196,7 +196,6 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     def Allocate(self, request: pb.AllocateRequest, permissions: Permissions) -> pb.AllocateResponse:
         digests = translate.digests(request.digests)
         namespace = translate.namespace(request.namespace)
-        translate.check_turn_ends(request.turn_ends)
         require(request.token_count > 0, "token_count must be at least 1")
 
         def operate(owner: Ownership) -> pb.AllocateResponse:
@@ -212,7 +211,6 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
                 priority=request.priority,
                 defer_token_count=request.defer_token_count,
                 is_return=request.is_return,
-                turn_ends=request.turn_ends,
             )
             return translate.allocate_response(grown)
 

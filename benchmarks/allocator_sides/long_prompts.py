@@ -44,7 +44,7 @@ def _with_checkpoints(dice: random.Random) -> tuple[Pool, bytes]:
     digests of another one, of which it has the full attention and no checkpoint."""
     count = TOKENS // CHECKPOINT_TOKENS
     full = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS)
-    state = GroupSpec(GroupKind.STATE, CHECKPOINT_TOKENS, checkpoints_max=count)
+    state = GroupSpec(GroupKind.STATE, CHECKPOINT_TOKENS)
     pool = Pool(PoolSpec(2 * TOKENS // BLOCK_TOKENS + 4 * count, (full, state)))
     step = CHECKPOINT_TOKENS // BLOCK_TOKENS * DIGEST_BYTES
     assert pool.allocate(1, CHECKPOINT_TOKENS).result is Result.OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
@@ -13,7 +14,7 @@ from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import Request
 
 FULL_BLOCK_TOKENS: Final = 16
-RETENTIONS: Final = ("auto", "dense", "tail")
+RETENTIONS: Final = ("auto", "dense")
 
 
 class QuireSide:
@@ -29,7 +30,6 @@ class QuireSide:
         self.refused_count = 0
         self._chunk_tokens = chunk_tokens
         self._digest_tokens = spec.block_size
-        self._edge_tokens = spec.edge_tokens
         states = [group.block_size for group in groups if group.kind is GroupKind.STATE]
         self._checkpoint_tokens = min(states, default=0)
         self._ids = count(1)
@@ -59,7 +59,7 @@ class QuireSide:
             self.refused_count += 1
             return 0
         matched = answer.matched_token_count
-        told = [answer.junction_token_count, answer.early_end_token_count]
+        told = answer.stops if self._checkpoint_tokens else (answer.junction_token_count,)
         is_done = self._compute(sequence, matched, prompt, told, digests)
         is_done = is_done and self._decode(sequence, prompt, request.computed_token_count, digests)
         assert self.pool.free(sequence) is Result.OK
@@ -68,13 +68,12 @@ class QuireSide:
             return 0
         return matched
 
-    def _compute(self, sequence: int, done: int, prompt: int, told: list[int], digests: bytes) -> bool:
+    def _compute(self, sequence: int, done: int, prompt: int, told: Sequence[int], digests: bytes) -> bool:
         """Computes a prompt chunk by chunk, with ends where the pool has `told` it; tells whether there was room."""
-        last_edge = (prompt - 1) // self._edge_tokens * self._edge_tokens
         while done < prompt:
             stops = [done + self._chunk_tokens, prompt, *told]
             if self._checkpoint_tokens:  # a chunk that runs over one of these leaves no state behind there
-                stops += [last_edge, (done // self._checkpoint_tokens + 1) * self._checkpoint_tokens]
+                stops.append((done // self._checkpoint_tokens + 1) * self._checkpoint_tokens)
             end = min(stop for stop in stops if stop > done)
             if not self._advance(sequence, done, end, digests):
                 return False

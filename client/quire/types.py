@@ -137,14 +137,11 @@ class GroupSpec:
         kind: attention type of all its layers.
         block_size: tokens per block; of STATE, tokens between two checkpoints.
         window: tokens, of SLIDING_WINDOW and CHUNKED_LOCAL; else 0.
-        checkpoints_max: of STATE, checkpoints that one sequence may leave in the cache without anybody having used
-            them, and beyond which a path loses those that no boundary needs; 0 for the default of 16; else 0.
     """
 
     kind: GroupKind
     block_size: int
     window: int = 0
-    checkpoints_max: int = 0
 
     def first_read(self, token_count: int) -> int:
         """Returns first token whose keys the token after `token_count` others reads, and so any later one; not of
@@ -183,7 +180,7 @@ class PoolSpec:
         watermark_block_count: free blocks that a new sequence must leave for those that run.
         quotas: at most one per namespace.
         eviction_policy: which cached blocks leave first, by name; empty for the default.
-        retention: which windows and states stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
+        retention: which windows and states stay cached: `dense` or `auto`; empty for the default, auto.
         chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 where nobody says.
         append_only: tables change at their end alone: a commit swaps nothing, and a sequence keeps its own blocks. No
             group is of states. What fell out of a window is given back; an engine may leave those entries as they are.
@@ -243,9 +240,7 @@ class Allocation:
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
         junction_token_count: leading tokens that would have matched, had there been a checkpoint: a commit that ends
             there makes one. 0 where nothing would be gained.
-        early_end_token_count: where a commit makes one more checkpoint, some tokens before the end of a long prompt; 0
-            where it has none.
-        answer_ends: where commits make checkpoints while its answer is computed, each in the place of the one before.
+        stops: token counts, rising, at which a later prompt's hit may end: commits that end there make checkpoints.
     """
 
     result: Result
@@ -256,8 +251,7 @@ class Allocation:
     pending_token_count: int
     victim: Victim | None
     junction_token_count: int = 0
-    early_end_token_count: int = 0
-    answer_ends: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -56,7 +56,6 @@ class UnarySession:
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
-        turn_ends: Iterable[int] = (),
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
@@ -75,7 +74,6 @@ class UnarySession:
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
             is_return: a preempted request returns: its tokens are counted as returned, not as queried.
-            turn_ends: token counts, rising, at most 16, after which later prompts may go on otherwise.
             request_id: of this operation; see above.
             timeout_s: for this call.
         """
@@ -84,7 +82,6 @@ class UnarySession:
             request_id,
             digests=digests,
             namespace=namespace,
-            turn_ends=turn_ends,
             sequence_id=sequence_id,
             token_count=token_count,
             prompt_token_count=prompt_token_count,
@@ -222,7 +219,6 @@ class AsyncUnarySession:
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
-        turn_ends: Iterable[int] = (),
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
@@ -241,7 +237,6 @@ class AsyncUnarySession:
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
             is_return: a preempted request returns: its tokens are counted as returned, not as queried.
-            turn_ends: token counts, rising, at most 16, after which later prompts may go on otherwise.
             request_id: of this operation; see above.
             timeout_s: for this call.
         """
@@ -250,7 +245,6 @@ class AsyncUnarySession:
             request_id,
             digests=digests,
             namespace=namespace,
-            turn_ends=turn_ends,
             sequence_id=sequence_id,
             token_count=token_count,
             prompt_token_count=prompt_token_count,

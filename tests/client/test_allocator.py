@@ -93,7 +93,7 @@ async def test_a_specification_comes_back_as_it_was_declared(scene: Scene) -> No
             GroupSpec(GroupKind.FULL_ATTENTION, 16),
             GroupSpec(GroupKind.SLIDING_WINDOW, 8, window=100),
             GroupSpec(GroupKind.CHUNKED_LOCAL, 8, window=64),
-            GroupSpec(GroupKind.STATE, 256, checkpoints_max=3),
+            GroupSpec(GroupKind.STATE, 256),
         ),
         "nhd",
         b"model",

@@ -47,7 +47,7 @@ POOLS = {
         64, (FULL, GroupSpec(GroupKind.SLIDING_WINDOW, 4, 10), GroupSpec(GroupKind.SLIDING_WINDOW, 4, 10))
     ),
     "chunked": PoolSpec(64, (GroupSpec(GroupKind.CHUNKED_LOCAL, 8, 16), FULL)),
-    "state": PoolSpec(40, (FULL, GroupSpec(GroupKind.STATE, 8, checkpoints_max=4))),
+    "state": PoolSpec(40, (FULL, GroupSpec(GroupKind.STATE, 8))),
     "no full attention": PoolSpec(32, (GroupSpec(GroupKind.SLIDING_WINDOW, 4, 6), GroupSpec(GroupKind.STATE, 12))),
 }
 

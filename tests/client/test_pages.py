@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 import pytest
+from quire.session.block_report import _outdated
 from quire.session.pages import DigestSpace, Pages, Published, PublishedStretch
 
 BLOCKS = 96
@@ -157,3 +158,14 @@ def test_groups_of_one_specification_are_let_go_of_position_by_position() -> Non
         block for pair in zip(tables[0][::-1], tables[1][::-1], strict=True) for block in pair
     ]
     assert list(let_go.ranks) == list(range(16))
+
+
+@pytest.mark.parametrize(("held", "outdated"), [(set(), {4}), ({4}, {9}), ({9}, {4})])
+def test_of_two_blocks_with_one_digest_the_later_is_reported_unless_the_earlier_is_held(
+    held: set[int], outdated: set[int]
+) -> None:
+    pages, space = Pages(), DigestSpace("", 0)
+    for block in (4, 9):
+        pages.publish(space, 0, None, bytes(32), array("I", [block]))
+    pages.publish(DigestSpace("other", 0), 0, None, bytes(32), array("I", [7]))  # the same in another namespace is none
+    assert _outdated(pages, held) == outdated

@@ -35,10 +35,10 @@ def test_short_chats_and_full_attention_keep_the_same_either_way() -> None:
         chats_kept(full, 5, 0, TAIL)
 
 
-def test_of_states_the_end_stays_and_the_prompts_end_or_all_checkpoints_up_to_sixteen() -> None:
+def test_of_states_the_end_stays_and_the_prompts_end_or_all_checkpoints() -> None:
     layout = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 3, 16_384)))  # blocks of 64, checkpoints every 256
     assert (layout.group_count, layout.checkpoint_tokens) == (4, 256)
-    for token_count, dense, tail in ((50, 1, 1), (256, 3, 2), (1_024, 6, 2), (100_000, 16, 2)):
+    for token_count, dense, tail in ((50, 1, 1), (256, 3, 2), (1_024, 6, 2), (100_000, 392, 2)):
         full = -(-token_count // 64)
         assert chat_block_count(layout, token_count, DENSE) == full + 3 * dense
         assert chat_block_count(layout, token_count, TAIL) == full + 3 * tail

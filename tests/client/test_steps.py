@@ -87,7 +87,7 @@ def test_what_only_one_operation_asks_for_is_sent_for_all_of_its_phase() -> None
     step.fork(1, 4, hold_ms=500)
     step.grow(1, 12)
     step.allocate(5, 6, prompt_token_count=60, priority=2, defer_token_count=16, is_return=True)
-    step.allocate(6, 7, turn_ends=(3, 9))
+    step.allocate(6, 7)
     message = step.message
     assert message.commits.keep_token_counts == pack_uint32([9, 0])
     assert message.forks.hold_ms == pack_uint32([0, 500])
@@ -95,14 +95,6 @@ def test_what_only_one_operation_asks_for_is_sent_for_all_of_its_phase() -> None
     assert message.grows.priorities == pack_uint32([0, 2, 0])
     assert message.grows.defer_token_counts == pack_uint32([0, 16, 0])
     assert message.grows.returns == pack_uint32([0, 1, 0])
-    assert message.grows.turn_end_counts == pack_uint32([0, 0, 2])
-    assert message.grows.turn_ends == pack_uint32([3, 9])
-
-
-@pytest.mark.parametrize("ends", [(0,), (4, 4), (9, 3), tuple(range(1, 18))])
-def test_ends_of_turns_that_no_allocator_takes_are_refused_when_they_are_named(ends: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="ends of turns"):
-        StepBuilder().allocate(1, 4, turn_ends=ends)
 
 
 def test_a_message_is_made_anew_each_time_and_goes_on_growing() -> None:
@@ -151,9 +143,8 @@ def test_results_shortfalls_victims_pending_tokens_and_ends_of_passes_belong_to_
     reply = pb.StepReply(
         grow_results=[pb.RESULT_NO_SPACE, pb.RESULT_PENDING, pb.RESULT_QUOTA],
         junction_token_counts=[0, 64, 0],
-        early_end_token_counts=[0, 0, 80],
-        answer_end_counts=[2, 0, 1],
-        answer_ends=[16, 32, 112],
+        stop_counts=[2, 0, 1],
+        stops=[16, 32, 112],
         matched_token_counts=[0, 32, 0],
         pending_token_counts=[0, 32, 0],
         grow_shortfalls=[3, 0, 1],
@@ -163,9 +154,9 @@ def test_results_shortfalls_victims_pending_tokens_and_ends_of_passes_belong_to_
     )
     outcome = read_reply(three_grows(), reply, 1)
     assert [grown[1:3] + grown[4:] for grown in outcome.grows] == [
-        (Result.NO_SPACE, 0, 3, 0, Victim(9, 40), 10, 0, 0, (16, 32)),
-        (Result.PENDING, 32, 0, 32, None, 32, 64, 0, ()),
-        (Result.QUOTA, 0, 1, 0, None, 30, 0, 80, (112,)),
+        (Result.NO_SPACE, 0, 3, 0, Victim(9, 40), 10, 0, (16, 32)),
+        (Result.PENDING, 32, 0, 32, None, 32, 64, ()),
+        (Result.QUOTA, 0, 1, 0, None, 30, 0, (112,)),
     ]
     assert outcome.expired_holds == [4, 6]
 
@@ -196,10 +187,9 @@ def test_swaps_name_the_sequence_of_their_commit() -> None:
         pb.StepReply(matched_token_counts=[1]),
         pb.StepReply(pending_token_counts=[1, 2]),
         pb.StepReply(junction_token_counts=[1, 2]),
-        pb.StepReply(early_end_token_counts=[1, 2]),
-        pb.StepReply(answer_end_counts=[1, 2], answer_ends=[16, 32, 64]),
-        pb.StepReply(answer_end_counts=[1, 2, 0], answer_ends=[16, 32]),
-        pb.StepReply(answer_ends=[16]),
+        pb.StepReply(stop_counts=[1, 2], stops=[16, 32, 64]),
+        pb.StepReply(stop_counts=[1, 2, 0], stops=[16, 32]),
+        pb.StepReply(stops=[16]),
         pb.StepReply(grow_shortfalls=[1] * 4),
         pb.StepReply(victim_sequences=[1]),
         pb.StepReply(granted_grows=packed(0), block_counts=packed(1)),

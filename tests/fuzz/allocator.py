@@ -84,7 +84,7 @@ class Episode:
         self._incarnations = itertools.count(1)
         self._accepted = 0
         kinds = chance.choice(sorted(GROUPS))
-        self.spec = pool_spec(kinds, chance.choice((12, 24, 48)), chance.choice(("lru", "cost", "")))
+        self.spec = pool_spec(kinds, chance.choice((12, 24, 48)), chance.choice(("lru", "")))
         self.owner, self.machine = self._attached("pool")
         self.bystander, self.bystander_machine = self._attached("bystander")
         self.unary_id = self._open_unary()

@@ -60,8 +60,7 @@ def compare_pool(pool: Pool, ledger: Ledger, *, is_told: bool = True) -> None:
         ours = (known.token_count, known.committed_token_count, known.namespace, known.priority)
         require(counts == ours, f"sequence {sequence_id}: {counts} there, {ours} here")
         require(list(pool.tables(sequence)) == known.tables, f"sequence {sequence_id} has another table")
-        require(sequence.boundaries == known.boundaries, f"sequence {sequence_id} has other boundaries")
-        require(sequence.answer_ends == known.answer_ends, f"sequence {sequence_id} has other answer ends")
+        require(sequence.stops == known.stops, f"sequence {sequence_id} has other stops")
         prompt = known.prompt_token_count if known.prompt_token_count > known.chunk_token_count else 0
         require(sequence.prompt_token_count == prompt, f"sequence {sequence_id} has another prompt to come")
         require((sequence_id in pool.holds) == (known.hold_until is not None), f"{sequence_id}: hold or no hold")

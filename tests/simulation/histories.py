@@ -172,8 +172,7 @@ class History:
         self.asked[self.last_id] = (prompt, namespace)
         digests = block_digests(ROOT, prompt, self.digest_tokens)
         whole = len(prompt) * (chunk < len(prompt))
-        ends = sorted(rng.sample(range(1, 40), rng.choice([0, 0, 0, 2])))
-        step.allocate(self.last_id, chunk, digests, namespace, prompt_token_count=whole, turn_ends=ends)
+        step.allocate(self.last_id, chunk, digests, namespace, prompt_token_count=whole)
 
     def digests(self, text: Text, first: int, end: int) -> list[bytes]:
         """Digests of the blocks that become full between two token counts."""
@@ -229,7 +228,7 @@ class History:
             text = self.texts[sequence_id] = Text(
                 list(prompt), namespace, matched, matched, max(wanted, matched), len(prompt)
             )
-            text.cuts = (grown.junction_token_count or grown.early_end_token_count, *grown.answer_ends)
+            text.cuts = grown.stops
             self._read(text, ledger.sequences[sequence_id].tables, is_new=True)
         text.granted = max(text.granted, wanted)
 

@@ -98,13 +98,8 @@ def _the_ledger_misses_checkpoints(original: Any, self: Any, *args: Any) -> None
 
 
 @plant(Ledger, "_open")
-def _the_ledger_does_not_know_early_ends(original: Any, self: Any, grown: Any, *args: Any) -> None:
-    original(self, grown._replace(early_end_token_count=0), *args)
-
-
-@plant(Ledger, "_open")
-def _the_ledger_does_not_know_answer_ends(original: Any, self: Any, grown: Any, *args: Any) -> None:
-    original(self, grown._replace(answer_ends=()), *args)
+def _the_ledger_does_not_know_stops(original: Any, self: Any, grown: Any, *args: Any) -> None:
+    original(self, grown._replace(stops=()), *args)
 
 
 @plant(Ledger, "_apply_commits")
@@ -122,13 +117,6 @@ def _stamps_are_not_reported(original: Any, chunker: Any, pages: Any, others: An
     return None
 
 
-@plant(report_building, "_outdated")
-def _of_one_digest_the_block_that_was_evicted_is_reported(original: Any, pages: Any, held: Any) -> set[int]:
-    carriers: dict[Any, int] = {}
-    rows = ((block, (b.group, b.namespace, b.digest)) for block, b in pages.carried().items())
-    return {block for block, key in rows if carriers.setdefault(key, block) != block}
-
-
 @plant(report_building, "_add_sequence")
 def _tables_are_reported_without_null_entries(
     original: Any, chunker: Any, sequence_id: int, sequence: Any, now: float
@@ -144,14 +132,12 @@ def _tables_are_reported_without_null_entries(
 
 
 @plant(report_building, "_add_sequence")
-def _junctions_and_ends_of_turns_are_not_reported(
-    original: Any, chunker: Any, sequence_id: int, sequence: Any, now: float
-) -> None:
-    boundaries, sequence.boundaries = sequence.boundaries, ()
+def _stops_are_not_reported(original: Any, chunker: Any, sequence_id: int, sequence: Any, now: float) -> None:
+    stops, sequence.stops = sequence.stops, ()
     try:
         original(chunker, sequence_id, sequence, now)
     finally:
-        sequence.boundaries = boundaries
+        sequence.stops = stops
 
 
 @plant(owner_module, "report_end")

@@ -78,7 +78,7 @@ class Simulation:
         kinds = kinds or rng.choice(list(GROUPS))
         blocks = rng.choice([12, 20, 32]) * (1 if len(GROUPS.get(kinds, ())) == 1 else 3)
         quotas = [pb.Quota(namespace="tenant", cached_blocks_max=2)] if rng.random() < 0.4 else []
-        retention = "tail" if seed % 4 == 0 else "auto"
+        retention = "dense" if seed % 4 == 0 else "auto"
         first = rng.choice([0, 0, 1, 7])
         self.spec = pool_spec(
             kinds, blocks, quotas=quotas, retention=retention, first_block_id=first, tells_removed=True

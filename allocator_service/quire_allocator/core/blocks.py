@@ -17,9 +17,9 @@ from abc import ABC, abstractmethod
 from array import array
 from typing import Final
 
-from quire_allocator.core.boundary import Boundary, BoundaryKey
 from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, Candidates, Entry, EvictionQueue
 from quire_allocator.core.eviction.queue import KEPT
+from quire_allocator.core.retention.stop import Stop, StopKey
 from quire_allocator.core.spec import GroupSpec, Quota
 
 EMPTIED_TOLD_MAX: Final = 16_384  # blocks that the answer to one step names as empty
@@ -51,16 +51,16 @@ class Namespace:
         scopes: one per manager of the pool.
         quota: None without limits.
         queue: its own candidates for eviction, where what it may cache is limited; else None.
-        boundaries: where hits can end, by their keys; empty in pools that make none.
+        stops: where hits can end, by their keys; empty in pools that make none.
     """
 
-    __slots__ = ("boundaries", "name", "queue", "quota", "scopes", "sequence_count")
+    __slots__ = ("name", "queue", "quota", "scopes", "sequence_count", "stops")
 
     def __init__(self, name: str, quota: Quota | None, queue: Candidates | None) -> None:
         self.name = name
         self.quota = quota
         self.queue = queue
-        self.boundaries: dict[BoundaryKey, Boundary] = {}
+        self.stops: dict[StopKey, Stop] = {}
         self.scopes: tuple[Scope, ...] = ()
         self.sequence_count = 0
 

@@ -23,7 +23,6 @@ one pool are applied by one caller at a time. What differs between types of atte
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from typing import Final
 
 from quire_allocator.core.admission import Admission, Applicant
@@ -98,7 +97,6 @@ class Pool:
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
-        turn_ends: Sequence[int] = (),
     ) -> GrowResult:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
 
@@ -115,7 +113,6 @@ class Pool:
             priority: sequences of a higher one are never named to be preempted for it.
             defer_token_count: answer PENDING instead if others are computing at least so many tokens of its prefix.
             is_return: a preempted request returns: its tokens count as returned, not as queried.
-            turn_ends: token counts at which later prompts may part from it, beside the end of its own.
         """
         if sequence_id <= self.last_sequence_id:
             return GrowResult(Result.EXISTS if sequence_id in self.sequences else Result.ID_TOO_LOW)
@@ -145,7 +142,6 @@ class Pool:
                     prompt_token_count=prompt,
                     priority=priority,
                     is_return=is_return,
-                    turn_ends=turn_ends,
                 )
             if refused is not None:
                 return refused
@@ -154,8 +150,8 @@ class Pool:
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         self.coordinator.note_prompt(space, hits, digests, prompt, junction)
-        ends = self.coordinator.ends(prompt, matched, junction, turn_ends)
-        sequence = self.coordinator.open(space, hits, matched, ends, priority)
+        stops = self.coordinator.stops(prompt, matched, junction)
+        sequence = self.coordinator.open(space, hits, matched, stops, priority)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
@@ -167,7 +163,7 @@ class Pool:
         self.sequences[sequence_id], self.last_sequence_id = sequence, sequence_id
         self._count_prompt(prompt, matched, is_return=is_return)
         told = GrowResult(_OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
-        told.early_end_token_count, told.answer_ends = ends.early_end, ends.answer_ends
+        told.stops = stops.token_counts
         return told
 
     def _count_prompt(self, token_count: int, matched: int, *, is_return: bool) -> None:
@@ -306,8 +302,8 @@ class Pool:
             sequence.announcement, token_count // self.digest_tokens
         ):
             sequence.announcement = None
-        if sequence.is_before_end and self.coordinator.retention is not None:
-            sequence.is_before_end = self.coordinator.retention.reached(sequence, committed)
+        if sequence.is_before_stop and self.coordinator.retention is not None:
+            sequence.is_before_stop = self.coordinator.retention.reached(sequence, committed)
         self.coordinator.settle(sequence)
         if self.coordinator.settles:
             self.admission.enforce_cache_quota(sequence.namespace)
@@ -347,8 +343,8 @@ class Pool:
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
-        self.coordinator.pass_ends(parent, child)
-        child.last_boundary = parent.last_boundary
+        self.coordinator.pass_stops(parent, child)
+        child.last_stop = parent.last_stop
         # Where a block is shared that either side has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)

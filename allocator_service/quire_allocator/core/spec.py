@@ -11,8 +11,7 @@ from typing import Final, NamedTuple
 
 DIGEST_BYTES: Final = 32
 NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry whose block was given back
-CHECKPOINTS_MAX_DEFAULT: Final = 16
-RETENTIONS: Final = ("auto", "dense", "tail")
+RETENTIONS: Final = ("auto", "dense")
 NEVER: Final = 1 << 62  # tokens: more than any sequence has
 NO_BLOCKS: Final = array("I")  # an empty array to copy, at half the cost of making one
 
@@ -49,13 +48,11 @@ class GroupSpec:
     Attributes:
         block_size: tokens per block; of STATE, tokens between two checkpoints.
         window: tokens, of SLIDING_WINDOW and CHUNKED_LOCAL; else 0.
-        checkpoints_max: of STATE, checkpoints that one sequence may leave in the cache without anybody using them.
     """
 
     kind: GroupKind
     block_size: int
     window: int = 0
-    checkpoints_max: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ class PoolSpec:
         watermark_block_count: free blocks that a new sequence must leave for those that run.
         quotas: at most one per namespace.
         eviction_policy: a name of `eviction.policies.POLICIES`; empty for the default.
-        retention: which windows and states stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
+        retention: which windows and states stay cached: `dense` or `auto`; empty for the default, auto.
         chunk_token_count_max: the largest chunk of a prompt that the owner computes in one pass; 0 where it does not
             say.
         append_only: tables change at their end alone, for engines that cannot replace an entry: a sequence keeps its
@@ -218,9 +215,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.
         matched_token_count: leading tokens shared with published blocks (allocate only).
         junction_token_count: as in `Match` (allocate only, OK and PENDING).
-        early_end_token_count: a boundary before the end of a new prompt (`groups/early_ends.py`; allocate only, OK); 0
-            where it has none.
-        answer_ends: token counts at which its answer makes checkpoints (`groups/answer_ends.py`; allocate only, OK).
+        stops: token counts at which hits are to end, rising (`retention/stops.py`; allocate only, OK).
         pending_token_count: tokens after those that another sequence is computing (allocate only).
         blocks: per group the last entries of the table, replacing what stood there; after allocate the whole table.
             Empty where nothing changed in any group.
@@ -231,15 +226,14 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
     """
 
     __slots__ = (
-        "answer_ends",
         "blocks",
         "copies",
-        "early_end_token_count",
         "junction_token_count",
         "matched_token_count",
         "pending_token_count",
         "result",
         "shortfall",
+        "stops",
         "victim",
     )
 
@@ -252,8 +246,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         copies: Sequence[Copy] = (),
         *,
         junction_token_count: int = 0,
-        early_end_token_count: int = 0,
-        answer_ends: tuple[int, ...] = (),
+        stops: tuple[int, ...] = (),
         shortfall: int = 0,
         victim: Victim | None = None,
     ) -> None:
@@ -261,8 +254,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         self.matched_token_count = matched_token_count
         self.pending_token_count = pending_token_count
         self.junction_token_count = junction_token_count
-        self.early_end_token_count = early_end_token_count
-        self.answer_ends = answer_ends
+        self.stops = stops
         self.blocks = blocks
         self.copies = copies
         self.shortfall = shortfall
@@ -276,8 +268,16 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
 
     def _values(self) -> tuple[object, ...]:
         counts = (self.matched_token_count, self.pending_token_count)
-        ends = (self.junction_token_count, self.early_end_token_count, self.answer_ends)
-        return (self.result, *counts, *ends, self.blocks, list(self.copies), self.shortfall, self.victim)
+        return (
+            self.result,
+            *counts,
+            self.junction_token_count,
+            self.stops,
+            self.blocks,
+            list(self.copies),
+            self.shortfall,
+            self.victim,
+        )
 
 
 class CommitResult(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-from quire.protocol.limits import ANSWER_ENDS_MAX, BOUNDARIES_MAX, REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
+from quire.protocol.limits import REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX, STOPS_MAX
 from quire.protocol.packing import unpack_uint32
 from quire.v1 import allocator_pb2 as pb
 
@@ -141,8 +141,7 @@ class StagedReport:
             len(message.tables) in (groups, _tables_max(self._spec)),
             f"a sequence has one table for each of the {groups} groups",
         )
-        require(len(message.boundaries) <= BOUNDARIES_MAX, f"a sequence has at most {BOUNDARIES_MAX} boundaries")
-        require(len(message.answer_ends) <= ANSWER_ENDS_MAX, f"a sequence has at most {ANSWER_ENDS_MAX} answer ends")
+        require(len(message.stops) <= STOPS_MAX, f"a sequence has at most {STOPS_MAX} stops")
         tables = [unpack_uint32(_words(table.blocks, "blocks")) for table in message.tables]
         self._table_entries_left -= sum(map(len, tables))
         require(
@@ -160,9 +159,8 @@ class StagedReport:
             message.prompt_token_count,
             message.chunk_token_count,
             now + message.hold_remaining_ms / 1000 if message.HasField("hold_remaining_ms") else None,
-            tuple(message.boundaries),
+            tuple(message.stops),
             tables[groups:],
-            tuple(message.answer_ends),
         )
         last = self._sequences[-1] if self._sequences else None
         if last is not None and last.sequence_id == sequence.sequence_id:

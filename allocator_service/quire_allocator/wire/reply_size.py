@@ -10,9 +10,9 @@ from itertools import repeat
 from quire_allocator import limits
 from quire_allocator.core.admission import TAKEOVERS_EXAMINED_MAX
 from quire_allocator.core.blocks import EMPTIED_TOLD_MAX
-from quire_allocator.core.groups.answer_ends import ANSWER_ENDS_MAX
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
+from quire_allocator.core.retention.stops import STOPS_MAX
 from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.wire.step_columns import StepColumns
 
@@ -21,8 +21,8 @@ COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination once m
 SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
 TAKEOVER_BYTES = 4 * NUMBER_BYTES  # sequence, group, index
 TABLE_BYTES = 16  # what protobuf wraps around one table
-# Result, matched, pending, junction, early end, number of answer ends, shortfall, index, and 12 bytes for a victim.
-GROW_BYTES = 11 * NUMBER_BYTES
+# Result, matched, pending, junction, number of stops, shortfall, index, and 12 bytes for a victim.
+GROW_BYTES = 10 * NUMBER_BYTES
 
 
 SCOPE_BYTES = 160  # a namespace, and what protobuf wraps around it and its digests
@@ -44,7 +44,7 @@ def check(answer_bytes: int) -> None:
 def grow_answer_bytes_max(pool: Pool, sequence_id: int, token_count: int) -> int:
     """Bounds the answer to one unary allocate or grow."""
     added = _entries(pool, token_count, _held_token_count(pool, sequence_id))
-    told = NUMBER_BYTES * (ANSWER_ENDS_MAX if pool.coordinator.in_place else 0)
+    told = NUMBER_BYTES * (STOPS_MAX if pool.coordinator.settles else 0)
     return NUMBER_BYTES * added + told + len(pool.spec.groups) * (COPY_BYTES + TABLE_BYTES)
 
 
@@ -70,9 +70,9 @@ def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = Fals
         most = min(2 * pool.spec.block_count, limits.REMOVED_TOLD_MAX)
         fixed += most * DIGEST_BYTES + min(most, limits.REMOVED_SCOPES_MAX) * (SCOPE_BYTES + 2 * groups)
     fixed += grows * (GROW_BYTES + groups * (NUMBER_BYTES + COPY_BYTES))
-    if pool.coordinator.in_place:
+    if pool.coordinator.settles:
         new_count = sum([sequence > pool.last_sequence_id for sequence in columns.grow_sequences])
-        fixed += new_count * ANSWER_ENDS_MAX * NUMBER_BYTES
+        fixed += new_count * STOPS_MAX * NUMBER_BYTES
     # Most steps are so small that they would fit even if every sequence were new.
     coarse = fixed + groups * NUMBER_BYTES * (columns.tokens // pool.coordinator.digest_tokens + grows)
     if coarse <= limits.ANSWER_BYTES_MAX and not exact:

@@ -110,7 +110,7 @@ def _grow(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
         if grown.copies:
             reply.copy_sources.extend([copy.source for copy in grown.copies])
             reply.copy_destinations.extend([copy.destination for copy in grown.copies])
-        if grown.result or grown.matched_token_count or grown.pending_token_count or _is_told_an_end(grown):
+        if grown.result or grown.matched_token_count or grown.pending_token_count or _is_told_stops(grown):
             is_plain = False
     if not is_plain:
         _describe(columns, others, reply)
@@ -135,7 +135,6 @@ def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int
                 priority=columns.priorities[number] if columns.priorities else 0,
                 defer_token_count=columns.defer_token_counts[number] if columns.defer_token_counts else 0,
                 is_return=bool(columns.returns and columns.returns[number]),
-                turn_ends=columns.turn_ends[number] if columns.turn_ends else (),
             )
         else:
             grown = pool.grow(sequence, token_count)
@@ -166,22 +165,18 @@ def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], re
             matched[number], pending[number] = grown.matched_token_count, grown.pending_token_count
         reply.matched_token_counts.extend(translate.omit_zeros(matched))
         reply.pending_token_counts.extend(translate.omit_zeros(pending))
-    if any(_is_told_an_end(grown) for _, grown in others):
-        junctions, early_ends = [0] * count, [0] * count
-        for number, grown in others:
-            junctions[number], early_ends[number] = grown.junction_token_count, grown.early_end_token_count
-        reply.junction_token_counts.extend(translate.omit_zeros(junctions))
-        reply.early_end_token_counts.extend(translate.omit_zeros(early_ends))
-        ends = [0] * count
+    if any(_is_told_stops(grown) for _, grown in others):
+        junctions, stop_counts = [0] * count, [0] * count
         for number, grown in others:  # in the order of the grows
-            ends[number] = len(grown.answer_ends)
-            reply.answer_ends.extend(grown.answer_ends)
-        reply.answer_end_counts.extend(translate.omit_zeros(ends))
+            junctions[number], stop_counts[number] = grown.junction_token_count, len(grown.stops)
+            reply.stops.extend(grown.stops)
+        reply.junction_token_counts.extend(translate.omit_zeros(junctions))
+        reply.stop_counts.extend(translate.omit_zeros(stop_counts))
 
 
-def _is_told_an_end(grown: GrowResult) -> bool:
+def _is_told_stops(grown: GrowResult) -> bool:
     """Tells whether the owner is told where to end a pass."""
-    return grown.junction_token_count > 0 or grown.early_end_token_count > 0 or grown.answer_ends != ()
+    return grown.junction_token_count > 0 or grown.stops != ()
 
 
 def _any_refused(results: Sequence[int]) -> bool:

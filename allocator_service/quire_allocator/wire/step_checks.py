@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Final
 
-from quire.protocol import turn_ends
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
@@ -82,8 +81,6 @@ def _check_grows(columns: StepColumns) -> None:
     _check_optional(columns.defer_token_counts, count, "grows", "defer_token_counts")
     _check_optional(columns.returns, count, "grows", "returns")
     require(not columns.returns or max(columns.returns) <= 1, "grows: returns are 0 or 1")
-    if columns.turn_end_counts or columns.turn_end_data:
-        columns.turn_ends = _turn_ends(columns, count)
     columns.tokens = tokens + sum(columns.prompt_token_counts) if columns.prompt_token_counts else tokens
     columns.grow_digests = _deal(columns.grow_digest_counts, count, columns.grow_digest_data, "grows")
     columns.grow_namespaces = _namespaces(columns, count)
@@ -139,18 +136,6 @@ def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Se
         end = first + count * DIGEST_BYTES
         dealt.append(data[first:end])
         first = end
-    return dealt
-
-
-def _turn_ends(columns: StepColumns, count: int) -> Sequence[Sequence[int]]:
-    """Returns the ends of turns that each grow names."""
-    _check_optional(columns.turn_end_counts, count, "grows", "turn_end_counts")
-    try:
-        dealt = turn_ends.deal(columns.turn_end_counts, columns.turn_end_data)
-    except ValueError as error:
-        raise Refusal("MALFORMED", f"grows: {error}") from None
-    for ends in dealt:
-        translate.check_turn_ends(ends)
     return dealt
 
 

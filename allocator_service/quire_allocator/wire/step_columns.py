@@ -29,10 +29,9 @@ class StepColumns:
         parents, children, hold_ms: columns of the forks.
         grow_*, namespace_indices, prompt_token_counts, priorities, defer_token_counts, returns: columns of
             the grows.
-        turn_end_counts, turn_end_data: how many ends of turns each grow names, and all of them.
         commit_digest_data, grow_digest_data: digests of all operations, concatenated as they came.
         size_max: upper bound of the message's bytes, unknown fields not counted.
-        commit_digests, grow_digests, grow_namespaces, turn_ends: for each operation its digests, its namespace, the
+        commit_digests, grow_digests, grow_namespaces: for each operation its digests, its namespace, the
             ends of its turns; `check_step` sets these and the next four.
         drops: what to forget of the cache.
         digest_count: digests of all commits.
@@ -73,9 +72,6 @@ class StepColumns:
         "returns",
         "size_max",
         "tokens",
-        "turn_end_counts",
-        "turn_end_data",
-        "turn_ends",
     )
 
     def __init__(self, step: pb.Step) -> None:
@@ -91,8 +87,6 @@ class StepColumns:
         self.frees = self.parents = self.children = self.hold_ms = _NONE
         self.grow_sequences = self.grow_digest_counts = self.namespace_indices = _NONE
         self.prompt_token_counts = self.priorities = self.defer_token_counts = self.returns = _NONE
-        self.turn_end_counts = self.turn_end_data = _NONE
-        self.turn_ends: Sequence[Sequence[int]] = ()
         self.grow_token_counts: list[int] = []
         self.namespaces: Sequence[str] = ()
         self.commit_digest_data = self.grow_digest_data = b""
@@ -140,8 +134,6 @@ class StepColumns:
         self.priorities = self._column(grows.priorities, _NUMBER_BYTES, "grows: priorities")
         self.defer_token_counts = self._column(grows.defer_token_counts, _NUMBER_BYTES, "grows: defer_token_counts")
         self.returns = self._column(grows.returns, _NUMBER_BYTES, "grows: returns")
-        self.turn_end_counts = self._column(grows.turn_end_counts, _NUMBER_BYTES, "grows: turn_end_counts")
-        self.turn_end_data = self._column(grows.turn_ends, _NUMBER_BYTES, "grows: turn_ends")
         self.size_max += len(self.grow_digest_data)
         namespaces = grows.namespaces
         if namespaces:

@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from quire.protocol import turn_ends
 from quire.protocol.limits import MESSAGE_BYTES_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.packing import pack_uint32
 from quire.v1 import allocator_pb2 as pb
@@ -93,14 +92,6 @@ def cache_drop_message(drop: CacheDrop) -> pb.CacheDrop:
     return pb.CacheDrop(namespace=drop.namespace, digests=drop.digests, kept_digest_count=drop.kept_digest_count)
 
 
-def check_turn_ends(ends: Sequence[int]) -> None:
-    """Refuses ends of one sequence's turns that are too many or do not rise, as MALFORMED."""
-    try:
-        turn_ends.check(ends)
-    except ValueError as error:
-        raise Refusal("MALFORMED", str(error)) from None
-
-
 def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
     """Returns a pool's specification, checked.
 
@@ -163,9 +154,7 @@ def _group_spec(group: pb.GroupSpec) -> GroupSpec:
         )
     else:
         require(group.window == 0, f"a {kind.name} group has no window")
-    allowed = limits.CHECKPOINTS_MAX if kind is GroupKind.STATE else 0
-    require(group.checkpoints_max <= allowed, f"checkpoints_max of a {kind.name} group is at most {allowed}")
-    return GroupSpec(kind, group.block_size, group.window, group.checkpoints_max)
+    return GroupSpec(kind, group.block_size, group.window)
 
 
 def _quotas(quotas: Sequence[pb.Quota]) -> tuple[Quota, ...]:
@@ -186,12 +175,7 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
     """Returns the message of a pool's specification."""
     return pb.PoolSpec(
         block_count=spec.block_count,
-        groups=[
-            pb.GroupSpec(
-                kind=WIRE_KINDS[g.kind], block_size=g.block_size, window=g.window, checkpoints_max=g.checkpoints_max
-            )
-            for g in spec.groups
-        ],
+        groups=[pb.GroupSpec(kind=WIRE_KINDS[g.kind], block_size=g.block_size, window=g.window) for g in spec.groups],
         cache_layout=spec.cache_layout,
         model_fingerprint=spec.model_fingerprint,
         watermark_block_count=spec.watermark_block_count,
@@ -234,8 +218,7 @@ def allocate_response(grown: GrowResult) -> pb.AllocateResponse:
         matched_token_count=grown.matched_token_count,
         pending_token_count=grown.pending_token_count,
         junction_token_count=grown.junction_token_count,
-        early_end_token_count=grown.early_end_token_count,
-        answer_ends=grown.answer_ends,
+        stops=grown.stops,
         tables=[block_table(blocks) for blocks in grown.blocks],
         copy_sources=[copy.source for copy in grown.copies],
         copy_destinations=[copy.destination for copy in grown.copies],

@@ -51,7 +51,7 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
     )
     for group in spec.groups:
         added = message.groups.add(kind=cast("pb.GroupKind.ValueType", int(group.kind)))
-        sizes = {"block_size": group.block_size, "window": group.window, "checkpoints_max": group.checkpoints_max}
+        sizes = {"block_size": group.block_size, "window": group.window}
         fill(added, reason=Reason.MALFORMED, **sizes)
     for quota in spec.quotas:
         limits = {"held_blocks_max": quota.held_blocks_max, "cached_blocks_max": quota.cached_blocks_max}
@@ -68,10 +68,7 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
 
 def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
     """Returns what an owner declared."""
-    groups = (
-        types.GroupSpec(types.GroupKind(group.kind), group.block_size, group.window, group.checkpoints_max)
-        for group in message.groups
-    )
+    groups = (types.GroupSpec(types.GroupKind(group.kind), group.block_size, group.window) for group in message.groups)
     quotas = (
         types.Quota(
             quota.namespace,
@@ -193,14 +190,11 @@ def allocate_request(
     *,
     digests: bytes | Iterable[bytes],
     namespace: str,
-    turn_ends: Iterable[int],
     **counts: int,
 ) -> pb.AllocateRequest:
     """Asks for a new sequence."""
     request = pb.AllocateRequest(session_id=session_id, digests=concatenated(digests), namespace=namespace)
-    request = operation(request, request_id, **counts)
-    extend(request.turn_ends, "turn_ends", turn_ends, request.request_id, Reason.MALFORMED)
-    return request
+    return operation(request, request_id, **counts)
 
 
 def grow_request(session_id: bytes, request_id: str | None, sequence_id: int, token_count: int) -> pb.GrowRequest:
@@ -240,8 +234,7 @@ def allocation(message: pb.AllocateResponse, group_count: int) -> types.Allocati
         pending_token_count=message.pending_token_count,
         victim=_victim(message),
         junction_token_count=message.junction_token_count,
-        early_end_token_count=message.early_end_token_count,
-        answer_ends=tuple(message.answer_ends),
+        stops=tuple(message.stops),
     )
 
 

@@ -82,7 +82,6 @@ class Agenda:
         namespace: str,
         token_count_max: int | None,
         *,
-        turn_ends: tuple[int, ...] = (),
         root: bytes | None = None,
     ) -> Admission:
         """Returns a prompt that asks to be let in, with the digests of all that it may share.
@@ -103,8 +102,7 @@ class Agenda:
         sequence = Sequence(self, 0, known, namespace, token_count_max or 2**32 - 1)
         sequence._chain = DigestChain(root, self._spec.block_size)
         shareable = (len(known) - 1) // self._spec.block_size * self._spec.block_size
-        self._add_checkpoints(sequence, len(known) - 1, *turn_ends)
-        admission = Admission(sequence, sequence._chain.copy().extend(known[:shareable]), turn_ends=turn_ends)
+        admission = Admission(sequence, sequence._chain.copy().extend(known[:shareable]))
         self._admissions.append(admission)
         return admission
 
@@ -332,20 +330,13 @@ class Agenda:
         admission.answer = sequence = admission.sequence
         sequence.matched = sequence.computed = sequence.committed = grown.matched_token_count
         sequence.junction = grown.junction_token_count
-        self._add_checkpoints(sequence, sequence.junction, grown.early_end_token_count, *grown.answer_ends)
+        sequence.checkpoints = grown.stops if self._has_states else ()
         sequence._chain.extend(sequence.tokens[: sequence.matched])
         sequence.room = grown.token_count
         sequence.table = [list(row) for row in grown.blocks]
         self._known[sequence.id] = self.live[sequence.id] = sequence
         if admission.is_abandoned:
             sequence.free()
-
-    def _add_checkpoints(self, sequence: Sequence, *ends: int) -> None:
-        """Lets passes end where states are kept: at the last block edge of all groups before each of these ends."""
-        if self._has_states:
-            size = self._increment.token_count if self._increment.sizes else self._spec.block_size
-            edges = {end // size * size for end in ends} - {0}
-            sequence.checkpoints = tuple(sorted({*sequence.checkpoints, *edges}))
 
     def _can_give_back(self, shortfall: int) -> bool:
         """Tells whether anybody holds room ahead that can be given back; the next operations ask for it."""

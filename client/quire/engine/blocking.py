@@ -24,7 +24,6 @@ class AdmitOptions(TypedDict, total=False):
     priority: int
     defer_token_count: int
     is_return: bool
-    turn_ends: tuple[int, ...]
     root: bytes | None
 
 

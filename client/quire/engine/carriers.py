@@ -142,8 +142,7 @@ class CallCarrier(Carrier):
                     matched_token_count=matched,
                     pending_token_count=allocation.pending_token_count,
                     junction_token_count=allocation.junction_token_count,
-                    early_end_token_count=allocation.early_end_token_count,
-                    answer_ends=allocation.answer_ends,
+                    stops=allocation.stops,
                 )
             )
             copies += allocation.copies
@@ -160,7 +159,6 @@ class CallCarrier(Carrier):
             priority=admission.priority,
             defer_token_count=admission.defer_token_count,
             is_return=admission.is_return,
-            turn_ends=admission.turn_ends,
         )
 
     async def _repeat(

@@ -51,7 +51,6 @@ class Admission:
     priority: int = 0
     defer_token_count: int = 0
     is_return: bool = False
-    turn_ends: tuple[int, ...] = ()
     answer: Sequence | Refusal | Exception | None = None
     is_abandoned: bool = False
 
@@ -95,6 +94,5 @@ class Operations:
                 priority=admission.priority,
                 defer_token_count=admission.defer_token_count,
                 is_return=admission.is_return,
-                turn_ends=admission.turn_ends,
             )
         return step

@@ -74,7 +74,6 @@ class AsyncEngine(Generic[CarrierT]):
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
-        turn_ends: tuple[int, ...] = (),
         root: bytes | None = None,
     ) -> Sequence:
         """Lets a prompt in, with the blocks of its leading tokens that are in the pages already, `matched` of them.
@@ -88,7 +87,6 @@ class AsyncEngine(Generic[CarrierT]):
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: refuse with PENDING if others are computing at least so many tokens of its prefix.
             is_return: a preempted text returns: its tokens are counted as returned, not as queried.
-            turn_ends: token counts, rising, at most 16, after which later prompts may go on otherwise.
             root: where its digests start (`quire.root_digest`), for adapters; by default that of the specification.
 
         Raises:
@@ -98,7 +96,7 @@ class AsyncEngine(Generic[CarrierT]):
             QuireError: the allocator refused the step.
         """
         agenda = self._agenda
-        admission = agenda.new_admission(tokens, namespace, token_count_max, turn_ends=turn_ends, root=root)
+        admission = agenda.new_admission(tokens, namespace, token_count_max, root=root)
         admission.priority, admission.defer_token_count = priority, defer_token_count
         admission.is_return = is_return
         try:

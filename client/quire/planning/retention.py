@@ -19,20 +19,16 @@ dense retention keeps 6 x 512 blocks, which makes 8 chats; tail retention 512 + 
 from __future__ import annotations
 
 import enum
-from typing import Final
 
 from quire.planning.family import Family
 from quire.planning.layout import Layout
 from quire.types import GroupKind
 
-CHECKPOINTS_MAX: Final = 16  # of one sequence, what a pool keeps unless its `GroupSpec` says otherwise
-
 
 class Retention(enum.StrEnum):
     """Says which published blocks of windowed and state groups stay cached once no sequence holds them.
 
-    A pool has a third setting, "auto": what TAIL does not keep leaves first, and may be hit until then. It keeps as
-    many chats as TAIL.
+    A pool's default is "auto": it keeps as many chats as TAIL says, and what TAIL does not keep leaves first.
     """
 
     DENSE = enum.auto()  # every one
@@ -59,7 +55,7 @@ def _block_count(layout: Layout, family: Family, token_count: int, retention: Re
     """Blocks of each group of one family."""
     if family.kind is GroupKind.STATE:
         at_edges = -(-token_count // layout.edge_tokens)
-        dense = min(token_count // family.block_size + 2, at_edges, CHECKPOINTS_MAX)
+        dense = min(token_count // family.block_size + 2, at_edges)
         return dense if retention is Retention.DENSE else min(dense, 2)
     blocks = -(-token_count // family.block_size)
     if family.kind is GroupKind.FULL_ATTENTION or retention is Retention.DENSE:

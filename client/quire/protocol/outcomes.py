@@ -105,10 +105,8 @@ class GrowOutcome(NamedTuple):
             the last entries of the tables are for the last of them.
         junction_token_count: leading tokens that would have matched, had there been a checkpoint: a commit that ends
             there makes one. 0 where nothing would be gained (new sequences only).
-        early_end_token_count: where a commit makes one more checkpoint, some tokens before the end of a long prompt; 0
-            where it has none (new sequences only).
-        answer_ends: where commits make checkpoints while its answer is computed, each in the place of the one before
-            (new sequences only).
+        stops: token counts, rising, at which a later prompt's hit may end: commits that end there make checkpoints (new
+            sequences only).
     """
 
     sequence_id: int
@@ -120,8 +118,7 @@ class GrowOutcome(NamedTuple):
     victim: Victim | None = None
     token_count: int = 0
     junction_token_count: int = 0
-    early_end_token_count: int = 0
-    answer_ends: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
 
 
 class StepOutcome(NamedTuple):
@@ -252,21 +249,20 @@ def _grows(step: pb.Step, told: _Told, group_count: int) -> list[GrowOutcome]:
         victims,
         token_counts,
         _optional(told, "junction_token_counts", count),
-        _optional(told, "early_end_token_counts", count),
-        _answer_ends(told, count),
+        _stops(told, count),
         strict=True,
     )
     return list(map(GrowOutcome._make, columns))
 
 
-def _answer_ends(told: _Told, count: int) -> Iterable[tuple[int, ...]]:
-    """Reads what each grow is told of its answer; no column means that none is told anything."""
-    counts, ends = told.get("answer_end_counts", ()), told.get("answer_ends", ())
-    if not counts and not ends:
+def _stops(told: _Told, count: int) -> Iterable[tuple[int, ...]]:
+    """Reads the stops of each grow; no column means that none has any."""
+    counts, stops = told.get("stop_counts", ()), told.get("stops", ())
+    if not counts and not stops:
         return repeat((), count)
-    if len(counts) != count or sum(counts) != len(ends):
-        raise ValueError(f"{len(counts)} counts of {len(ends)} answer ends for {count} grows")
-    each = iter(ends)
+    if len(counts) != count or sum(counts) != len(stops):
+        raise ValueError(f"{len(counts)} counts of {len(stops)} stops for {count} grows")
+    each = iter(stops)
     return [tuple(islice(each, number)) for number in counts]
 
 

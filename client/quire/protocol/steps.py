@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from quire.hashing import DIGEST_BYTES, FOREIGN_DIGEST_BYTES
-from quire.protocol import turn_ends as ends_of_turns
 from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
 
@@ -24,7 +23,6 @@ class _New(NamedTuple):
     priority: int
     defer_token_count: int
     is_return: bool
-    turn_end_count: int
 
 
 class StepBuilder:
@@ -47,7 +45,6 @@ class StepBuilder:
         self._grow_token_counts: list[int] = []
         self._new: list[_New] = []
         self._new_digests: list[bytes] = []
-        self._turn_ends: list[int] = []  # of all new sequences
         self._namespaces: dict[str, int] = {}
 
     def __bool__(self) -> bool:
@@ -106,7 +103,6 @@ class StepBuilder:
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
-        turn_ends: Sequence[int] = (),
     ) -> None:
         """Creates a sequence for `token_count` tokens that shares the published part of `digests`; ids only rise.
 
@@ -120,16 +116,11 @@ class StepBuilder:
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
             is_return: a preempted request returns: its tokens are counted as returned, not as queried.
-            turn_ends: token counts, rising, at most 16, after which later prompts may go on otherwise.
         """
-        ends_of_turns.check(turn_ends)
         data = concatenated(digests)
         index = self._namespaces.setdefault(namespace, len(self._namespaces))
         row, count = len(self._grows), len(data) // DIGEST_BYTES
-        self._new.append(
-            _New(row, count, index, prompt_token_count, priority, defer_token_count, is_return, len(turn_ends))
-        )
-        self._turn_ends += turn_ends
+        self._new.append(_New(row, count, index, prompt_token_count, priority, defer_token_count, is_return))
         self._new_digests.append(data)
         self.grow(sequence_id, token_count)
 
@@ -216,8 +207,6 @@ class StepBuilder:
         grows.priorities = column("priority")
         grows.defer_token_counts = column("defer_token_count")
         grows.returns = column("is_return")
-        grows.turn_end_counts = column("turn_end_count")
-        grows.turn_ends = pack_uint32(self._turn_ends)
         grows.digests = b"".join(self._new_digests)
         if any(self._namespaces):  # without any, all are in the one that has no name
             grows.namespaces.extend(self._namespaces)

@@ -29,8 +29,8 @@ HEADS_MAX: Final = 512
 # What a part of a chunk takes at most, in bytes: tags are one byte, lengths three, for no chunk reaches 2 MiB.
 FRAME_BYTES: Final = 1 + 3  # of a message, a string, or an array of numbers
 NUMBER_BYTES: Final = 1 + 5  # a uint32 of its own
-SEQUENCE_BYTES: Final = 3 * FRAME_BYTES + 9 + 7 * NUMBER_BYTES  # its id, and seven numbers; boundaries beside them
-BOUNDARY_BYTES: Final = 4
+SEQUENCE_BYTES: Final = 3 * FRAME_BYTES + 9 + 7 * NUMBER_BYTES  # its id, and seven numbers; stops beside them
+STOP_BYTES: Final = 4
 TABLE_BYTES: Final = 2 * FRAME_BYTES  # a message around an array
 TABLE_ENTRY_BYTES: Final = 4
 STRETCH_BYTES: Final = FRAME_BYTES + 3 * NUMBER_BYTES + (2 + DIGEST_BYTES) + 2 * FRAME_BYTES
@@ -114,8 +114,7 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
     """Adds a sequence to as many chunks as its tables need."""
     tables = _reported_tables(sequence)
     done = [0] * len(tables)
-    end_count = len(sequence.boundaries) + len(sequence.answer_ends)
-    size = SEQUENCE_BYTES + BOUNDARY_BYTES * end_count + TABLE_BYTES * len(tables)
+    size = SEQUENCE_BYTES + STOP_BYTES * len(sequence.stops) + TABLE_BYTES * len(tables)
     while True:
         namespace = chunker.add_head(sequence.namespace, size, TABLE_ENTRY_BYTES)
         message = chunker.chunk.sequences.add(
@@ -126,8 +125,7 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
             priority=sequence.priority,
             prompt_token_count=sequence.prompt_token_count,
             chunk_token_count=sequence.chunk_token_count,
-            boundaries=sequence.boundaries,
-            answer_ends=sequence.answer_ends,
+            stops=sequence.stops,
         )
         if sequence.hold_until is not None:
             message.hold_remaining_ms = max(0, int((sequence.hold_until - now) * _MILLISECONDS))

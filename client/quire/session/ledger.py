@@ -14,7 +14,6 @@ Pure: no call, clock or lock; the time comes with every reply.
 
 from __future__ import annotations
 
-import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +24,6 @@ from quire.hashing import DIGEST_BYTES
 from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap, Takeover, read_drop
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
-from quire.protocol.turn_ends import deal
 from quire.session.pages import DigestSpace, Pages
 from quire.v1 import allocator_pb2 as pb
 
@@ -40,14 +38,13 @@ class LedgerSequence:
     Attributes:
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
         hold_until: when a hold ends, in seconds; None for an ordinary sequence.
-        boundaries: token counts, rising, at which states make checkpoints and windows keep what is before them.
-        answer_ends: more of them, behind its prompt, which no fork has.
+        stops: token counts, rising, at which states make checkpoints and windows keep what is before them.
         twins: in an append-only pool, by group and position, the published blocks that it holds beside its own.
     """
 
     __slots__ = (
-        *("answer_ends", "boundaries", "chunk_token_count", "committed_token_count", "hold_until", "namespace"),
-        *("priority", "prompt_token_count", "tables", "token_count", "twins"),
+        *("chunk_token_count", "committed_token_count", "hold_until", "namespace"),
+        *("priority", "prompt_token_count", "stops", "tables", "token_count", "twins"),
     )
 
     def __init__(self, namespace: str, token_count: int, committed_token_count: int, priority: int) -> None:
@@ -57,8 +54,7 @@ class LedgerSequence:
         self.priority = priority
         self.prompt_token_count = self.chunk_token_count = 0
         self.hold_until: float | None = None
-        self.boundaries: tuple[int, ...] = ()
-        self.answer_ends: tuple[int, ...] = ()
+        self.stops: tuple[int, ...] = ()
         self.tables: list[array[int]] = []
         self.twins: dict[tuple[int, int], int] = {}
 
@@ -90,9 +86,6 @@ class Ledger:
         self.free_block_count = spec.block_count
         self.last_sequence_id = 0
         self._digest_tokens = min(group.block_size for group in spec.groups)
-        sizes = [group.block_size for group in spec.groups if group.kind != _STATE]
-        self._edge_tokens = math.lcm(*sizes) if sizes else self._digest_tokens
-        self._keeps_prefixes = all(group.kind == _FULL for group in spec.groups)
         self._full_groups = frozenset(number for number, group in enumerate(spec.groups) if group.kind == _FULL)
         self._states = [number for number, group in enumerate(spec.groups) if group.kind == _STATE]
         self._managed = _groups_alike(self.groups)
@@ -219,8 +212,7 @@ class Ledger:
     def _publish_state(self, sequence: LedgerSequence, group: int, token_count: int, digests: bytes) -> None:
         """Publishes the running block as a checkpoint, if one belongs there and no other sequence has the block."""
         block = sequence.tables[group][0]
-        ends = sequence.boundaries + sequence.answer_ends
-        if token_count % self.groups[group].block_size and token_count not in ends:
+        if token_count % self.groups[group].block_size and token_count not in sequence.stops:
             return
         if block in self.pages.published or self._holder_count(group, block) > 1:
             return
@@ -278,7 +270,9 @@ class Ledger:
     def _fork(self, parent: LedgerSequence, child_id: int, hold_until: float | None) -> None:
         length = parent.committed_token_count
         child = LedgerSequence(parent.namespace, length, length, parent.priority)
-        child.hold_until, child.boundaries, parent.answer_ends = hold_until, parent.boundaries, ()
+        if parent.prompt_token_count:  # neither has the stops of the answer from now on
+            parent.stops = tuple([stop for stop in parent.stops if stop < parent.prompt_token_count])
+        child.hold_until, child.stops = hold_until, parent.stops
         for group, spec in enumerate(self.groups):
             table = parent.path(group)
             child.tables.append(table[:] if spec.kind == _STATE else table[: -(-length // spec.block_size)])
@@ -289,9 +283,6 @@ class Ledger:
 
     def _apply_grows(self, grows: pb.GrowPhase, outcome: StepOutcome) -> None:
         copies, before, sequences = list(reversed(outcome.copies)), self._operation + 1, self.sequences
-        ends: list[array[int]] = []
-        if not self._keeps_prefixes and grows.turn_end_counts:
-            ends = deal(unpack_uint32(grows.turn_end_counts), unpack_uint32(grows.turn_ends))
         self._operation += len(outcome.grows)
         ok, is_plain = Result.OK, not self._states
         for row, (grown, wanted) in enumerate(zip(outcome.grows, unpack_uint32(grows.token_counts), strict=True)):
@@ -303,13 +294,13 @@ class Ledger:
                 continue
             self._operation, self._rank = before + row, 0
             if sequence is None:
-                self._open(grown, grows, row, wanted, ends[row] if ends else ())
+                self._open(grown, grows, row, wanted)
             else:
                 self._grow(sequence, blocks, wanted)
             if copies:
                 self._let_go_of_sources(copies, grown)
 
-    def _open(self, grown: GrowOutcome, grows: pb.GrowPhase, row: int, chunk: int, turn_ends: Sequence[int]) -> None:
+    def _open(self, grown: GrowOutcome, grows: pb.GrowPhase, row: int, chunk: int) -> None:
         matched = grown.matched_token_count
         namespace = ""
         if grows.namespaces:
@@ -318,11 +309,7 @@ class Ledger:
         sequence = LedgerSequence(namespace, max(chunk, matched), matched, priority)
         sequence.chunk_token_count = chunk
         sequence.prompt_token_count = max(chunk, entry_uint32(grows.prompt_token_counts, row))
-        if not self._keeps_prefixes:
-            told = (grown.junction_token_count, grown.early_end_token_count)
-            ends = (sequence.prompt_token_count - 1, *told, *turn_ends)
-            edges = {end // self._edge_tokens * self._edge_tokens for end in ends}
-            sequence.boundaries, sequence.answer_ends = tuple(sorted(edges - {0})), grown.answer_ends
+        sequence.stops = grown.stops
         sequence.tables = [array("I", table) for table in grown.blocks]
         self.sequences[grown.sequence_id] = sequence
         self.last_sequence_id = grown.sequence_id

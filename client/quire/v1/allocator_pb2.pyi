@@ -53,10 +53,8 @@ class _GroupKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupKind.V
     GROUP_KIND_STATE: _GroupKind.ValueType  # 4
     """Recurrent state (mamba, linear attention): a block holds a state instead of tokens. A table has one entry, the
     running block, which every forward pass overwrites. A commit that leaves no granted token to compute publishes the
-    running block as a checkpoint where it ends exactly at a multiple of `block_size`, or at a boundary of the
-    sequence: the last edge of the prompt that leaves a token to compute, the junction or the early end that its grow was
-    told, or an end of a turn that its owner named. The next grow then replaces the running block by a copy. A hit ends at a
-    checkpoint.
+    running block as a checkpoint where it ends exactly at a multiple of `block_size`, or at a stop of the sequence. The
+    next grow then replaces the running block by a copy. A hit ends at a checkpoint.
     """
 
 class GroupKind(_GroupKind, metaclass=_GroupKindEnumTypeWrapper):
@@ -79,10 +77,8 @@ GROUP_KIND_CHUNKED_LOCAL: GroupKind.ValueType  # 3
 GROUP_KIND_STATE: GroupKind.ValueType  # 4
 """Recurrent state (mamba, linear attention): a block holds a state instead of tokens. A table has one entry, the
 running block, which every forward pass overwrites. A commit that leaves no granted token to compute publishes the
-running block as a checkpoint where it ends exactly at a multiple of `block_size`, or at a boundary of the
-sequence: the last edge of the prompt that leaves a token to compute, the junction or the early end that its grow was
-told, or an end of a turn that its owner named. The next grow then replaces the running block by a copy. A hit ends at a
-checkpoint.
+running block as a checkpoint where it ends exactly at a multiple of `block_size`, or at a stop of the sequence. The
+next grow then replaces the running block by a copy. A hit ends at a checkpoint.
 """
 Global___GroupKind: _TypeAlias = GroupKind  # noqa: Y015
 
@@ -224,7 +220,6 @@ class GroupSpec(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
-    CHECKPOINTS_MAX_FIELD_NUMBER: _builtins.int
     kind: Global___GroupKind.ValueType
     """Attention type of all layers of the group."""
     block_size: _builtins.int
@@ -234,22 +229,16 @@ class GroupSpec(_message.Message):
     """
     window: _builtins.int
     """Tokens of the window or chunk, for SLIDING_WINDOW and CHUNKED_LOCAL, 1 to 16,777,216; 0 otherwise."""
-    checkpoints_max: _builtins.int
-    """Of STATE: checkpoints that one sequence may leave in the cache although no sequence has used them; 0 stands for the
-    default of 16. Beyond, those between boundaries are dropped first. Of a path that has more, used or not, those that
-    no boundary needs are dropped. Otherwise 0.
-    """
     def __init__(
         self,
         *,
         kind: Global___GroupKind.ValueType = ...,
         block_size: _builtins.int = ...,
         window: _builtins.int = ...,
-        checkpoints_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "checkpoints_max", b"checkpoints_max", "kind", b"kind", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kind", b"kind", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -323,11 +312,9 @@ class PoolSpec(_message.Message):
     watermark_block_count: _builtins.int
     """Free blocks that a new sequence must leave for the running ones, as long as any sequence runs."""
     eviction_policy: _builtins.str
-    """Which cached blocks are evicted first: "lru", "cost", or one of the names in docs/eviction.md; empty for the
-    default.
-    """
+    """Which cached blocks are evicted first: "lru" or "reuse" (docs/eviction.md); empty for the default, "reuse"."""
     retention: _builtins.str
-    """Which blocks of windows and states stay cached: "dense", "tail" or "auto"; empty for the default, "auto"."""
+    """Which blocks of windows and states stay cached: "dense" or "auto"; empty for the default, "auto"."""
     chunk_token_count_max: _builtins.int
     """The largest chunk of a prompt that the owner computes in one pass, in tokens, at most 16,777,216; 0 where it does
     not say. Windowed groups hold a pass and the window before it, so a prompt in chunks is let in only if it fits with
@@ -808,8 +795,7 @@ class ReportedSequence(_message.Message):
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     CHUNK_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     HOLD_REMAINING_MS_FIELD_NUMBER: _builtins.int
-    BOUNDARIES_FIELD_NUMBER: _builtins.int
-    ANSWER_ENDS_FIELD_NUMBER: _builtins.int
+    STOPS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Its id."""
     namespace: _builtins.int
@@ -832,15 +818,8 @@ class ReportedSequence(_message.Message):
         """
 
     @_builtins.property
-    def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token counts, rising, at which a later prompt may part from it: the last edge of its prompt that leaves a token to
-        compute, the junction and the early end that its grow was told, and ends of turns as in GrowPhase, each moved back
-        to an edge: at most 19. Empty where all groups are of full attention.
-        """
-
-    @_builtins.property
-    def answer_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The answer ends that its grow was told, unless it is a fork or was forked: at most 22, rising."""
+    def stops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The stops that its grow was told; without those behind its prompt, if it is a fork or was forked. At most 32."""
 
     def __init__(
         self,
@@ -854,12 +833,11 @@ class ReportedSequence(_message.Message):
         prompt_token_count: _builtins.int = ...,
         chunk_token_count: _builtins.int = ...,
         hold_remaining_ms: _builtins.int | None = ...,
-        boundaries: _abc.Iterable[_builtins.int] | None = ...,
-        answer_ends: _abc.Iterable[_builtins.int] | None = ...,
+        stops: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "hold_remaining_ms", b"hold_remaining_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "answer_ends", b"answer_ends", "boundaries", b"boundaries", "chunk_token_count", b"chunk_token_count", "committed_token_count", b"committed_token_count", "hold_remaining_ms", b"hold_remaining_ms", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "sequence_id", b"sequence_id", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "chunk_token_count", b"chunk_token_count", "committed_token_count", b"committed_token_count", "hold_remaining_ms", b"hold_remaining_ms", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "sequence_id", b"sequence_id", "stops", b"stops", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold_remaining_ms: _TypeAlias = _typing.Literal["hold_remaining_ms"]  # noqa: Y015
     _WhichOneofArgType__hold_remaining_ms: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms"]  # noqa: Y015
@@ -1228,8 +1206,6 @@ class GrowPhase(_message.Message):
     PROMPT_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     PRIORITIES_FIELD_NUMBER: _builtins.int
     DEFER_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    TURN_END_COUNTS_FIELD_NUMBER: _builtins.int
-    TURN_ENDS_FIELD_NUMBER: _builtins.int
     RETURNS_FIELD_NUMBER: _builtins.int
     sequences: _builtins.bytes
     """One entry per operation: the sequence. uint64."""
@@ -1255,14 +1231,6 @@ class GrowPhase(_message.Message):
     """Where other sequences are computing at least so many tokens of its prefix, the answer is RESULT_PENDING instead of
     a grant. 0: never. uint32.
     """
-    turn_end_counts: _builtins.bytes
-    """Per operation, ends of turns that it names, at most 16; only for new sequences. Empty when no operation names any.
-    uint32.
-    """
-    turn_ends: _builtins.bytes
-    """The ends of turns, operation after operation: token counts, rising for each, after which a later prompt may go on
-    otherwise. What windows and states need there is kept. They need not be block edges, nor within the prompt. uint32.
-    """
     returns: _builtins.bytes
     """1 where the new sequence is a preempted request that returns: its tokens are counted as returned, not as queried,
     because hit rates are of requests that ask for the first time. 0 otherwise; empty when all are 0. uint32.
@@ -1283,13 +1251,11 @@ class GrowPhase(_message.Message):
         prompt_token_counts: _builtins.bytes = ...,
         priorities: _builtins.bytes = ...,
         defer_token_counts: _builtins.bytes = ...,
-        turn_end_counts: _builtins.bytes = ...,
-        turn_ends: _builtins.bytes = ...,
         returns: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_counts", b"defer_token_counts", "digest_counts", b"digest_counts", "digests", b"digests", "namespace_indices", b"namespace_indices", "namespaces", b"namespaces", "priorities", b"priorities", "prompt_token_counts", b"prompt_token_counts", "returns", b"returns", "sequences", b"sequences", "token_counts", b"token_counts", "turn_end_counts", b"turn_end_counts", "turn_ends", b"turn_ends"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_counts", b"defer_token_counts", "digest_counts", b"digest_counts", "digests", b"digests", "namespace_indices", b"namespace_indices", "namespaces", b"namespaces", "priorities", b"priorities", "prompt_token_counts", b"prompt_token_counts", "returns", b"returns", "sequences", b"sequences", "token_counts", b"token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1322,9 +1288,8 @@ class StepReply(_message.Message):
     VICTIM_SEQUENCES_FIELD_NUMBER: _builtins.int
     VICTIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     JUNCTION_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    EARLY_END_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    ANSWER_END_COUNTS_FIELD_NUMBER: _builtins.int
-    ANSWER_ENDS_FIELD_NUMBER: _builtins.int
+    STOP_COUNTS_FIELD_NUMBER: _builtins.int
+    STOPS_FIELD_NUMBER: _builtins.int
     EXPIRED_HOLDS_FIELD_NUMBER: _builtins.int
     TAKEOVER_SEQUENCES_FIELD_NUMBER: _builtins.int
     TAKEOVER_GROUPS_FIELD_NUMBER: _builtins.int
@@ -1419,27 +1384,20 @@ class StepReply(_message.Message):
     def junction_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per grow of a new sequence: the junction, which is the leading tokens that full attention alone could have shared
         (in a pool without full attention, that an earlier prompt had too), where that is more than was matched: windows
-        and states had nothing there. It is a boundary of the sequence: a commit that ends there makes a checkpoint, which
-        the next prompt hits. 0 where nothing would be gained. Empty when all are 0.
+        and states had nothing there. It is a stop of the sequence: a commit that ends there makes a checkpoint, which the next
+        prompt hits. 0 where nothing would be gained. Empty when all are 0.
         """
 
     @_builtins.property
-    def early_end_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow of a new sequence: the early end, which is a boundary some tokens before the end of a long prompt that is
-        new to a pool with STATE groups: a commit that ends there makes a checkpoint, for those who will part from it soon
-        before its end. 0 where it has none. Empty when all are 0.
+    def stop_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per grow of a new sequence: how many stops it has. A stop is a token count at which a later prompt's hit may end: the
+        last edge of its prompt that leaves a token to compute, the junction, and in a pool with STATE groups some more before
+        the end of the prompt and behind it. A commit that ends there makes a checkpoint. At most 32. Empty when all are 0, as
+        where all groups are of full attention.
         """
 
     @_builtins.property
-    def answer_end_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow of a new sequence: how many answer ends it has, which are boundaries behind its prompt, in a pool with STATE
-        groups: a commit that ends there makes a checkpoint, which takes the place of the one before, for those who will go
-        on from the answer. At most 22; a fork has none, and a sequence that was forked has no more of them. Empty when all
-        are 0.
-        """
-
-    @_builtins.property
-    def answer_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    def stops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Their token counts, rising, of one grow after the other."""
 
     @_builtins.property
@@ -1494,9 +1452,8 @@ class StepReply(_message.Message):
         victim_sequences: _abc.Iterable[_builtins.int] | None = ...,
         victim_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         junction_token_counts: _abc.Iterable[_builtins.int] | None = ...,
-        early_end_token_counts: _abc.Iterable[_builtins.int] | None = ...,
-        answer_end_counts: _abc.Iterable[_builtins.int] | None = ...,
-        answer_ends: _abc.Iterable[_builtins.int] | None = ...,
+        stop_counts: _abc.Iterable[_builtins.int] | None = ...,
+        stops: _abc.Iterable[_builtins.int] | None = ...,
         expired_holds: _abc.Iterable[_builtins.int] | None = ...,
         takeover_sequences: _abc.Iterable[_builtins.int] | None = ...,
         takeover_groups: _abc.Iterable[_builtins.int] | None = ...,
@@ -1511,7 +1468,7 @@ class StepReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_end_counts", b"answer_end_counts", "answer_ends", b"answer_ends", "block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "dropped_block_counts", b"dropped_block_counts", "early_end_token_counts", b"early_end_token_counts", "emptied_blocks", b"emptied_blocks", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "is_removed_cut", b"is_removed_cut", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "pending_token_counts", b"pending_token_counts", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "dropped_block_counts", b"dropped_block_counts", "emptied_blocks", b"emptied_blocks", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "is_removed_cut", b"is_removed_cut", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "pending_token_counts", b"pending_token_counts", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "stop_counts", b"stop_counts", "stops", b"stops", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1676,7 +1633,6 @@ class AllocateRequest(_message.Message):
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEFER_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    TURN_ENDS_FIELD_NUMBER: _builtins.int
     IS_RETURN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """The session."""
@@ -1702,10 +1658,6 @@ class AllocateRequest(_message.Message):
     defer_token_count: _builtins.int
     is_return: _builtins.bool
     """Whether this is a preempted request that returns; see `returns` in GrowPhase."""
-    @_builtins.property
-    def turn_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ends of turns as in GrowPhase: token counts, rising, at most 16."""
-
     def __init__(
         self,
         *,
@@ -1718,12 +1670,11 @@ class AllocateRequest(_message.Message):
         prompt_token_count: _builtins.int = ...,
         priority: _builtins.int = ...,
         defer_token_count: _builtins.int = ...,
-        turn_ends: _abc.Iterable[_builtins.int] | None = ...,
         is_return: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_count", b"defer_token_count", "digests", b"digests", "is_return", b"is_return", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count", "turn_ends", b"turn_ends"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_count", b"defer_token_count", "digests", b"digests", "is_return", b"is_return", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1770,8 +1721,7 @@ class AllocateResponse(_message.Message):
     PENDING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     VICTIM_FIELD_NUMBER: _builtins.int
     JUNCTION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    EARLY_END_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    ANSWER_ENDS_FIELD_NUMBER: _builtins.int
+    STOPS_FIELD_NUMBER: _builtins.int
     result: Global___Result.ValueType
     """OK, NO_SPACE, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA."""
     matched_token_count: _builtins.int
@@ -1782,8 +1732,6 @@ class AllocateResponse(_message.Message):
     """Tokens of its prefix, after the matched ones, that other sequences are computing."""
     junction_token_count: _builtins.int
     """The junction, as in StepReply, where the result is OK or PENDING."""
-    early_end_token_count: _builtins.int
-    """The early end, as in StepReply, where the result is OK."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """The whole table of each group."""
@@ -1799,8 +1747,8 @@ class AllocateResponse(_message.Message):
         """Where the result is NO_SPACE and preempting anybody would help."""
 
     @_builtins.property
-    def answer_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The answer ends, as in StepReply, where the result is OK."""
+    def stops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The stops, as in StepReply, where the result is OK."""
 
     def __init__(
         self,
@@ -1814,12 +1762,11 @@ class AllocateResponse(_message.Message):
         pending_token_count: _builtins.int = ...,
         victim: Global___Victim | None = ...,
         junction_token_count: _builtins.int = ...,
-        early_end_token_count: _builtins.int = ...,
-        answer_ends: _abc.Iterable[_builtins.int] | None = ...,
+        stops: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["victim", b"victim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_ends", b"answer_ends", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "early_end_token_count", b"early_end_token_count", "junction_token_count", b"junction_token_count", "matched_token_count", b"matched_token_count", "pending_token_count", b"pending_token_count", "result", b"result", "shortfall", b"shortfall", "tables", b"tables", "victim", b"victim"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "junction_token_count", b"junction_token_count", "matched_token_count", b"matched_token_count", "pending_token_count", b"pending_token_count", "result", b"result", "shortfall", b"shortfall", "stops", b"stops", "tables", b"tables", "victim", b"victim"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

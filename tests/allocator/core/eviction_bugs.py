@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from quire_allocator.core.eviction.policies import RecomputeCost, ReuseValue
+from quire_allocator.core.eviction.policies import ReuseValue
 from quire_allocator.core.eviction.queue import Candidates, Entry
 from quire_allocator.core.eviction.reuse_model import Ghosts, ReuseModel
 from quire_allocator.core.groups.full import FullAttentionManager
@@ -205,12 +205,6 @@ def _only_the_deepest_run_is_shared(original: Any, self: Any, scope: Any, hit: A
 @plant(ReuseValue, "value", ERRORS)
 def _what_leads_much_is_worth_as_much_as_what_leads_nothing(original: Any, self: Any, entry: Any) -> float:
     return float(original(self, entry)) * 2**entry.burden
-
-
-@plant(RecomputeCost, "evicted", ERRORS)
-def _the_floor_falls(original: Any, self: Any, entry: Any, block_count: int) -> bool:
-    self._floor = 0
-    return bool(original(self, entry, block_count))
 
 
 @plant(FullAttentionManager, "goes_on", ERRORS)

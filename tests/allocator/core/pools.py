@@ -29,8 +29,8 @@ def chunked(block_size: int, window: int) -> GroupSpec:
     return GroupSpec(GroupKind.CHUNKED_LOCAL, block_size, window)
 
 
-def state(block_size: int, checkpoints_max: int = 0) -> GroupSpec:
-    return GroupSpec(GroupKind.STATE, block_size, checkpoints_max=checkpoints_max)
+def state(block_size: int) -> GroupSpec:
+    return GroupSpec(GroupKind.STATE, block_size)
 
 
 # Groups and retention of pools that tell nobody where to leave a state: none, all of them, or no attention to judge by.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from quire.protocol import limits
-from quire_allocator.core.groups.answer_ends import ANSWER_ENDS_MAX, answer_ends
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
+from quire_allocator.core.retention.stops import STOPS_MAX, answer_stops
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, Result
 
 from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, state
@@ -27,12 +27,13 @@ def answer(pool: Pool, sequence_id: int, digests: bytes, first: int, last: int) 
 
 
 def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
-    """Computes a prompt with passes that end at its boundaries, but for the early one; returns what was matched."""
+    """Computes a prompt with passes that end at its stops, but for the early one; returns what was matched."""
     grown = pool.allocate(sequence_id, prompt, digests[: prompt // 4 * DIGEST_BYTES])
     last = (prompt - 1) // 4 * 4
     done = grown.matched_token_count
-    boundaries = {end for end in pool.sequences[sequence_id].boundaries if end > done}
-    for end in sorted(boundaries - {grown.early_end_token_count} | {prompt}):
+    sequence = pool.sequences[sequence_id]
+    stops = {stop for stop in sequence.stops if done < stop <= sequence.prompt_end}
+    for end in sorted(stops - {sequence.early_stop} | {prompt}):
         pool.grow(sequence_id, end)
         pool.commit(sequence_id, end, digests[done // 4 * DIGEST_BYTES : end // 4 * DIGEST_BYTES], end)
         done = end
@@ -41,8 +42,8 @@ def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
 
 
 def ends(pool: Pool) -> list[int]:
-    """The token counts of all boundaries."""
-    return sorted(count for count, _ in pool.blocks.namespaces[""].boundaries)
+    """The token counts of all stops."""
+    return sorted(count for count, _ in pool.blocks.namespaces[""].stops)
 
 
 def states(pool: Pool) -> list[int]:
@@ -52,24 +53,25 @@ def states(pool: Pool) -> list[int]:
 
 
 def test_they_are_at_distances_from_the_last_edge_of_the_prompt_that_grow_with_it() -> None:
-    assert answer_ends(STATES_OF_16, 16, 100)[:8] == (112, 128, 144, 160, 192, 224, 288, 352)
-    assert answer_ends(STATES_OF_16, 16, 100)[-2:] == (96 + 1536 * 16, 96 + 2048 * 16)
-    assert answer_ends(STATES_OF_16, 16, 97)[:2] == (112, 128)
-    assert answer_ends(STATES_OF_16, 16, 65)[:3] == (80, 96, 112)
-    assert len(answer_ends(STATES_OF_16, 16, 100)) == ANSWER_ENDS_MAX == limits.ANSWER_ENDS_MAX
+    assert answer_stops(STATES_OF_16, 16, 100)[:8] == (112, 128, 144, 160, 192, 224, 288, 352)
+    assert answer_stops(STATES_OF_16, 16, 100)[-2:] == (96 + 1536 * 16, 96 + 2048 * 16)
+    assert answer_stops(STATES_OF_16, 16, 97)[:2] == (112, 128)
+    assert answer_stops(STATES_OF_16, 16, 65)[:3] == (80, 96, 112)
+    assert len(answer_stops(STATES_OF_16, 16, 100)) == STOPS_MAX - 10
+    assert limits.STOPS_MAX == STOPS_MAX
 
 
 def test_none_is_at_the_end_of_the_prompt_itself_or_beyond_what_a_token_count_can_say() -> None:
-    assert answer_ends(STATES_OF_16, 16, 96)[:2] == (112, 128)  # its last boundary is 80
-    assert answer_ends(STATES_OF_16, 16, 2**32 - 40) == (2**32 - 32, 2**32 - 16)
+    assert answer_stops(STATES_OF_16, 16, 96)[:2] == (112, 128)  # its last stop is 80
+    assert answer_stops(STATES_OF_16, 16, 2**32 - 40) == (2**32 - 32, 2**32 - 16)
 
 
 def test_prompts_whose_attention_takes_fewer_blocks_than_a_state_have_none() -> None:
-    assert answer_ends(STATES_OF_16, 16, 32) == ()  # one block of attention, and two of a state
-    assert answer_ends(STATES_OF_16, 16, 33)
+    assert answer_stops(STATES_OF_16, 16, 32) == ()  # one block of attention, and two of a state
+    assert answer_stops(STATES_OF_16, 16, 33)
     groups = (full(16), full(32), *[state(1024)] * 4)
-    assert answer_ends(groups, 32, 65)  # four and two, and four of a state
-    assert not answer_ends(groups, 32, 64)  # two and one
+    assert answer_stops(groups, 32, 65)  # four and two, and four of a state
+    assert not answer_stops(groups, 32, 64)  # two and one
 
 
 @pytest.mark.parametrize(("groups", "retention"), WITHOUT_TOLD_ENDS)
@@ -77,16 +79,15 @@ def test_pools_that_keep_no_states_or_all_of_them_or_no_attention_have_none(
     groups: tuple[GroupSpec, ...], retention: str
 ) -> None:
     pool = make_pool(200, *groups, retention=retention)
-    assert pool.allocate(1, 129).answer_ends == ()
+    assert all(stop <= 128 for stop in pool.allocate(1, 129).stops)
 
 
 def test_who_is_let_in_is_told_of_them_and_hits_end_there() -> None:
     pool = make_pool(200, full(4), state(1024))
     told = pool.allocate(1, 22)
-    assert told.answer_ends[:3] == (24, 28, 32)
-    assert told.answer_ends == pool.sequences[1].answer_ends
-    assert set(told.answer_ends) < set(pool.sequences[1].ends)
-    assert not set(told.answer_ends) & set(pool.sequences[1].boundaries)
+    assert told.stops[:5] == (16, 20, 24, 28, 32)
+    assert told.stops == pool.sequences[1].stops
+    assert pool.sequences[1].prompt_end == 20
 
 
 def test_each_takes_the_place_of_the_one_before_and_the_first_that_of_the_end_of_the_prompt() -> None:
@@ -170,8 +171,8 @@ def test_an_answer_makes_its_turn_worth_neither_more_nor_less() -> None:
         pool.free(2)
         retention = pool.coordinator.retention
         assert retention is not None
-        boundary = max(pool.blocks.namespaces[""].boundaries.values(), key=lambda each: each.token_count)
-        burdens.append((boundary.token_count, retention.burden(boundary.runs[0])))  # type: ignore[arg-type]
+        stop = max(pool.blocks.namespaces[""].stops.values(), key=lambda each: each.token_count)
+        burdens.append((stop.token_count, retention.burden(stop.runs[0])))  # type: ignore[arg-type]
     assert burdens == [(24, 1), (40, 1)]  # one block, and two of a state
 
 
@@ -190,7 +191,7 @@ def test_neither_a_fork_nor_its_parent_leaves_one() -> None:
     pool, chat = make_pool(900, *STATES), text(1, 20)
     asked(pool, 1, chat, 22)
     assert pool.fork(1, 2) is Result.OK
-    assert pool.sequences[1].ends == pool.sequences[2].ends == (16, 20)  # the early end is one of them
+    assert pool.sequences[1].stops == pool.sequences[2].stops == (16, 20)  # the early end is one of them
     answer(pool, 1, chat, 22, 36)
     answer(pool, 2, chat[: 5 * DIGEST_BYTES] + text(3, 15), 22, 36)
     assert ends(pool) == [20]
@@ -201,9 +202,9 @@ def test_while_more_prompts_part_before_the_end_than_go_on_there_are_none() -> N
     retention = pool.coordinator.retention
     assert retention is not None
     retention.partings.inside = 5.0  # four are believed to have gone on
-    assert pool.allocate(1, 22).answer_ends == ()
+    assert pool.allocate(1, 22).stops == (16, 20)
     retention.partings.late_seen = 1.0
-    assert pool.allocate(2, 22).answer_ends
+    assert pool.allocate(2, 22).stops[-1] > 20
 
 
 def test_an_owner_that_leaves_no_states_keeps_the_end_of_its_prompt() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from quire_allocator.core.groups.early_ends import early_end
 from quire_allocator.core.groups.retention import CONTINUED_MAX
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
+from quire_allocator.core.retention.stops import early_stop
 from quire_allocator.core.spec import GroupSpec
 
 from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, sliding, state
@@ -32,17 +32,17 @@ STATES = (full(16), *(state(1024),) * 24)
 def test_it_is_an_eighth_of_what_is_new_before_the_end_if_that_is_worth_a_quarter_of_a_state(
     prompt: int, known: int, expected: int
 ) -> None:
-    assert early_end(STATES, 16, prompt, known) == expected
+    assert early_stop(STATES, 16, prompt, known) == expected
 
 
 def test_it_is_at_an_edge_of_all_groups_but_those_of_states() -> None:
     groups = (full(16), sliding(64, 128), state(1024))
-    assert early_end(groups, 64, 1000, 0) == 832  # ends at 960; 120 before is 840
+    assert early_stop(groups, 64, 1000, 0) == 832  # ends at 960; 120 before is 840
 
 
 def test_there_is_none_so_near_to_the_end_that_no_edge_is_between() -> None:
-    assert early_end((full(16), state(1024)), 16, 49, 0) == 32  # ends at 48; six before is 42
-    assert early_end((full(2), state(1024)), 2, 7, 0) == 0  # ends at 6, and less than one before is no other edge
+    assert early_stop((full(16), state(1024)), 16, 49, 0) == 32  # ends at 48; six before is 42
+    assert early_stop((full(2), state(1024)), 2, 7, 0) == 0  # ends at 6, and less than one before is no other edge
 
 
 @pytest.mark.parametrize(("groups", "retention"), WITHOUT_TOLD_ENDS)
@@ -50,18 +50,19 @@ def test_pools_that_keep_no_states_or_all_of_them_or_no_attention_have_none(
     groups: tuple[GroupSpec, ...], retention: str
 ) -> None:
     pool = make_pool(200, *groups, retention=retention)
-    assert pool.allocate(1, 129).early_end_token_count == 0
+    assert pool.allocate(1, 129).stops in ((), (128,))
+    assert pool.sequences[1].early_stop == 0
 
 
-def boundary_token_counts(pool: Pool) -> list[int]:
-    return sorted(count for count, _ in pool.blocks.namespaces[""].boundaries)
+def stop_counts(pool: Pool) -> list[int]:
+    return sorted(count for count, _ in pool.blocks.namespaces[""].stops)
 
 
-def test_who_is_first_to_part_from_a_prompt_soon_before_its_end_hits_at_its_early_end() -> None:
+def test_who_is_first_to_part_from_a_prompt_soon_before_its_end_hits_at_its_early_stop() -> None:
     pool = make_pool(200, full(4), state(1024))
     first, edited = text(1, 32), text(1, 30) + text(2, 2)
     assert serve(pool, first, 129) == 0
-    assert boundary_token_counts(pool) == [112, 128]
+    assert stop_counts(pool) == [112, 128]
     assert serve(pool, edited, 129) == 112
     invariants.check(pool)
 
@@ -69,21 +70,20 @@ def test_who_is_first_to_part_from_a_prompt_soon_before_its_end_hits_at_its_earl
 def test_of_a_prompt_that_goes_on_from_another_only_what_is_new_counts() -> None:
     pool = make_pool(300, full(4), state(1024))
     serve(pool, text(1, 40), 129)
-    answer = pool.allocate(2, 161, text(1, 40), turn_ends=(144,))
+    answer = pool.allocate(2, 161, text(1, 40))
     assert (answer.matched_token_count, answer.junction_token_count) == (128, 0)
-    assert answer.early_end_token_count == 156  # eight blocks are new
-    assert pool.sequences[2].boundaries == (144, 156, 160)
+    assert pool.sequences[2].early_stop == 156  # eight blocks are new
+    assert answer.stops[:3] == (156, 160, 164)
 
 
-def test_the_first_boundary_of_a_path_stays_however_many_turns_come_behind_it() -> None:
+def test_of_a_path_the_last_three_stay_however_many_turns_come_behind_it() -> None:
     pool = make_pool(400, full(4), state(1024))
     chat = text(1, 80)
     for turn in range(1, 9):
         serve(pool, chat, 36 * turn + 1)
         invariants.check(pool)
-    assert boundary_token_counts(pool) == [32, 252, 284, 288]
-    assert len(boundary_token_counts(pool)) == 1 + CONTINUED_MAX
-    assert serve(pool, text(1, 8) + text(2, 8), 65) == 32
+    assert stop_counts(pool) == [252, 284, 288]
+    assert len(stop_counts(pool)) == CONTINUED_MAX
 
 
 # -- whose place a junction takes --------------------------------------------------------------------------------------
@@ -95,25 +95,25 @@ def test_the_junction_takes_the_place_of_the_early_end_before_it() -> None:
     pool = make_pool(900, *HEAVY)
     serve(pool, text(1, 32), 129)
     assert serve(pool, text(1, 30) + text(2, 2), 129) == 112
-    assert boundary_token_counts(pool) == [120, 128, 128]
-    boundaries = {count: boundary for (count, _), boundary in pool.blocks.namespaces[""].boundaries.items()}
-    assert boundaries[120].is_parting
-    assert boundaries[128].parent is boundaries[120]
-    assert boundaries[120].parent is None
+    assert stop_counts(pool) == [120, 128, 128]
+    stops = {count: stop for (count, _), stop in pool.blocks.namespaces[""].stops.items()}
+    assert stops[120].is_parting
+    assert stops[128].parent is stops[120]
+    assert stops[120].parent is None
     assert serve(pool, text(1, 30) + text(3, 2), 129) == 120
     invariants.check(pool)
 
 
-def test_it_stays_behind_the_boundary_before_it_no_place_where_paths_part() -> None:
+def test_it_stays_behind_the_stop_before_it_no_place_where_paths_part() -> None:
     pool = make_pool(900, *HEAVY)
     serve(pool, text(1, 16), 65)
     chat, edited = text(1, 48), text(1, 46) + text(2, 2)
     assert serve(pool, chat, 193) == 64
     assert serve(pool, edited, 193) == 176
-    boundaries = {count: boundary for (count, _), boundary in pool.blocks.namespaces[""].boundaries.items()}
-    assert sorted(boundaries) == [56, 64, 184, 192]
-    assert (boundaries[64].way_count, boundaries[64].is_parting) == (1, False)
-    assert (boundaries[184].way_count, boundaries[184].is_parting) == (2, True)
+    stops = {count: stop for (count, _), stop in pool.blocks.namespaces[""].stops.items()}
+    assert sorted(stops) == [64, 184, 192]
+    assert (stops[64].way_count, stops[64].is_parting) == (1, False)
+    assert (stops[184].way_count, stops[184].is_parting) == (2, True)
     invariants.check(pool)
 
 
@@ -122,14 +122,14 @@ def test_an_early_end_stays_where_paths_part_just_there() -> None:
     serve(pool, text(1, 32), 129)
     assert serve(pool, text(1, 28) + text(2, 4), 129) == 112
     assert serve(pool, text(1, 30) + text(3, 2), 129) == 112
-    assert boundary_token_counts(pool) == [112, 120, 128, 128, 128]
+    assert stop_counts(pool) == [112, 120, 128, 128, 128]
     assert serve(pool, text(1, 28) + text(4, 4), 129) == 112
     invariants.check(pool)
 
 
-def test_who_goes_on_from_an_early_end_without_parting_leaves_it() -> None:
+def test_who_goes_on_from_an_early_end_without_parting_takes_no_place() -> None:
     pool = make_pool(900, *HEAVY)
     serve(pool, text(1, 32), 129)
     serve(pool, text(1, 40), 161)
-    assert boundary_token_counts(pool) == [112, 128, 156, 160]
+    assert stop_counts(pool) == [128, 156, 160]
     invariants.check(pool)

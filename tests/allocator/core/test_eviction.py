@@ -11,7 +11,6 @@ from quire_allocator.core.eviction.policies import (
     POLICIES,
     EvictionQueue,
     LeastRecentlyUsed,
-    RecomputeCost,
     ReuseValue,
 )
 from quire_allocator.core.eviction.reuse_model import AGES, Family, Ghost, Ghosts, ReuseModel, _values
@@ -253,32 +252,6 @@ def test_one_history_leads_to_one_order() -> None:
 
 
 # -- the policies themselves -------------------------------------------------------------------------------------------
-
-
-def test_cost_keeps_what_is_deep_or_was_shared() -> None:
-    policy = RecomputeCost(100)
-    plain, deep, shared = Stretch(1), Stretch(2, position=500), Stretch(3)
-    for entry in (plain, deep, shared):
-        policy.stored(entry, ROOT)
-    policy.hit(shared)
-    for entry in (shared, deep, plain):
-        policy.released(entry)
-    assert plain.released < deep.released < shared.released
-
-
-def test_cost_lets_go_of_what_was_popular_long_ago() -> None:
-    policy = RecomputeCost(100)
-    old, new = Stretch(1), Stretch(2)
-    policy.stored(old, ROOT)
-    policy.hit(old)
-    policy.released(old)
-    for number in range(3):
-        policy.stored(new := Stretch(number), ROOT)
-        policy.released(new)
-        policy.evicted(new, 1)
-    policy.stored(new := Stretch(9), ROOT)
-    policy.released(new)
-    assert old.released < new.released
 
 
 def test_what_was_evicted_and_comes_back_counts_as_shared() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from quire_allocator.core.eviction.policies import EvictionQueue, RecomputeCost, ReuseValue
+from quire_allocator.core.eviction.policies import EvictionQueue, ReuseValue
 from quire_allocator.core.eviction.reuse_model import Family, ReuseModel
 from quire_allocator.core.groups.runs import Run, RunScope
 from quire_allocator.core.pool import Pool
@@ -97,7 +97,7 @@ def cut(policy: ReuseValue, entry: Stretch, upper_blocks: int) -> tuple[Stretch,
 
 
 def test_what_a_chat_says_behind_a_shared_prompt_was_not_shared() -> None:
-    pool = make_pool(12, block_size=BLOCK_TOKENS, eviction_policy="cost")
+    pool = make_pool(12, block_size=BLOCK_TOKENS, eviction_policy="lru")
     chat, digests = range(4), digests_of(range(4))
     pool.allocate(1, 17, digests)
     pool.commit(1, 8, digests[:64])
@@ -109,8 +109,8 @@ def test_what_a_chat_says_behind_a_shared_prompt_was_not_shared() -> None:
     serve(pool, range(10, 14))
     serve(pool, range(10, 15))  # the first four are shared once
     assert [run.hits for run in runs_of(pool, chat)] == [2, 0]
-    evict(pool, 3)  # the block that was never shared, then those behind the prompt
-    assert (cached_count(pool, chat), cached_count(pool, range(10, 15))) == (2, 4)
+    evict(pool, 3)  # what was let go of first, its end before the rest
+    assert (cached_count(pool, chat), cached_count(pool, range(10, 15))) == (1, 5)
 
 
 def test_no_more_than_its_spare_end_leaves_an_entry_while_others_have_one() -> None:
@@ -338,20 +338,6 @@ def test_what_leads_more_than_it_has_is_worth_less_for_each_block() -> None:
     entry.burden = 2
     assert policy.value(entry) == pytest.approx(value / 4)
     assert policy.lane(entry) != lane
-
-
-def test_the_rank_of_what_left_last_never_falls() -> None:
-    policy = RecomputeCost(POOL_BLOCKS)
-    dear, cheap, new = Stretch(1), Stretch(2), Stretch(3)
-    for entry in (dear, cheap, new):
-        policy.stored(entry, ROOT)
-    policy.hit(dear)
-    policy.released(dear)
-    policy.released(cheap)
-    policy.evicted(dear, 1)
-    policy.evicted(cheap, 1)
-    policy.released(new)
-    assert new.released > dear.released
 
 
 # -- the errors --------------------------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from quire_allocator.core.groups.partings import LATE_BELIEVED, Partings
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
+from quire_allocator.core.retention.partings import LATE_BELIEVED, Partings
 from quire_allocator.core.spec import GroupSpec, PoolSpec
 
 from tests.allocator.core.pools import full, make_pool, sliding, state
@@ -62,21 +62,6 @@ def test_prompts_that_are_asked_again_make_no_steps() -> None:
     assert not partings.are_inside
 
 
-def test_a_boundary_that_is_continued_by_one_edge_leaves_with_its_run() -> None:
-    pool = make_pool(200, full(4), sliding(4, 4))
-    serve(pool, text(0, 10), 40)  # a later prompt of 40 tokens hits 36, a longer one 40
-    serve(pool, text(1, 10), 37)  # hits end at 36 alone
-    pool.allocate(9, 37, text(2, 11))
-    pool.commit(9, 37, text(2, 9))
-    pool.grow(9, 44)
-    pool.commit(9, 44, text(2, 11)[32 * 9 :])  # an answer, two edges behind
-    pool.free(9)
-    invariants.check(pool)
-    boundaries = pool.blocks.namespaces[""].boundaries
-    asides = sorted((count, boundary.is_aside) for (count, _), boundary in boundaries.items())
-    assert asides == [(36, False), (36, False), (36, True), (40, False), (44, False)]
-
-
 def test_older_prompts_count_half_beyond_the_last_256() -> None:
     pool = make_pool(8_000, full(4), sliding(4, 4))
     for number in range(253):
@@ -102,10 +87,10 @@ def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts()
     serve(pool, text(0, 20), 81)
     invariants.check(pool)
     own = text(0, 20)
-    boundaries = pool.blocks.namespaces[""].boundaries
-    ends = [count for count, digest in boundaries if digest == own[8 * count - 32 : 8 * count]]
+    stops = pool.blocks.namespaces[""].stops
+    ends = [count for count, digest in stops if digest == own[8 * count - 32 : 8 * count]]
     assert sorted(ends) == [16, 48, 64, 72, 80]  # 64, 32, 16 and 8 tokens before the end of the prompt, and that
-    assert not any(boundary.is_aside for boundary in boundaries.values() if boundary.token_count > 32)
+    assert not any(stop.is_aside for stop in stops.values() if stop.token_count > 32)
 
 
 def edited_chats(pool: Pool, *, chat_count: int, round_count: int) -> float:
@@ -127,32 +112,12 @@ def test_a_pool_that_has_learned_it_hits_what_edited_prompts_have_in_common() ->
     assert edited_chats(pool, chat_count=8, round_count=6) > 0.8
 
 
-def test_without_full_attention_the_latest_prompts_tell_where_a_prompt_parts() -> None:
+def test_without_full_attention_nothing_is_learned_of_partings() -> None:
     pool = make_pool(200, sliding(4, 4))
-    serve(pool, text(0, 8), 33)
-    serve(pool, text(0, 10), 41)  # its history has the eight blocks of the prompt before, and no more
-    assert seen(pool) == (1, 0)
-    serve(pool, parted(1, 10, 5), 41)
-    assert seen(pool) == (1, 1)
-    serve(pool, parted(2, 10, 5), 41)
-    assert seen(pool) == (1, 1)
-
-
-def test_what_no_prompt_is_known_to_begin_with_has_nothing_behind() -> None:
-    pool = make_pool(200, sliding(4, 4))
-    pool.allocate(1, 16, text(0, 4))
-    pool.commit(1, 16, text(0, 4))
-    pool.grow(1, 32)
-    pool.commit(1, 32, text(0, 8)[32 * 4 :])  # an answer, which no prompt had
-    pool.free(1)
-    serve(pool, text(0, 10), 41)
-    assert seen(pool) == (1, 0)
-    history = pool.coordinator.history
-    assert history is not None
-    assert history.behind("", text(0, 4), 1) == (1, True)
-    assert history.behind("", text(0, 10), 1) == (0, False)
-    assert history.behind("", text(0, 12), 1) == history.behind("", parted(3, 8, 2), 1) == (0, False)
-    assert history.behind("elsewhere", text(0, 1), 1) == (0, False)
+    for number in range(9):
+        serve(pool, parted(number, 10, 5), 41)
+    assert seen(pool) == (0, 0)
+    assert not partings_of(pool).are_inside
 
 
 def test_steps_of_states_stand_where_checkpoints_are_and_wait_for_more_prompts_that_part_early() -> None:
@@ -182,11 +147,11 @@ def test_checkpoints_before_the_end_of_a_prompt_stay_while_prompts_part_early(gr
         pool.commit(1, end, text(0, 200 // size)[32 * (done // size) : 32 * (end // size)], end)
     pool.free(1)
     invariants.check(pool)
-    boundaries = pool.blocks.namespaces[""].boundaries
+    stops = pool.blocks.namespaces[""].stops
     # Two, four, ... edges before 196, or before the last edge of 16 where there is no other.
     steps = {64, 128, 160, 176} if len(groups) > 1 else {64, 128, 160}
-    assert {count for count, _ in boundaries} >= steps
-    assert not any(boundary.is_aside for boundary in boundaries.values())
+    assert {count for count, _ in stops} >= steps
+    assert not any(stop.is_aside for stop in stops.values())
 
 
 def test_hits_end_near_the_parting_although_nobody_parted_there_before() -> None:
@@ -196,6 +161,6 @@ def test_hits_end_near_the_parting_although_nobody_parted_there_before() -> None
         serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
     serve(pool, text(0, 64), 257)
     spare = pool.blocks.namespaces[""].scopes[1].spare
-    pool.blocks.take(pool.blocks.empty_count + spare)  # all that no boundary needs has left
+    pool.blocks.take(pool.blocks.empty_count + spare)  # all that no stop needs has left
     matched = [pool.match("", parted(5, 64, kept)) for kept in (63, 62, 60, 56, 50, 40, 20)]
     assert matched == [252, 248, 240, 224, 192, 128, 0]

@@ -210,12 +210,13 @@ def test_pieces_of_a_long_event_name_a_parent_in_full_attention_only() -> None:
     assert b"".join(piece.digests for piece in told) == digests * 2
 
 
-def test_a_checkpoint_that_is_dropped_or_given_up_is_removed() -> None:
-    pool = make_pool(9, state(4, checkpoints_max=1))
+def test_a_checkpoint_that_is_evicted_or_given_up_is_removed() -> None:
+    pool = make_pool(2, state(4))
     pool.allocate(1, 4)
     for token_count in (4, 8):
         pool.grow(1, token_count)
         commit(pool, 1, "ab", token_count)
+    pool.grow(1, 12)
     # Positions of states count the digests before and with them.
     assert [event[:3] for event in all_told(pool)] == [("STORED", "a", 1), ("STORED", "b", 2), ("REMOVED", "a", 1)]
     pool = make_pool(3, full(4), state(4))

@@ -50,7 +50,7 @@ def computed(pool: Pool, sequence_id: int, digests: bytes, chunk: int = 1 << 40)
 
 
 @needs_sources
-@pytest.mark.parametrize("retention", ["auto", "dense", "tail"])
+@pytest.mark.parametrize("retention", ["auto", "dense"])
 @pytest.mark.parametrize("group", [sliding(4, 4 * WINDOW), chunked(4, 4 * WINDOW)], ids=["sliding", "chunked"])
 def test_a_commit_makes_no_more_units_than_a_window_needs(
     group: GroupSpec, retention: str, monkeypatch: pytest.MonkeyPatch
@@ -64,7 +64,7 @@ def test_a_commit_makes_no_more_units_than_a_window_needs(
     pool, digests = window_pool(full(4), group, retention=retention), text(1, LONG)
     monkeypatch.setattr(Unit, "__init__", count)
     computed(pool, 1, digests)
-    assert len(made) <= 4 * (WINDOW + 2)  # the window, what the two last boundaries take, and one edge more
+    assert len(made) <= 4 * (WINDOW + 2)  # the window, what the two last stops take, and one edge more
     assert len(window_scope(pool).stretches) <= 3
     pool.free(1)
     assert len(made) <= 4 * (WINDOW + 2)
@@ -175,7 +175,7 @@ def test_a_watcher_is_told_of_all_positions_while_units_and_stretches_become_eac
 def test_digests_that_stand_for_no_prefix_break_nothing(seed: int) -> None:
     """An owner whose digests repeat at random harms its own hits, and no invariant."""
     dice = random.Random(seed)
-    spec = PoolSpec(60, (full(2), sliding(2, 5), chunked(2, 4)), retention=dice.choice(("auto", "dense", "tail")))
+    spec = PoolSpec(60, (full(2), sliding(2, 5), chunked(2, 4)), retention=dice.choice(("auto", "dense")))
     pool, next_id = Pool(spec), 1
 
     def digests(count: int) -> bytes:

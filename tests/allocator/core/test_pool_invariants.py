@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
-from quire_allocator.core.spec import NO_BLOCKS, Quota, Result
+from quire_allocator.core.spec import Quota, Result
 
 from tests.allocator.core.pools import blocks_of, chunked, commit, computed, d, filled, full, make_pool, sliding, state
 
@@ -179,27 +178,27 @@ def lose_a_queue_entry_of_a_namespace(pool: Pool) -> None:
     lose_all(queue)
 
 
-def last_boundary(pool: Pool) -> Any:
+def last_stop(pool: Pool) -> Any:
     """One behind which there is none."""
-    return next(b for b in pool.blocks.namespaces[""].boundaries.values() if not b.way_count)
+    return next(b for b in pool.blocks.namespaces[""].stops.values() if not b.way_count)
 
 
-def a_boundary(pool: Pool) -> Any:
-    return next(b for b in pool.blocks.namespaces[""].boundaries.values() if b.needed)
+def a_stop(pool: Pool) -> Any:
+    return next(b for b in pool.blocks.namespaces[""].stops.values() if b.needed)
 
 
-def lose_a_boundary(pool: Pool) -> None:
-    boundary = a_boundary(pool)
-    del boundary.index[boundary.key]
+def lose_a_stop(pool: Pool) -> None:
+    stop = a_stop(pool)
+    del stop.index[stop.key]
 
 
-def forget_where_a_boundary_stands(pool: Pool) -> None:
-    boundary = a_boundary(pool)
-    boundary.runs[0].boundaries.remove(boundary)
+def forget_where_a_stop_stands(pool: Pool) -> None:
+    stop = a_stop(pool)
+    stop.runs[0].stops.remove(stop)
 
 
 def need_one_unit_less(pool: Pool) -> None:
-    a_boundary(pool).needed.pop()
+    a_stop(pool).needed.pop()
 
 
 def announce_what_nobody_computes(pool: Pool) -> None:
@@ -225,11 +224,6 @@ def keep_the_key(pool: Pool) -> None:
 
 def lose_the_state(pool: Pool) -> None:
     part(pool, 2, 0).unit = None
-
-
-def keep_too_many(pool: Pool) -> None:
-    state = part(pool, 1, 0)
-    state.checkpoints.extend(Unit(state.scope, NO_BLOCKS) for _ in range(17))
 
 
 def add(target: Callable[[Pool], Any], name: str, by: int) -> Callable[[Pool], None]:
@@ -267,11 +261,11 @@ DEFECTS: list[tuple[str, Callable[[Pool], None]]] = [
     ("a ticket where nothing may leave", drop_a_candidate),
     ("candidate is not queued", lose_a_queue_entry),
     ("missing among those of its namespace", lose_a_queue_entry_of_a_namespace),
-    ("counts others", lose_a_boundary),
-    ("does not know a boundary that stands in it", forget_where_a_boundary_stands),
+    ("counts others", lose_a_stop),
+    ("does not know a stop that stands in it", forget_where_a_stop_stands),
     ("counts others", need_one_unit_less),
-    ("counts other ways", add(a_boundary, "way_count", 1)),
-    ("is aside where paths end", lambda pool: setattr(last_boundary(pool), "is_aside", True)),
+    ("counts other ways", add(a_stop, "way_count", 1)),
+    ("is aside where paths end", lambda pool: setattr(last_stop(pool), "is_aside", True)),
     ("worth more or less", add(lambda pool: cached_unit(pool, 1), "worth", 1)),
     ("count as spare", add(lambda pool: scope(pool, 1), "spare", 2)),
     ("hold without an end", lambda pool: pool.holds.clear()),
@@ -296,13 +290,11 @@ def test_a_defect_is_noticed_and_named(message: str, corrupt: Callable[[Pool], N
     [
         ("stands for another count", add(lambda pool: pool.sequences[1], "committed_token_count", -1)),
         ("may be overwritten", add(lambda pool: pool.sequences[1], "token_count", 1)),
-        ("not every checkpoint has a family", keep_the_key),
+        ("another count|not in the index", keep_the_key),
         ("has no state", lose_the_state),
-        ("too many checkpoints", keep_too_many),
         ("other depths", lambda pool: scope(pool, 0).depths.add(99)),
-        ("elsewhere than at the boundaries", lambda pool: setattr(part(pool, 1, 0), "boundaries", (4,))),
-        ("do not rise|elsewhere", lambda pool: setattr(pool.sequences[1], "boundaries", (8, 4))),
-        ("counts as unused", lambda pool: pool.managers[0]._between.update({part(pool, 1, 0).unit: None})),
+        ("elsewhere than at the stops of its sequence", lambda pool: setattr(part(pool, 1, 0), "stops", (4,))),
+        ("do not rise|elsewhere", lambda pool: setattr(pool.sequences[1], "stops", (8, 4))),
         ("counts .* holders", add(lambda pool: part(pool, 1, 0).unit, "live", -1)),
     ],
 )

@@ -62,7 +62,7 @@ def test_of_three_sharers_the_first_two_copy() -> None:
     assert [grown(pool, sequence_id, 7)[1] for sequence_id in (1, 2, 3)] == [[Copy(1, 2)], [Copy(1, 3)], []]
 
 
-def test_a_fork_at_a_block_boundary_needs_no_copy() -> None:
+def test_a_fork_at_a_block_edge_needs_no_copy() -> None:
     pool = make_pool()
     computed(pool, 1, "a")
     pool.fork(1, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import Copy, Result, Swap
@@ -139,47 +138,24 @@ def test_full_attention_and_state_agree_on_a_checkpoint() -> None:
     invariants.check(pool)
 
 
-def test_of_its_unused_checkpoints_a_sequence_leaves_the_latest() -> None:
-    pool = make_pool(12, state(4, checkpoints_max=2))
-    in_passes(pool, 1, "abcde", [4, 8, 12])
-    assert checkpoints(pool, "abcde") == [2, 3]
-    assert pool.blocks.evicted_count == 0  # dropped, with room enough
-    pool.grow(1, 16)
-    commit(pool, 1, "abcde", 16)
-    assert checkpoints(pool, "abcde") == [3, 4]
-    assert counts(pool) == (10, 1, 1)
+def test_checkpoints_that_nobody_uses_stay_until_their_blocks_are_needed() -> None:
+    pool = make_pool(5, state(4))
+    in_passes(pool, 1, "abcde", [4, 8, 12, 16])
+    assert checkpoints(pool, "abcde") == [1, 2, 3, 4]
+    for sequence_id, kept in ((2, [1, 2, 3, 4]), (3, [2, 3, 4]), (4, [3, 4])):
+        assert pool.allocate(sequence_id, 1).result is Result.OK
+        assert checkpoints(pool, "abcde") == kept
+    invariants.check(pool)
 
 
-def test_a_checkpoint_that_was_hit_is_not_dropped() -> None:
-    pool = make_pool(12, state(4, checkpoints_max=2))
+def test_a_checkpoint_that_was_hit_leaves_after_those_that_were_not() -> None:
+    pool = make_pool(5, state(4))
     in_passes(pool, 1, "abcdef", [4])
     pool.allocate(2, 6, d("a"))  # copies the state after 4
     for end in (8, 12, 16, 20):
         pool.grow(1, end)
         commit(pool, 1, "abcdef", end)
-    assert checkpoints(pool, "abcdef") == [1, 4, 5]
-
-
-def test_the_number_is_bounded_too_where_checkpoints_come_that_were_evicted_before() -> None:
-    # The default policy remembers what it evicted and ranks it higher when it comes back: nobody has used it for that.
-    pool = make_pool(3, state(4, checkpoints_max=1), eviction_policy="reuse")
-    in_passes(pool, 1, "a", [4])
-    pool.free(1)
-    for sequence_id in (2, 3, 4):
-        pool.allocate(sequence_id, 1)
-    assert pool.blocks.evicted_count == 1
-    for sequence_id in (2, 3, 4):
-        pool.free(sequence_id)
-    in_passes(pool, 5, "abc", [4, 8, 12])
-    assert checkpoints(pool, "abc") == [3]
-
-
-@pytest.mark.parametrize(("asked", "kept"), [(0, 16), (1, 1), (3, 3)])
-def test_the_number_of_checkpoints_is_bounded_even_where_nobody_says_how(asked: int, kept: int) -> None:
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    pool = make_pool(30, state(1, checkpoints_max=asked))
-    in_passes(pool, 1, letters, list(range(1, 27)))
-    assert checkpoints(pool, letters) == list(range(27 - kept, 27))
+    assert checkpoints(pool, "abcdef") == [1, 3, 4, 5]
 
 
 def test_a_fork_of_a_state_needs_everything_committed() -> None:

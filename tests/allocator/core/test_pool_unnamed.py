@@ -28,7 +28,7 @@ def text(seed: int, count: int) -> bytes:
 
 
 @pytest.mark.parametrize("groups", POOLS.values(), ids=POOLS)
-@pytest.mark.parametrize("retention", ["auto", "dense", "tail"])
+@pytest.mark.parametrize("retention", ["auto", "dense"])
 @pytest.mark.parametrize("given", [0, 1, 3, 7, 15, 16, 17])
 def test_blocks_without_digests_are_private_and_given_back(
     groups: tuple[GroupSpec, ...], retention: str, given: int

@@ -14,7 +14,7 @@ from quire.session.block_report import report_chunks, report_end
 from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.events import Event
-from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED
+from quire_allocator.core.eviction.queue import KEPT, LED, SPARE
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import index, invariants
@@ -330,8 +330,8 @@ def test_blocks_without_their_ancestors_are_not_taken_over_where_nobody_holds_th
 def test_a_rebuilt_pool_keeps_what_the_lost_one_kept(has_full: bool) -> None:
     kinds = [GroupSpec(GroupKind.FULL_ATTENTION, 4)] * has_full + [GroupSpec(GroupKind.SLIDING_WINDOW, 4, 8)]
     text = [bytes([i]) * 32 for i in range(1, 9)]
-    # Blocks of the window: 10 to 17. Its boundary is at the end, 32 tokens: it needs 16 and 17, and has 15 aside; 10
-    # and 11 are still there by chance.
+    # Blocks of the window: 10 to 17. Its stop is at the end, 32 tokens: it needs 16 and 17; 15, 10 and 11 are
+    # still there by chance.
     prefixes = [prefix(0, b"", b"".join(text[:2]), [10, 11], group=int(has_full))]
     prefixes.append(prefix(5, text[4], b"".join(text[5:]), [15, 16, 17], group=int(has_full)))
     if has_full:
@@ -342,28 +342,28 @@ def test_a_rebuilt_pool_keeps_what_the_lost_one_kept(has_full: bool) -> None:
     pool = rebuild.finish(report)
     invariants.check(pool)
     space = pool.blocks.namespaces[""]
-    boundaries = sorted(token_count for token_count, _ in space.boundaries)
-    assert boundaries[-1] == 32
+    stops = sorted(token_count for token_count, _ in space.stops)
+    assert stops[-1] == 32
     units = space.scopes[int(has_full)].units()  # type: ignore[attr-defined]
     worths = {unit.blocks[0]: unit.worth for unit in units}
     kept = LED if has_full else KEPT
-    assert [worths[block] for block in (15, 16, 17)] == [ASIDE, kept, kept]
+    assert [worths[block] for block in (15, 16, 17)] == [SPARE, kept, kept]
     joined = b"".join(text)
     assert pool.match("", joined) == 32
 
 
 @pytest.mark.parametrize("kinds", ["hybrid", "state and full", "everything"])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_spare_in_a_rebuilt_pool_was_not_needed_by_the_deepest_boundaries(kinds: str, seed: int) -> None:
+def test_what_is_spare_in_a_rebuilt_pool_was_not_needed_by_the_deepest_stops(kinds: str, seed: int) -> None:
     played = Played(kinds, seed)
     for _ in range(80):
         played.step()
     again = rebuilt(played.ledger, played.spec, 80.0)
     for name, space in played.pool.blocks.namespaces.items():
-        ours = again.blocks.namespaces[name].boundaries
+        ours = again.blocks.namespaces[name].stops
         last = {
             key
-            for key, boundary in space.boundaries.items()
-            if not boundary.way_count and not boundary.is_parting and not boundary.runs[0].live
+            for key, stop in space.stops.items()
+            if not stop.way_count and not stop.is_parting and not stop.runs[0].live
         }
         assert last <= set(ours)

@@ -10,7 +10,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupSpec, PoolSpec, Result
 
-from tests.allocator.core.pools import chunked, commit, computed, d, full, granted_next, make_pool, sliding
+from tests.allocator.core.pools import commit, computed, d, full, make_pool, sliding
 
 
 def text(number: int, block_count: int, *, tail: int = 0) -> bytes:
@@ -93,37 +93,31 @@ def test_spare_blocks_can_be_hit_until_they_leave() -> None:
     assert [pool.match("", d("abcd")[: 32 * count]) for count in range(5)] == [0, 0, 0, 12, 16]
 
 
-def test_where_only_tails_are_cached_the_others_are_empty_at_once() -> None:
-    pool = make_pool(12, full(4), sliding(4, 4), retention="tail")
-    computed(pool, 1, "abcd")
-    pool.free(1)
-    assert [pool.match("", d("abcd")[: 32 * count]) for count in range(5)] == [0, 0, 8, 12, 16]
-    assert pool.blocks.namespaces[""].scopes[1].spare == 0
-    assert pool.blocks.cached_count == 4 + 3
-
-
 def test_what_is_kept_is_counted() -> None:
     pool = make_pool(40, full(4), *(sliding(4, 4),) * 3)
-    computed(pool, 1, "abcdef")  # windows need f, have e aside; the prompt ends behind e, and has d aside
+    computed(pool, 1, "abcdef")  # hits end behind f, and behind e, where the prompt ends: windows need both
     pool.free(1)
     scope = pool.blocks.namespaces[""].scopes[1]
-    assert (scope.cached, scope.spare) == (3 * 6, 3 * 3)
+    assert (scope.cached, scope.spare) == (3 * 6, 3 * 4)
 
 
-def test_a_prompt_that_is_edited_inside_its_last_block_still_hits_the_blocks_before() -> None:
+def test_a_prompt_that_is_edited_inside_its_last_block_hits_the_blocks_before_while_there_is_room() -> None:
     pool = make_pool(16, full(4), sliding(4, 4))
     serve(pool, text(1, 4), 17)
-    pool.allocate(2, 20)  # takes 8 empty blocks, and the 2 spare ones
+    assert pool.match("", text(1, 4, tail=9)) == 12
+    pool.allocate(2, 20)  # takes 8 empty blocks, and 2 of the 3 spare ones
     pool.free(2)
     assert pool.match("", text(1, 4)) == 16
-    assert pool.match("", text(1, 4, tail=9)) == 12
+    pool.allocate(3, 24)
+    pool.free(3)
+    assert pool.match("", text(1, 4, tail=9)) == 0
 
 
 def test_when_a_window_is_evicted_the_full_blocks_that_it_served_leave_next() -> None:
     pool = make_pool(14, full(4), sliding(4, 4))
     serve(pool, text(1, 4), 17)
     serve(pool, text(2, 2), 9)
-    # Empty: 14 - (4 + 2 + 2 x 2 aside and needed ...). Taking all that is spare and one more ends the older prompt.
+    # Empty: 14 - (4 + 2 + 2 x 2 ...). Taking all that is spare and one more ends the older prompt.
     while pool.match("", text(1, 4)):
         before = pool.match("", text(2, 2))
         pool.blocks.take(pool.blocks.empty_count + 1)
@@ -132,7 +126,7 @@ def test_when_a_window_is_evicted_the_full_blocks_that_it_served_leave_next() ->
     assert 0 in worth  # what is left of the older prompt
 
 
-def test_of_a_chats_turns_the_last_three_boundaries_stay() -> None:
+def test_of_a_chats_turns_the_last_three_stops_stay() -> None:
     pool = make_pool(200, full(4), sliding(4, 4))
     for turn in range(1, 6):
         number, blocks = pool.last_sequence_id + 1, 8 * turn
@@ -143,11 +137,11 @@ def test_of_a_chats_turns_the_last_three_boundaries_stay() -> None:
         pool.grow(number, 4 * blocks)
         pool.commit(number, 4 * blocks, digests[32 * (blocks - 3) :])
         pool.free(number)
-    ends = sorted(count for count, _ in pool.blocks.namespaces[""].boundaries)
+    ends = sorted(count for count, _ in pool.blocks.namespaces[""].stops)
     assert ends == [4 * 32, 4 * 40 - 16, 4 * 40]  # the end of turn 4, of the last prompt, and of its answer
 
 
-def test_where_paths_part_a_boundary_stays_however_long_they_go_on() -> None:
+def test_where_paths_part_a_stop_stays_however_long_they_go_on() -> None:
     pool = make_pool(400, full(4), sliding(4, 4))
     shared = text(0, 4)
     serve(pool, shared, 17)
@@ -157,21 +151,9 @@ def test_where_paths_part_a_boundary_stays_however_long_they_go_on() -> None:
             digests += text(10 * user + turn, 4)
             serve(pool, digests, len(digests) // 8 + 1)
     invariants.check(pool)
-    boundaries = pool.blocks.namespaces[""].boundaries
-    assert [b.is_parting for (count, _), b in boundaries.items() if count == 16] == [True]
-    assert len(boundaries) == 1 + 2 * 3
-
-
-def test_between_two_chunks_full_attention_alone_is_hit() -> None:
-    pool = make_pool(40, full(4), chunked(4, 8))
-    computed(pool, 1, "abcdefg")
-    pool.free(1)
-    windows = pool.blocks.namespaces[""].scopes[1]
-    for unit in windows.units():  # type: ignore[attr-defined]
-        pool.blocks.dropped(windows, windows.manager.evict(unit, 1))
-    invariants.check(pool)
-    assert pool.match("", d("abcdefg")) == 24
-    assert granted_next(pool)[-6:] == [5, 4, 3, 2, 1, 0]  # the seventh is spare
+    stops = pool.blocks.namespaces[""].stops
+    assert [b.is_parting for (count, _), b in stops.items() if count == 16] == [True]
+    assert len(stops) == 1 + 2 * 3
 
 
 def test_a_fork_ends_a_turn() -> None:
@@ -181,5 +163,5 @@ def test_a_fork_ends_a_turn() -> None:
     assert pool.fork(1, 2) is Result.OK
     pool.grow(1, 40)
     commit(pool, 1, "abcdefghij", 40)
-    assert 20 in [count for count, _ in pool.blocks.namespaces[""].boundaries]
+    assert 20 in [count for count, _ in pool.blocks.namespaces[""].stops]
     invariants.check(pool)

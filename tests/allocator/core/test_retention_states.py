@@ -18,19 +18,20 @@ THREE_STATES = (full(4), *(state(16),) * 3)
 
 def without_early_ends(pool: Pool) -> Pool:
     """A pool of which prompts leave states at their ends, at junctions and at multiples of the interval alone."""
-    pool.coordinator._tells_ends = False
+    pool.coordinator.stop_rules.foresees = False
     return pool
 
 
 def serve(pool: Pool, digests: bytes, token_count: int) -> int:
-    """Allocates, computes and frees a prompt whose passes end at its boundaries and at every 16 tokens; returns how
+    """Allocates, computes and frees a prompt whose passes end at its stops and at every 16 tokens; returns how
     many tokens of it hit."""
     number, size = pool.last_sequence_id + 1, pool.digest_tokens
     own = digests[: token_count // size * 32]
     answer = pool.allocate(number, min(16, token_count), own, prompt_token_count=token_count)
     assert answer.result is Result.OK
     done = answer.matched_token_count
-    for end in sorted({*pool.sequences[number].boundaries, *range(16, token_count, 16), token_count}):
+    stops = {stop for stop in answer.stops if stop < token_count}
+    for end in sorted({*stops, *range(16, token_count, 16), token_count}):
         if end <= done:
             continue
         assert pool.grow(number, end).result is Result.OK
@@ -66,7 +67,7 @@ def test_beyond_what_a_cache_holds_the_hit_ratio_of_states_falls_without_a_cliff
     assert in_turn(Pool(PoolSpec(240, (full(4), *(state(16),) * 20))), chat_count, 81, 40) > ratio
 
 
-def test_checkpoints_between_boundaries_leave_before_all_else() -> None:
+def test_checkpoints_between_stops_leave_before_all_else() -> None:
     pool = make_pool(26, *HYBRID)
     serve(pool, text(1, 8), 33)
     assert worths(pool, text(1, 8)) == {16: SPARE, 28: ASIDE, 32: LED}  # with the early end
@@ -79,7 +80,7 @@ def test_a_checkpoint_leaves_with_the_prefix_that_it_stands_behind() -> None:
     pool = without_early_ends(make_pool(40, *THREE_STATES))
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
-    pool.blocks.take(pool.blocks.empty_count + 1)  # the last block before the older one's boundary: it is gone
+    pool.blocks.take(pool.blocks.empty_count + 1)  # the last block before the older one's stop: it is gone
     assert worths(pool, text(1, 4)) == {16: SPARE}
     pool.blocks.take(pool.blocks.empty_count + 5)  # what is left of it: three blocks, and three of states
     assert worths(pool, text(1, 4)) == {}
@@ -91,34 +92,18 @@ def test_when_a_checkpoint_is_evicted_the_blocks_before_it_leave_next() -> None:
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
     forget(pool, 1, [4])
-    assert not pool.blocks.namespaces[""].boundaries
+    assert not pool.blocks.namespaces[""].stops
     worth = {entry.worth for _, ticket, entry in pool.blocks.queue.items() if ticket == entry.ticket}
     assert worth == {SPARE}
 
 
-def test_of_a_chats_turns_the_checkpoint_of_the_last_one_is_kept_and_two_before_it_and_the_first_aside() -> None:
+def test_of_a_chats_turns_the_checkpoint_of_the_last_one_is_kept_and_two_before_it_aside() -> None:
     pool = without_early_ends(make_pool(200, *THREE_STATES))
     chat = text(1, 40)
     for turn in range(1, 6):
         serve(pool, chat, 20 * turn + 1)
     kept = {tokens: worth for tokens, worth in worths(pool, chat).items() if worth != SPARE}
-    assert kept == {20: ASIDE, 60: ASIDE, 80: ASIDE, 100: LED}
-
-
-def test_a_path_has_no_more_checkpoints_than_it_may_however_many_turns_it_has() -> None:
-    pool = make_pool(900, full(4), state(16, checkpoints_max=6))
-    chat, other = text(1, 200), text(1, 10) + text(2, 20)
-    for turn in range(1, 31):
-        assert serve(pool, chat, 20 * turn + 1) == 20 * (turn - 1)  # each goes on from the one before
-        if turn == 3:
-            serve(pool, other, 100)  # tells where paths part, and goes its own way
-        own = worths(pool, chat)
-        assert len(own) <= 6
-        assert turn < 4 or own[40] != SPARE, "the one where paths part is gone"
-    spare = [tokens for tokens, worth in own.items() if worth == SPARE]
-    assert min(spare) > 500, "shallow ones stayed although no paths part there"
-    assert pool.blocks.evicted_count == 0, "there was no need for room"
-    invariants.check(pool)
+    assert kept == {60: ASIDE, 80: ASIDE, 100: LED}
 
 
 def test_where_paths_part_a_checkpoint_stays_however_long_they_go_on() -> None:
@@ -132,28 +117,21 @@ def test_where_paths_part_a_checkpoint_stays_however_long_they_go_on() -> None:
     assert pool.match("", shared + text(9, 4)) == 16
 
 
-def test_where_only_tails_are_cached_checkpoints_between_boundaries_are_empty_at_once() -> None:
-    pool = make_pool(60, *HYBRID, retention="tail")
-    serve(pool, text(1, 10), 41)
-    assert worths(pool, text(1, 10)) == {32: ASIDE, 40: LED}  # at 32 is the early end, at 16 there was one
-    assert pool.blocks.namespaces[""].scopes[1].spare == 0
-
-
 def test_where_everything_is_dense_checkpoints_are_like_all_other_blocks() -> None:
     pool = make_pool(60, *HYBRID, retention="dense")
     serve(pool, text(1, 10), 41)
     assert set(worths(pool, text(1, 10)).values()) == {KEPT}
-    assert not pool.blocks.namespaces[""].boundaries
+    assert not pool.blocks.namespaces[""].stops
 
 
-def test_without_full_attention_the_policy_ranks_checkpoints_at_boundaries() -> None:
+def test_without_full_attention_the_policy_ranks_checkpoints_at_stops() -> None:
     pool = make_pool(20, state(4), state(16))
     serve(pool, text(1, 10), 41)
     assert worths(pool, text(1, 10), 0) == {16: SPARE, 32: SPARE, 40: KEPT}
     assert worths(pool, text(1, 10), 1) == {16: SPARE, 32: SPARE, 40: KEPT}
 
 
-def test_an_owner_that_ends_no_pass_at_a_boundary_keeps_the_deepest_checkpoint_that_it_made() -> None:
+def test_an_owner_that_ends_no_pass_at_a_stop_keeps_the_deepest_checkpoint_that_it_made() -> None:
     pool = make_pool(60, *HYBRID)
     digests = text(1, 11)
     pool.allocate(1, 16, digests, prompt_token_count=45)
@@ -165,19 +143,6 @@ def test_an_owner_that_ends_no_pass_at_a_boundary_keeps_the_deepest_checkpoint_t
     pool.free(1)
     assert worths(pool, digests) == {16: SPARE, 32: LED}
     assert pool.match("", digests) == 32
-
-
-def test_a_checkpoint_beyond_what_a_sequence_may_leave_takes_its_boundary_along() -> None:
-    pool = make_pool(60, full(4), state(64, checkpoints_max=1))
-    digests = text(1, 10)
-    pool.allocate(1, 8, digests, prompt_token_count=41, turn_ends=(8, 20))
-    done = 0
-    for end in (8, 20, 40, 41):
-        pool.grow(1, end)
-        pool.commit(1, end, digests[done // 4 * 32 : end // 4 * 32])
-        invariants.check(pool)
-        done = end
-    assert sorted(count for count, _ in pool.blocks.namespaces[""].boundaries) == [8]
 
 
 # -- what leads much for little ----------------------------------------------------------------------------------------
@@ -206,7 +171,7 @@ def test_of_two_prompts_the_one_that_leads_more_for_each_of_its_blocks_leaves_fi
     assert (pool.match("", text(1, 11)), pool.match("", text(2, 2))) == (44, 0)
 
 
-def test_what_a_prompt_has_since_the_boundary_before_bears_its_checkpoint() -> None:
+def test_what_a_prompt_has_since_the_stop_before_bears_its_checkpoint() -> None:
     pool = without_early_ends(make_pool(200, *HEAVY))
     shared = text(0, 9)
     for user in (1, 2, 3):
@@ -215,7 +180,7 @@ def test_what_a_prompt_has_since_the_boundary_before_bears_its_checkpoint() -> N
     assert burdens(pool, shared + text(3, 2))[-2:] == [0, 2]
 
 
-def test_a_boundary_that_is_gone_leaves_its_blocks_to_the_one_behind() -> None:
+def test_a_stop_that_is_gone_leaves_its_blocks_to_the_one_behind() -> None:
     pool = without_early_ends(make_pool(200, *HEAVY))
     shared = text(0, 9)
     for user in (1, 2, 3):
@@ -232,10 +197,10 @@ def test_what_is_kept_and_what_is_spare_is_told_of_the_groups_of_each_specificat
     pool = without_early_ends(make_pool(80, full(4), sliding(4, 8), *(state(16),) * 5))
     serve(pool, text(1, 8), 33)
     pool.allocate(1 + pool.last_sequence_id, 4)
-    # Of the window the last two blocks and one aside are kept; of the checkpoints after 16 and 32 tokens, the latter.
+    # Of the window the last two blocks are kept; of the checkpoints after 16 and 32 tokens, the latter.
     assert usage.retention(pool) == [
         ("full_attention 4", 1, 8, 0),
-        ("sliding_window 4 8", 1, 3, 5),
+        ("sliding_window 4 8", 1, 2, 6),
         ("state 16", 5, 5, 5),
     ]
 

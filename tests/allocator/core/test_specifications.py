@@ -37,8 +37,6 @@ WRONG_SPECS: list[tuple[pb.PoolSpec, Reason]] = [
     (pool_of(pb.GROUP_KIND_SLIDING_WINDOW, 4), Reason.MALFORMED),  # without a window
     (pool_of(pb.GROUP_KIND_CHUNKED_LOCAL, 4, window=limits.WINDOW_TOKENS_MAX + 1), Reason.MALFORMED),
     (pool_of(pb.GROUP_KIND_FULL_ATTENTION, 4, window=4), Reason.MALFORMED),
-    (pool_of(pb.GROUP_KIND_FULL_ATTENTION, 4, checkpoints_max=1), Reason.MALFORMED),
-    (pool_of(pb.GROUP_KIND_STATE, 4, checkpoints_max=limits.CHECKPOINTS_MAX + 1), Reason.MALFORMED),
     (pb.PoolSpec(block_count=9, groups=[*spec(block_size=4).groups, *spec(block_size=6).groups]), Reason.LAYOUT),
     (pb.PoolSpec(block_count=9, groups=spec().groups, watermark_block_count=10), Reason.MALFORMED),
     (pb.PoolSpec(block_count=9, groups=spec().groups, eviction_policy="random"), Reason.MALFORMED),

@@ -278,10 +278,6 @@ async def window_tokens(allocator: Allocator, number: int) -> None:
     await open_pool(allocator, one_group(pb.GROUP_KIND_SLIDING_WINDOW, window=number))
 
 
-async def checkpoints(allocator: Allocator, number: int) -> None:
-    await open_pool(allocator, one_group(pb.GROUP_KIND_STATE, checkpoints_max=number))
-
-
 async def quotas(allocator: Allocator, number: int) -> None:
     declared = spec()
     declared.quotas.extend(pb.Quota(namespace=str(i)) for i in range(number))

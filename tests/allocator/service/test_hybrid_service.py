@@ -235,7 +235,7 @@ async def test_what_returns_in_a_step_is_counted_apart_from_what_is_new(allocato
 async def test_a_specification_is_told_as_it_was_declared(allocator: Allocator) -> None:
     declared = pb.PoolSpec(
         block_count=64,
-        groups=[FULL, SLIDING, pb.GroupSpec(kind=pb.GROUP_KIND_STATE, block_size=64, checkpoints_max=3)],
+        groups=[FULL, SLIDING, pb.GroupSpec(kind=pb.GROUP_KIND_STATE, block_size=64)],
         cache_layout="x",
         model_fingerprint=b"y",
         watermark_block_count=5,

@@ -1,6 +1,6 @@
-"""Junctions, ends of turns and largest chunks over gRPC: by unary calls, by steps, and after a report.
+"""Junctions, other stops and largest chunks over gRPC: by unary calls, by steps, and after a report.
 
-Blocks have 16 tokens; a group of states makes a checkpoint every 1,024 tokens, so only boundaries matter.
+Blocks have 16 tokens; a group of states makes a checkpoint every 1,024 tokens, so only stops matter.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import pytest
 from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec, Result
 from quire.errors import Reason
 from quire.protocol.outcomes import StepOutcome
-from quire.protocol.packing import pack_uint32
 from quire.protocol.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
 
-from tests.allocator.service.harness import Allocator, StreamOwner, d, grows, refused, running_allocator
+from tests.allocator.service.harness import Allocator, d, refused, running_allocator
 
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16)
 SLIDING = GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=64)
@@ -66,7 +65,7 @@ async def test_a_router_is_told_of_a_pool_that_serves_nothing_yet_but_its_juncti
         await client.open_session("b", PoolSpec(64, (FULL, STATE))) as ready,
     ):
         for session in (bare, ready):
-            await session.allocate(1, 80, turn_ends=(64,) if session is ready else ())
+            await session.allocate(1, 80)
             if session is ready:
                 await session.commit(1, 64, d(SHARED), keep_token_count=64)
                 await session.grow(1, 80)
@@ -80,31 +79,32 @@ async def test_a_router_is_told_of_a_pool_that_serves_nothing_yet_but_its_juncti
 async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that_lost_the_pool(
     allocator: Allocator, client: AsyncAllocatorClient
 ) -> None:
-    session = client.session("a", PoolSpec(64, (FULL, STATE), retention="tail", chunk_token_count_max=96))
+    session = client.session("a", PoolSpec(64, (FULL, STATE), retention="auto", chunk_token_count_max=96))
     await session.open()
 
     async def done(*operations: tuple[str, tuple[object, ...], dict[str, object]]) -> StepOutcome:
         return await session.step(step_of(*operations))
 
-    (first,) = (await done(("allocate", (1, 96, d("abcdwx")), {"turn_ends": (33, 90)}))).grows
-    assert first.early_end_token_count == 64
+    (first,) = (await done(("allocate", (1, 96, d("abcdwx")), {}))).grows
+    assert first.stops[:3] == (64, 80, 112)  # the last one is of the answer
     await done(("commit", (1, 96, d("abcdwx")), {}))
     (told,) = (await done(("allocate", (2, 96, d("abcdyz")), {}))).grows
     assert (told.matched_token_count, told.junction_token_count) == (0, 64)
     before = allocator.service.directory.pool("a")
-    assert [sequence.boundaries for sequence in before.pool.sequences.values()] == [(32, 64, 80), (64, 80)]
+    stops = [sequence.stops for sequence in before.pool.sequences.values()]
+    assert [own[:2] for own in stops] == [(64, 80), (64, 80)]
 
     before.stream.end("SESSION_UNKNOWN", "lost on purpose")  # type: ignore[union-attr]
     allocator.service.sessions.drop(before)
     await done(("commit", (2, 64, d("abcd")), {"keep_token_count": 64}), ("grow", (2, 96), {}))
     after = allocator.service.directory.pool("a")
     assert after is not before
-    assert [sequence.boundaries for sequence in after.pool.sequences.values()] == [(32, 64, 80), (64, 80)]
-    assert (after.spec.retention, after.spec.chunk_token_count_max) == ("tail", 96)
+    assert [sequence.stops for sequence in after.pool.sequences.values()] == stops
+    assert (after.spec.retention, after.spec.chunk_token_count_max) == ("auto", 96)
     (hit,) = (await done(("allocate", (3, 96, d("abcduv")), {}))).grows
     assert (hit.matched_token_count, hit.junction_token_count) == (64, 0)
     summary = await client.get_pool("a")
-    assert (summary.spec.retention, summary.spec.chunk_token_count_max) == ("tail", 96)
+    assert (summary.spec.retention, summary.spec.chunk_token_count_max) == ("auto", 96)
     await session.close()
 
 
@@ -139,28 +139,7 @@ async def test_a_pass_that_is_too_long_says_by_how_much_and_a_smaller_one_is_gra
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"turn_ends": pack_uint32([4])}, "turn_end_counts and turn_ends disagree"),
-        ({"turn_end_counts": pack_uint32([1, 1]), "turn_ends": pack_uint32([4, 8])}, "as many turn_end_counts"),
-        ({"turn_end_counts": pack_uint32([2]), "turn_ends": pack_uint32([8, 8])}, "must rise"),
-        ({"turn_end_counts": pack_uint32([17]), "turn_ends": pack_uint32(list(range(1, 18)))}, "at most 16"),
-        ({"turn_end_counts": b"abc"}, "4 bytes for each operation"),
-    ],
-)
-async def test_ends_of_turns_that_do_not_fit_their_grows_are_malformed(
-    allocator: Allocator, fields: dict[str, bytes], message: str
-) -> None:
-    owner = await StreamOwner.ready(allocator)
-    phase = grows((1, 4, b""))
-    for name, value in fields.items():
-        setattr(phase, name, value)
-    with refused(Reason.MALFORMED, message):
-        await owner.step(grows=phase)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"retention": "sparse"}, "retention is none of auto, dense, tail"),
+        ({"retention": "sparse"}, "retention is none of auto, dense"),
         ({"chunk_token_count_max": 1 << 25}, "chunk_token_count_max must be at most 16777216"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from grpc import aio
 from quire.errors import Reason, from_rpc_error
-from quire.protocol.limits import BOUNDARIES_MAX
+from quire.protocol.limits import STOPS_MAX
 from quire.session.block_report import report_chunks
 from quire.session.ledger import Ledger, LedgerSequence
 from quire.session.pages import DigestSpace
@@ -47,7 +47,7 @@ def ledger_of(worst: Worst) -> Ledger:
         sequence = LedgerSequence(f"{number:s>128}", LARGEST, LARGEST, LARGEST)
         sequence.prompt_token_count = sequence.chunk_token_count = LARGEST
         sequence.hold_until = limits.HOLD_MS_MAX / 1000
-        sequence.boundaries = tuple(range(LARGEST - BOUNDARIES_MAX, LARGEST))
+        sequence.stops = tuple(range(LARGEST - STOPS_MAX, LARGEST))
         sequence.tables = [array("I") for _ in range(group_count)]
         sequence.tables[-1] = held[number::sequence_count]
         ledger.sequences[LARGEST + number] = sequence

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-# Result, matched and pending tokens, blocks, copies, shortfall, victim, junction, early end.
-Grown = tuple[str, int, int, list[list[int]], list[tuple[int, int]], int, tuple[int, int] | None, int, int]
+# Result, matched and pending tokens, blocks, copies, shortfall, victim, junction, stops.
+Grown = tuple[str, int, int, list[list[int]], list[tuple[int, int]], int, tuple[int, int] | None, int, tuple[int, ...]]
 Committed = tuple[str, list[tuple[int, int, int]]]  # result, swaps as (group, position, block)
 
 
 def refused(result: str) -> Grown:
     """An answer that says no more."""
-    return (result, 0, 0, [], [], 0, None, 0, 0)
+    return (result, 0, 0, [], [], 0, None, 0, ())

@@ -17,7 +17,6 @@ class Kind:
     name: str
     block_size: int
     window: int
-    checkpoints_max: int
     groups: tuple[int, ...]
 
     @property
@@ -80,12 +79,12 @@ class Kind:
         return places
 
     def filled(
-        self, committed: int, until: int, digests: Sequence[bytes], digest_tokens: int, boundaries: Collection[int]
+        self, committed: int, until: int, digests: Sequence[bytes], digest_tokens: int, stops: Collection[int]
     ) -> list[tuple[int, bytes]]:
         """What a commit publishes, as position and digest; `digests` are those of the digest blocks it fills."""
         first = committed // digest_tokens
         if self.name == "state":
-            is_checkpoint = until % self.block_size == 0 or until in boundaries
+            is_checkpoint = until % self.block_size == 0 or until in stops
             return [(until // digest_tokens, digests[-1])] if committed < until and is_checkpoint else []
         ends = [end for end in range(self.block_size, until + 1, self.block_size) if end > committed]
         return [(end // self.block_size - 1, digests[end // digest_tokens - 1 - first]) for end in ends]
@@ -107,10 +106,10 @@ class Kind:
         return float("inf") if all(held_by_others) else 0
 
 
-def kinds_of(groups: Sequence[tuple[str, int, int, int]]) -> list[Kind]:
+def kinds_of(groups: Sequence[tuple[str, int, int]]) -> list[Kind]:
     """Groups of one specification together; full attention first, states last."""
     kinds = []
     for spec in dict.fromkeys(groups):
         numbers = tuple(number for number, group in enumerate(groups) if group == spec)
-        kinds.append(Kind(spec[0], spec[1], spec[2], spec[3] or 16, numbers))
+        kinds.append(Kind(spec[0], spec[1], spec[2], numbers))
     return sorted(kinds, key=lambda kind: ORDER.index(kind.name))

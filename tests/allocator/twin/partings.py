@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from tests.allocator.twin.state import TwinBoundary, TwinState
+from tests.allocator.twin.state import TwinState, TwinStop
 
 STEP_COUNT = 7
 
@@ -82,28 +82,23 @@ class TwinPartings(TwinState):
         namespace: str,
         digests: Sequence[bytes],
         length: int,
-        boundaries: Sequence[TwinBoundary],
+        stops: Sequence[TwinStop],
         *,
         is_whole: bool,
     ) -> None:
         """A prompt is let in of which full attention has so many tokens, or all but the last edge."""
-        if self.retention == "dense" or not length:
-            return
         full = [(number, kind) for number, kind in enumerate(self.kinds) if kind.name == "full_attention"]
-        if full:
-            number, size = full[0][0], full[0][1].block_size
-            places = [place for place in full[0][1].serving(length, digests, self.digest_tokens) or () if place]
-            path = places[-1][1]
-            slots = [s.key for s in self.published if s.kind == number and s.namespace == namespace]
-            texts = [key[3] for key in slots if key is not None]
-        else:
-            size = self.digest_tokens
-            path = tuple(digests[: length // size])
-            texts = [tuple(prompt) for name, prompt in self.prompts if name == namespace]
+        if self.retention == "dense" or not length or not full:
+            return
+        number, size = full[0][0], full[0][1].block_size
+        places = [place for place in full[0][1].serving(length, digests, self.digest_tokens) or () if place]
+        path = places[-1][1]
+        slots = [s.key for s in self.published if s.kind == number and s.namespace == namespace]
+        texts = [key[3] for key in slots if key is not None]
         behind = [text[len(path) :] for text in texts if text[: len(path)] == path and len(text) > len(path)]
         ways = {rest[0] for rest in behind}
         last = digests[length // self.digest_tokens - 1]
-        here = [b for b in boundaries if (b.namespace, b.token_count, b.digest) == (namespace, length, last)]
+        here = [b for b in stops if (b.namespace, b.token_count, b.digest) == (namespace, length, last)]
         if len(ways) > 1 or (here and here[0].is_parting):
             return
         if any(len(rest) * size >= self.edge_tokens() for rest in behind):

@@ -1,7 +1,7 @@
 """A slow, obvious model of a pool: lists, and every question answered by looking at everything.
 
 It shares no code with the core. What it knows is in `state.py`, what one kind of group needs and gives back in
-`kinds.py`, how many checkpoints are kept in `checkpoints.py`; here is what the operations do. Results are plain tuples,
+`kinds.py`; here is what the operations do. Results are plain tuples,
 written to be read and not to be fast.
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.allocator.twin.answers import Committed, Grown, refused
-from tests.allocator.twin.checkpoints import TwinCheckpoints
 from tests.allocator.twin.drop import drop
 from tests.allocator.twin.kept import count_tail, keep_or_exchange, release_kept, take_over
+from tests.allocator.twin.retention import TwinRetention
 from tests.allocator.twin.state import Slot, TwinSequence
 
 
-class TwinPool(TwinCheckpoints):
+class TwinPool(TwinRetention):
     """What a pool must do."""
 
     drop = drop
@@ -34,7 +34,6 @@ class TwinPool(TwinCheckpoints):
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
-        turn_ends: Sequence[int] = (),
     ) -> Grown:
         """A new sequence."""
         if sequence_id <= self.highest_id:
@@ -46,7 +45,7 @@ class TwinPool(TwinCheckpoints):
         junction = self.junction(namespace, shareable, matched)
         answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
         if "TOO_LONG" not in answer[0] and 0 < defer_token_count <= pending:
-            return ("PENDING", matched, pending, [], [], 0, None, junction, 0)
+            return ("PENDING", matched, pending, [], [], 0, None, junction, ())
         if answer[0] in ("QUOTA", "NO_SPACE") and take_over(self):
             answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
         if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nobody to wait for: do without the hit
@@ -59,22 +58,20 @@ class TwinPool(TwinCheckpoints):
                 prompt_token_count=prompt,
                 priority=priority,
                 is_return=is_return,
-                turn_ends=turn_ends,
             )
         if answer[0] != "OK":
-            return (answer[0], 0, pending, [], [], answer[1], answer[2], 0, 0)
+            return (answer[0], 0, pending, [], [], answer[1], answer[2], 0, ())
         sequence = TwinSequence(namespace, matched, matched, tables, priority)
         for slot in [slot for table in tables for slot in table if slot is not None]:
             sequence.last[slot.kind] = slot
             slot.hits += 1
-            self._used(slot)
         if prompt > token_count:
             sequence.prompt, sequence.chunk = prompt, token_count
-        early_end = self.set_ends(sequence, shareable, max(matched, junction), [prompt - 1, junction, *turn_ends])
+        stops = self.set_stops(sequence, shareable, max(matched, junction), prompt, junction)
         self.prompts.append((namespace, [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens <= prompt]))
         token_count = max(token_count, matched)
         if len(shareable) * self.digest_tokens > matched:
-            sequence.announced, sequence.stops = shareable, [matched // self.digest_tokens]
+            sequence.announced, sequence.places = shareable, [matched // self.digest_tokens]
         self.sequences[sequence_id] = sequence
         self.highest_id = sequence_id
         if matched:
@@ -86,7 +83,7 @@ class TwinPool(TwinCheckpoints):
         else:
             self.queried += prompt
             self.hit += matched
-        return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None, junction, early_end)
+        return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None, junction, stops)
 
     def grow(self, sequence_id: int, token_count: int) -> Grown:
         """Room for more tokens."""
@@ -94,13 +91,13 @@ class TwinPool(TwinCheckpoints):
         if sequence is None:
             return refused("NOT_FOUND")
         if token_count <= sequence.token_count:
-            return ("OK", 0, 0, [[] for _ in range(self.group_count)], [], 0, None, 0, 0)
+            return ("OK", 0, 0, [[] for _ in range(self.group_count)], [], 0, None, 0, ())
         after = 0
         for kind, table in zip(self.kinds, sequence.tables, strict=True):
             after += kind.width * (kind.entries(token_count) - table.count(None))
         if after > self.block_count:
             result, over = self.too_long(after, token_count, 1)
-            return (result, 0, 0, [], [], over, None, 0, 0)
+            return (result, 0, 0, [], [], over, None, 0, ())
         needed = sum(self._needs(sequence, token_count))
         copied = [slot for slot in self._foreign(sequence) if slot is not None]
         let_go = sum(len(slot.blocks) for slot in copied if self.holders(slot) == 1)
@@ -108,18 +105,18 @@ class TwinPool(TwinCheckpoints):
         if (over > 0 or needed > self.free_count()) and take_over(self):
             over = self.over_quota(sequence.namespace, needed - let_go)
         if over > 0:
-            return ("QUOTA", 0, 0, [], [], over, None, 0, 0)
+            return ("QUOTA", 0, 0, [], [], over, None, 0, ())
         missing = needed - self.free_count()
         if missing > 0:
             own = [s for s in copied if s.key and self.kinds[s.kind].name == "state" and self.holders(s) == 1]
             if missing > sum(len(slot.blocks) for slot in own):
-                return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id), 0, 0)
+                return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id), 0, ())
             for slot in own:  # a checkpoint is given up before anybody is refused
                 self._not_published(slot)
                 sequence.tables[slot.kind] = [Slot(slot.kind, slot.namespace, slot.blocks)]
         blocks, copies = self._grant(sequence, token_count)
         self._enforce_quota(sequence.namespace)
-        return ("OK", 0, 0, blocks, copies, 0, None, 0, 0)
+        return ("OK", 0, 0, blocks, copies, 0, None, 0, ())
 
     def commit(
         self, sequence_id: int, until: int, digests: Sequence[bytes] = (), keep_token_count: int = 0
@@ -133,12 +130,12 @@ class TwinPool(TwinCheckpoints):
         granted = sequence.token_count
         if keep_token_count:
             granted = min(granted, max(keep_token_count, until))
-        swaps, stops = list[tuple[int, int, int]](), sequence.boundaries | sequence.answers
+        swaps = list[tuple[int, int, int]]()
         for number, kind in enumerate(self.kinds):
             if kind.name == "state" and granted > until:
                 continue  # nobody would ask before it is overwritten
             replaced = []
-            for position, digest in kind.filled(sequence.committed, until, digests, self.digest_tokens, stops):
+            for position, digest in kind.filled(sequence.committed, until, digests, self.digest_tokens, sequence.stops):
                 own = self._publish(sequence, number, position, digest, swaps)
                 if kind.name == "full_attention":
                     replaced.append(own)
@@ -150,7 +147,7 @@ class TwinPool(TwinCheckpoints):
         if granted < sequence.token_count:
             self._shrink(sequence, granted)
         self._advance(sequence)
-        for end in sorted(sequence.boundaries | sequence.steps | sequence.answers):
+        for end in sequence.stops:
             if before < end <= until:
                 self.make(sequence, end)
         self._settle(sequence)
@@ -174,10 +171,10 @@ class TwinPool(TwinCheckpoints):
             for kind, table in zip(self.kinds, parent.tables, strict=True)
         ]
         child = TwinSequence(parent.namespace, parent.committed, parent.committed, shared, parent.priority)
-        child.hold_until, child.boundary, child.last = hold_until, parent.boundary, dict(parent.last)
-        child.boundaries, child.steps, child.early_end = parent.boundaries, parent.steps, parent.early_end
-        child.prompt_end, parent.answers = parent.prompt_end, set()
-        child.needed, child.aside = list(parent.needed), list(parent.aside)
+        child.hold_until, child.stop, child.last = hold_until, parent.stop, dict(parent.last)
+        parent.stops = [stop for stop in parent.stops if stop <= parent.prompt_end]
+        child.stops, child.early_stop, child.prompt_end = parent.stops, parent.early_stop, parent.prompt_end
+        child.needed = list(parent.needed)
         self.sequences[child_id] = child
         self.highest_id = child_id
         return "OK"
@@ -196,7 +193,6 @@ class TwinPool(TwinCheckpoints):
                 self._released(slot)
             for slot in release_kept(self, slots[tail_count:]):
                 self._released(slot)
-                self._left(sequence, slot)
             self.forget(sequence, number)
         del self.sequences[sequence_id]
         self._enforce_quota(sequence.namespace)
@@ -276,7 +272,6 @@ class TwinPool(TwinCheckpoints):
                 table[first] = Slot(number, sequence.namespace, [blocks.pop(0) for _ in kind.groups])
                 copies += zip(foreign.blocks, table[first].blocks, strict=True)
                 self._released(foreign)
-                self._left(sequence, foreign)
             while len(table) < kind.entries(until):
                 table.append(Slot(number, sequence.namespace, [blocks.pop(0) for _ in kind.groups]))
             added.append(table[first:])
@@ -310,10 +305,20 @@ class TwinPool(TwinCheckpoints):
         self.evicted += len(slot.blocks)
         assert slot.key is not None
         path = slot.key[3]
-        self._used(slot)
         self.published.remove(slot)
         slot.key = None
         self.empty += slot.blocks[::-1]
+        self.slot_left(slot, path)
+
+    def _drop(self, slot: Slot) -> None:
+        self.empty += slot.blocks[::-1]
+        self._not_published(slot)
+
+    def _not_published(self, slot: Slot) -> None:
+        """A checkpoint is none any more, and no hit can end there."""
+        assert slot.key is not None
+        path = slot.key[3]
+        self.unpublish(slot)
         self.slot_left(slot, path)
 
     def _released(self, slot: Slot) -> None:
@@ -321,9 +326,8 @@ class TwinPool(TwinCheckpoints):
         if self.is_held(slot):
             return
         if slot.key is not None:
-            if not self.drop_spare(slot):
-                self.clock += 1
-                slot.released = self.clock
+            self.clock += 1
+            slot.released = self.clock
         else:
             self.empty += slot.blocks[::-1]
 
@@ -348,17 +352,14 @@ class TwinPool(TwinCheckpoints):
         if other is None:
             own.key = key
             self.published.append(own)
-            if kind.name == "state":
-                sequence.checkpoints.append(own)
         elif self.append_only:
             if keep_or_exchange(self, table, index, other):
                 swaps += [(group, index, block) for group, block in zip(kind.groups, other.blocks, strict=True)]
         else:
-            self._used(other)
             table[index] = other
             swaps += [(group, index, block) for group, block in zip(kind.groups, other.blocks, strict=True)]
         if kind.name == "state":
-            self.reached_checkpoint(sequence, number)
+            sequence.last[number] = other or own
         return own
 
     def _shrink(self, sequence: TwinSequence, until: int) -> None:
@@ -373,9 +374,9 @@ class TwinPool(TwinCheckpoints):
         """What has been published is not pending any more."""
         count = sequence.committed // self.digest_tokens
         if count >= len(sequence.announced):
-            sequence.announced, sequence.stops = [], []
-        elif count > sequence.stops[-1]:
-            sequence.stops.append(count)
+            sequence.announced, sequence.places = [], []
+        elif count > sequence.places[-1]:
+            sequence.places.append(count)
 
     def _settle(self, sequence: TwinSequence) -> None:
         """Gives back what no token from the committed ones on reads, deepest first."""
@@ -388,8 +389,6 @@ class TwinPool(TwinCheckpoints):
             self.remember(sequence, number, slots[::-1])
             for slot in slots:
                 self._released(slot)
-        for number in range(len(self.kinds)):
-            self._trim(sequence, number)
 
     def _enforce_quota(self, namespace: str) -> None:
         """A namespace that leaves more behind than it may loses its own first."""

@@ -1,40 +1,39 @@
-"""What stays cached of windows and states, asked of the twin by looking at every boundary and every slot."""
+"""What stays cached of windows and states, asked of the twin by looking at every stop and every slot."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from tests.allocator.twin.kinds import Kind
 from tests.allocator.twin.partings import STEP_COUNT, TwinPartings
-from tests.allocator.twin.state import Slot, TwinBoundary, TwinSequence
+from tests.allocator.twin.state import Slot, TwinSequence, TwinStop
 
 SPARE, ASIDE, KEPT, LED = 0, 1, 2, 3
 CONTINUED_MAX = 3
 
 
 class TwinRetention(TwinPartings):
-    """Boundaries, and what they make worth keeping."""
+    """Stops, and what they make worth keeping."""
 
     def edge_before(self, token_count: int) -> int:
         """The last one that prefixes can be served up to; negative where even 0 tokens are too few."""
         return max([end for end in range(0, token_count + 1, self.digest_tokens) if self.is_edge(end)], default=-1)
 
-    def is_gone(self, boundary: TwinBoundary) -> bool:
-        return boundary not in self.boundaries
+    def is_gone(self, stop: TwinStop) -> bool:
+        return stop not in self.stops
 
-    def before(self, boundary: TwinBoundary | None) -> TwinBoundary | None:
-        """The boundary itself, or the next one before it that is there."""
-        while boundary is not None and self.is_gone(boundary):
-            boundary = boundary.parent
-        return boundary
+    def before(self, stop: TwinStop | None) -> TwinStop | None:
+        """The stop itself, or the next one before it that is there."""
+        while stop is not None and self.is_gone(stop):
+            stop = stop.parent
+        return stop
 
-    def ways(self, boundary: TwinBoundary) -> list[TwinBoundary]:
-        """Boundaries right behind one."""
-        return [other for other in self.boundaries if self.before(other.parent) is boundary]
+    def ways(self, stop: TwinStop) -> list[TwinStop]:
+        """Stops right behind one."""
+        return [other for other in self.stops if self.before(other.parent) is stop]
 
-    def is_continued(self, boundary: TwinBoundary) -> bool:
-        return bool(self.ways(boundary)) and not boundary.is_parting
+    def is_continued(self, stop: TwinStop) -> bool:
+        return bool(self.ways(stop)) and not stop.is_parting
 
     # -- what is worth how much ----------------------------------------------------------------------------------------
 
@@ -46,58 +45,44 @@ class TwinRetention(TwinPartings):
         if kind.name == "full_attention":
             return KEPT if self._serves(slot) else SPARE
         needed, aside = False, False
-        for boundary in self.boundaries:
-            if slot in boundary.needed:
-                needed |= not boundary.is_aside
-                aside |= boundary.is_aside
-            aside |= slot in boundary.aside
+        for stop in self.stops:
+            if slot in stop.needed:
+                needed |= not stop.is_aside
+                aside |= stop.is_aside
         needed |= any(slot in sequence.needed for sequence in self.sequences.values())
-        aside |= any(slot in sequence.aside for sequence in self.sequences.values())
         kept = LED if any(other.name == "full_attention" for other in self.kinds) else KEPT
         return kept if needed else ASIDE if aside else SPARE
 
     def _serves(self, slot: Slot) -> bool:
         """Whether a hit can end at a block of full attention or behind it, as far as other kinds are concerned."""
         assert slot.key is not None
-        number, namespace, position, path = slot.key
-        for boundary in self.boundaries:
-            for key in boundary.path:
+        number, namespace, _, path = slot.key
+        for stop in self.stops:
+            for key in stop.path:
                 if key[:2] == (number, namespace) and key[3][: len(path)] == path:
                     return True
-        size = self.kinds[number].block_size
-        deepest = max(
-            other.key[2]
-            for other in self.published
-            if other.key and other.key[:2] == (number, namespace) and other.key[3][: len(path)] == path
-        )
-        return any(self._is_free(end) for end in range((position + 1) * size, (deepest + 1) * size + 1))
+        return False
 
-    def _is_free(self, token_count: int) -> bool:
-        """Whether only full attention needs anything to serve so many tokens."""
-        windows = [kind for kind in self.kinds if kind.is_windowed]
-        if any(kind.name in ("sliding_window", "state") for kind in self.kinds):
-            return False
-        return self.is_edge(token_count) and all(token_count % kind.window == 0 for kind in windows)
+    # -- how stops come and go ------------------------------------------------------------------------------------
 
-    def _earlier(self, token_count: int) -> int:
-        """One edge earlier."""
-        return max(0, token_count - math.lcm(*[k.block_size for k in self.kinds if k.name != "state"]))
-
-    # -- how boundaries come and go ------------------------------------------------------------------------------------
-
-    def set_ends(self, sequence: TwinSequence, digests: Sequence[bytes], length: int, ends: Sequence[int]) -> int:
-        """Where hits can end in a new sequence, of which so many tokens are published; it parts behind them. Returns
-        its early end."""
+    def set_stops(
+        self, sequence: TwinSequence, digests: Sequence[bytes], length: int, prompt: int, junction: int
+    ) -> tuple[int, ...]:
+        """Where hits are to end in a new sequence, of which so many tokens are published; it parts behind them."""
+        end = sequence.prompt_end = self.edge_before(prompt - 1)
         if all(kind.keeps_prefixes for kind in self.kinds):
-            return 0
-        is_whole = length == self.edge_before(ends[0])
-        self.note_parting(sequence.namespace, digests, length, self.boundaries, is_whole=is_whole)
-        early_end = self.early_end(self.edge_before(ends[0]), length)
-        sequence.boundaries = {self.edge_before(end) for end in (*ends, early_end)} - {0}
-        sequence.early_end, sequence.prompt_end = early_end, self.edge_before(ends[0])
-        sequence.answers = self.answer_ends(ends[0] + 1)
-        sequence.steps = self.steps_before(max(sequence.boundaries, default=0))
-        return early_end
+            return ()
+        self.note_parting(sequence.namespace, digests, length, self.stops, is_whole=length == end)
+        sequence.early_stop = self.early_end(end, length)
+        stops = {
+            end,
+            self.edge_before(junction),
+            sequence.early_stop,
+            *self.answer_ends(prompt),
+            *self.steps_before(end),
+        }
+        sequence.stops = sorted(stops - {0})
+        return tuple(sequence.stops)
 
     def make(self, sequence: TwinSequence, token_count: int) -> None:
         """Hits can end after so many tokens, if the sequence has what they take."""
@@ -108,48 +93,47 @@ class TwinRetention(TwinPartings):
         first = end[0] if end else None
         if first is None or first.key is None:
             return
-        found = [b for b in self.boundaries if b.namespace == sequence.namespace and b.token_count == token_count]
+        found = [b for b in self.stops if b.namespace == sequence.namespace and b.token_count == token_count]
         known = [b for b in found if b.digest == first.key[3][-1]]
         if not known:
-            boundary = self._gather(sequence, token_count, first.key[3][-1])
-            if boundary is None:
+            stop = self._gather(sequence, token_count, first.key[3][-1])
+            if stop is None:
                 return
-            parent = self.before(sequence.boundary)
+            parent = self.before(sequence.stop)
             early = parent if parent and parent.is_early and not parent.is_parting else None
-            boundary.parent, boundary.is_early = parent, token_count == sequence.early_end
-            self.boundaries.append(boundary)
-            known = [boundary]
-            boundary.is_parting = any(self._parts(sequence, slot, token_count) for slot in end if slot is not None)
+            stop.parent, stop.is_early = parent, token_count == sequence.early_stop
+            self.stops.append(stop)
+            known = [stop]
+            stop.is_parting = any(self._parts(sequence, slot, token_count) for slot in end if slot is not None)
             if parent is not None:
-                parent.next_token_count = token_count
                 self._part(parent)
             if early:
-                self._take_place_of(early, boundary)
-            if sequence.answers and token_count not in sequence.boundaries and token_count > sequence.prompt_end:
-                boundary.answer = token_count - sequence.prompt_end
+                self._take_place_of(early, stop)
+            if sequence.stops and sequence.stops[-1] > sequence.prompt_end and token_count > sequence.prompt_end:
+                stop.answer = token_count - sequence.prompt_end
                 self._go_on_from(parent, sequence.prompt_end)
-        sequence.boundary = known[0]
+        sequence.stop = known[0]
         self._end_old(known[0])
 
-    def _take_place_of(self, early: TwinBoundary, boundary: TwinBoundary) -> None:
-        """What was right behind an early end is behind a new boundary now, if it is on its path."""
-        whole = boundary.path[0][3]
-        moved = [b for b in self.ways(early) if b is not boundary and b.path[0][3][: len(whole)] == whole]
+    def _take_place_of(self, early: TwinStop, stop: TwinStop) -> None:
+        """What was right behind an early end is behind a new stop now, if it is on its path."""
+        whole = stop.path[0][3]
+        moved = [b for b in self.ways(early) if b is not stop and b.path[0][3][: len(whole)] == whole]
         for other in moved:
-            other.parent = boundary
+            other.parent = stop
         if moved:
             self.replaced_count += 1
-            self._part(boundary)
+            self._part(stop)
             self.end(early)
 
-    def _go_on_from(self, before: TwinBoundary | None, prompt_end: int) -> None:
+    def _go_on_from(self, before: TwinStop | None, prompt_end: int) -> None:
         """An answer has left a state behind this one, which is for nobody then, unless paths part there."""
         if before is None or before.token_count < prompt_end or not self.is_continued(before):
             return
         self.answered_count += 1
         self.end(before)
         for slot in before.needed if before.answer else ():
-            is_wanted = any(slot in (*other.needed, *other.aside) for other in self.boundaries)
+            is_wanted = any(slot in other.needed for other in self.stops)
             is_idle = slot.key is not None and not self.is_held(slot) and not slot.hits
             if self.kinds[slot.kind].name == "state" and is_idle and not is_wanted:
                 self.empty += slot.blocks[::-1]
@@ -158,68 +142,43 @@ class TwinRetention(TwinPartings):
                 self.slot_left(slot, path)
 
     def turn_ended(self, sequence: TwinSequence) -> None:
-        edge, last = self.edge_before(sequence.committed), self.before(sequence.boundary)
+        edge, last = self.edge_before(sequence.committed), self.before(sequence.stop)
         if any(kind.name == "state" for kind in self.kinds):
             lengths = [self._length(slot) for slot in self._checkpoints(sequence)]
             edge = max([length for length in lengths if self.is_edge(length)], default=0)
         if edge > (0 if last is None else last.token_count):
             self.make(sequence, edge)
 
-    def end(self, boundary: TwinBoundary) -> None:
+    def end(self, stop: TwinStop) -> None:
         """Nothing can be hit there any more."""
-        if self.is_gone(boundary):
+        if self.is_gone(stop):
             return
-        self.boundaries.remove(boundary)
-        for slot in (*boundary.aside, *boundary.needed):
-            self.drop_spare(slot)
-        before = self.before(boundary)
+        self.stops.remove(stop)
+        before = self.before(stop)
         if before is not None:
             self._part(before)
 
     def slot_left(self, slot: Slot, path: tuple[bytes, ...]) -> None:
         """A slot was evicted, which was published as that: hits that need it are gone."""
-        for boundary in list(self.boundaries):
-            if slot in boundary.aside:
-                boundary.aside.remove(slot)
-            elif slot in boundary.needed:
-                self.end(boundary)
-            for number, namespace, _, whole in boundary.path:
+        for stop in list(self.stops):
+            if slot in stop.needed:
+                self.end(stop)
+            for number, namespace, _, whole in stop.path:
                 if (number, namespace) == (slot.kind, slot.namespace) and whole[: len(path)] == path:
-                    self.end(boundary)
+                    self.end(stop)
 
     def remember(self, sequence: TwinSequence, number: int, falling: list[Slot]) -> None:
         """What is about to fall out may be needed at the last edge; what fell out earlier, not any more."""
         if self.retention == "dense":
             return
         kind, edge = self.kinds[number], self.edge_before(sequence.committed)
-        earlier = [slot for slot in (*sequence.aside, *sequence.needed) if slot.kind == number]
-        needed, aside = list[Slot](), list[Slot]()
-        for slot in (*earlier, *falling):
-            if slot.key is not None and slot.key[2] in kind.takes(edge):
-                needed.append(slot)
-            elif slot.key is not None and slot.key[2] in kind.takes(self._earlier(edge)):
-                aside.append(slot)
+        own = [slot for slot in sequence.needed if slot.kind == number] + falling
+        needed = [slot for slot in own if slot.key is not None and slot.key[2] in kind.takes(edge)]
         sequence.needed = [slot for slot in sequence.needed if slot.kind != number] + needed
-        sequence.aside = [slot for slot in sequence.aside if slot.kind != number] + aside
-        for slot in earlier:
-            self.drop_spare(slot)
 
     def forget(self, sequence: TwinSequence, number: int) -> None:
         """A sequence ends: it needs nothing any more."""
-        own = [slot for slot in (*sequence.aside, *sequence.needed) if slot.kind == number]
-        for slot in own:
-            sequence.needed = [other for other in sequence.needed if other is not slot]
-            sequence.aside = [other for other in sequence.aside if other is not slot]
-            self.drop_spare(slot)
-
-    def drop_spare(self, slot: Slot) -> bool:
-        """Where nothing spare is to be cached, it becomes empty; returns whether it did."""
-        is_cached = slot.key is not None and not self.is_held(slot)
-        if self.retention != "tail" or not is_cached or self.kinds[slot.kind].keeps_prefixes or self.worth(slot):
-            return False
-        self.unpublish(slot)
-        self.empty += slot.blocks[::-1]
-        return True
+        sequence.needed = [slot for slot in sequence.needed if slot.kind != number]
 
     def unpublish(self, slot: Slot) -> None:
         """It is not worth its blocks any more."""
@@ -233,10 +192,10 @@ class TwinRetention(TwinPartings):
         return [(number, kind) for number, kind in enumerate(self.kinds) if kind.name != "state"]
 
     def _checkpoints(self, sequence: TwinSequence) -> list[Slot]:
-        """Of the first kind of state: what a sequence holds, and what it made and nobody has used."""
+        """Of the first kind of state: what a sequence made or hit last, if it is still there."""
         number = next(number for number, kind in enumerate(self.kinds) if kind.name == "state")
-        own = [slot for slot in sequence.checkpoints if slot.kind == number and not slot.hits]
-        return [slot for slot in (*own, *sequence.tables[number]) if slot is not None and slot.key is not None]
+        slot = sequence.last.get(number)
+        return [slot] if slot is not None and slot.key is not None else []
 
     def _length(self, slot: Slot) -> int:
         """Tokens after which a checkpoint is the state."""
@@ -249,12 +208,12 @@ class TwinRetention(TwinPartings):
         slot = table[position] if position < len(table) else None
         if slot is not None:
             return slot.twin or slot
-        fallen = [s for s in (*sequence.needed, *sequence.aside) if s.kind == number and s.key is not None]
+        fallen = [s for s in sequence.needed if s.kind == number and s.key is not None]
         found = [s for s in fallen if s.key is not None and s.key[2] == position]
         return found[0] if found else None
 
-    def _gather(self, sequence: TwinSequence, token_count: int, digest: bytes) -> TwinBoundary | None:
-        path, needed, aside = [], list[Slot](), list[Slot]()
+    def _gather(self, sequence: TwinSequence, token_count: int, digest: bytes) -> TwinStop | None:
+        path, needed = [], list[Slot]()
         for number, kind in enumerate(self.kinds):
             if kind.name == "full_attention":
                 slot = self._own(sequence, number, token_count // kind.block_size - 1)
@@ -265,11 +224,7 @@ class TwinRetention(TwinPartings):
                 wanted = [self._own(sequence, number, position) for position in kind.takes(token_count)]
                 if any(slot is None or slot.key is None for slot in wanted):
                     return None
-                more = set(kind.takes(self._earlier(token_count))) - set(kind.takes(token_count))
-                extra = [self._own(sequence, number, position) for position in sorted(more)]
                 needed += [slot for slot in wanted if slot is not None]
-                if all(slot is not None and slot.key is not None for slot in extra):
-                    aside += [slot for slot in extra if slot is not None]
             if kind.name == "state":
                 slot = self.find((number, sequence.namespace, token_count // self.digest_tokens, (digest,)))
                 if slot is None:
@@ -277,7 +232,7 @@ class TwinRetention(TwinPartings):
                 needed.append(slot)
         if not needed and not path:
             return None
-        return TwinBoundary(sequence.namespace, token_count, digest, path, needed, aside, None)
+        return TwinStop(sequence.namespace, token_count, digest, path, needed, None)
 
     def _parts(self, sequence: TwinSequence, slot: Slot, token_count: int) -> bool:
         """Whether another way than this sequence's is published behind a block of full attention."""
@@ -290,20 +245,16 @@ class TwinRetention(TwinPartings):
         own = table[position] if position < sequence.committed // kind.block_size else None
         return any(s is not (own and (own.twin or own)) for s in behind)
 
-    def _part(self, boundary: TwinBoundary) -> None:
-        boundary.is_parting |= len(self.ways(boundary)) > 1
-        ways, states = self.ways(boundary), any(kind.name == "state" for kind in self.kinds)
-        is_near = not states and bool(ways) and boundary.next_token_count <= boundary.token_count + self.edge_tokens()
-        is_worth_it = is_near or self.are_early
-        boundary.is_aside = self.is_continued(boundary) and (boundary.is_aside or not is_worth_it)
+    def _part(self, stop: TwinStop) -> None:
+        stop.is_parting |= len(self.ways(stop)) > 1
+        stop.is_aside = self.is_continued(stop) and (stop.is_aside or not self.are_early)
 
-    def _end_old(self, boundary: TwinBoundary | None) -> None:
+    def _end_old(self, stop: TwinStop | None) -> None:
         count, most = 0, CONTINUED_MAX + STEP_COUNT * self.are_inside
-        has_states = any(kind.name == "state" for kind in self.kinds)
-        while boundary is not None:
-            before = self.before(boundary.parent)
-            is_counted = not boundary.is_parting and not (has_states and before is None)
+        while stop is not None:
+            before = self.before(stop.parent)
+            is_counted = not stop.is_parting
             count += is_counted
             if count > most and is_counted:
-                self.end(boundary)
-            boundary = before
+                self.end(stop)
+            stop = before

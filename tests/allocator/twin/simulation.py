@@ -16,22 +16,22 @@ FULL, SLIDING, CHUNKED, STATE = "full_attention", "sliding_window", "chunked_loc
 
 
 def full(block_size: int) -> Groups:
-    return [(FULL, block_size, 0, 0)]
+    return [(FULL, block_size, 0)]
 
 
 def sliding(block_size: int, window: int) -> Groups:
-    return [(SLIDING, block_size, window, 0)]
+    return [(SLIDING, block_size, window)]
 
 
 def chunked(block_size: int, window: int) -> Groups:
-    return [(CHUNKED, block_size, window, 0)]
+    return [(CHUNKED, block_size, window)]
 
 
-def state(block_size: int, checkpoints: int) -> Groups:
-    return [(STATE, block_size, 0, checkpoints)]
+def state(block_size: int) -> Groups:
+    return [(STATE, block_size, 0)]
 
 
-EVERYTHING = sliding(2, 5) + full(2) + state(4, 2) + chunked(4, 8) + full(4) + sliding(2, 5) + state(4, 2)
+EVERYTHING = sliding(2, 5) + full(2) + state(4) + chunked(4, 8) + full(4) + sliding(2, 5) + state(4)
 SHAPES = {
     "full": Shape(11, 32, full(4)),
     "full of 3 groups": Shape(24, 28, full(4) * 3),
@@ -43,10 +43,10 @@ SHAPES = {
     "block size 1 with windows": Shape(26, 12, sliding(1, 3) + full(1) + chunked(1, 4)),
     "chunked with full": Shape(16, 32, full(4) + chunked(4, 8)),
     "chunked, off the blocks": Shape(10, 30, chunked(4, 6)),
-    "state with full": Shape(20, 38, full(2) + state(8, 2)),
-    "state with long texts": Shape(90, 60, full(2) + state(8, 6)),
-    "state": Shape(8, 24, state(4, 3)),
-    "states of 2 kinds": Shape(22, 24, state(2, 1) + state(6, 3) + sliding(2, 5)),
+    "state with full": Shape(20, 38, full(2) + state(8)),
+    "state with long texts": Shape(90, 60, full(2) + state(8)),
+    "state": Shape(8, 24, state(4)),
+    "states of 2 kinds": Shape(22, 24, state(2) + state(6) + sliding(2, 5)),
     "everything": Shape(110, 20, EVERYTHING),
     "append-only": Shape(14, 28, full(4), append_only=True),
     "append-only of 2 block sizes": Shape(26, 20, full(4) + full(2) * 2, append_only=True),
@@ -126,9 +126,8 @@ class Simulation(Comparison):
             digests = digests[: rng.randint(0, len(digests))]
         prompt = length if first < length or rng.random() < 0.1 else 0
         defer = rng.randint(1, 2 * self.twin.digest_tokens) if rng.random() < 0.4 else 0
-        ends = [rng.randint(1, length + 8) for _ in range(rng.choice((0, 0, 1, 2)))]
         sequence_id, self.next_id = self.next_id, self.next_id + rng.randint(1, 3)
-        options = {"prompt_token_count": prompt, "priority": priority, "defer_token_count": defer, "turn_ends": ends}
+        options = {"prompt_token_count": prompt, "priority": priority, "defer_token_count": defer}
         options["is_return"] = not sequence_id % 5
         answer = self.do("allocate", sequence_id, first, digests, namespace, **options)
         if answer[0] != "OK":
@@ -141,7 +140,7 @@ class Simulation(Comparison):
         if answer[1] < answer[7] <= token_count and rng.random() < 0.6:
             self._commit_to(sequence_id, answer[7])
         if self.has_state and (is_edited or rng.random() < 0.4):
-            self._commit_to_boundaries(sequence_id)
+            self._commit_to_stops(sequence_id)
             self.to_edit = namespace, plan
         if rng.random() < 0.7:
             self._forward_some(sequence_id)
@@ -325,10 +324,11 @@ class Simulation(Comparison):
         writer.text = writer.text[:until]
         self._number(sequence_id)
 
-    def _commit_to_boundaries(self, sequence_id: int) -> None:
+    def _commit_to_stops(self, sequence_id: int) -> None:
         """Passes end wherever later prompts may part, as far as there is room."""
         sequence = self.twin.sequences[sequence_id]
-        for end in sorted(sequence.boundaries) + sorted(sequence.answers)[: self.random.randrange(4)]:
+        answers = [stop for stop in sequence.stops if stop > sequence.prompt_end]
+        for end in sequence.stops[: len(sequence.stops) - len(answers) + self.random.randrange(4)]:
             if end > sequence.token_count:
                 answer = self.do("grow", sequence_id, end)
                 if answer[0] != "OK":

@@ -24,7 +24,6 @@ class Slot:
 
     Attributes:
         twin: in an append-only pool, the slot that is published in the place of this one, and held beside it.
-        before: of a checkpoint, the one that its sequence made or hit before.
     """
 
     kind: int
@@ -34,19 +33,17 @@ class Slot:
     hits: int = 0
     released: int = 0
     twin: Slot | None = None
-    before: Slot | None = None
 
 
 @dataclass(eq=False, slots=True)
-class TwinBoundary:
+class TwinStop:
     """A place at which hits can end.
 
     Attributes:
         path: of each kind of full attention what stands before it is published as.
-        needed, aside: what a hit there takes of windows and states; what one that ends an edge earlier takes besides.
-        parent: the boundary before it, when it was made.
+        needed: what a hit there takes of windows and states.
+        parent: the stop before it, when it was made.
         is_parting: more than one way was seen to go on from it.
-        next_token_count: tokens before the boundary that was made right behind it last.
         is_aside: it was continued while few prompts parted early, and is still.
         is_early: the sequence that made it was told so.
         answer: how far it is behind the prompt whose answer made it.
@@ -57,10 +54,8 @@ class TwinBoundary:
     digest: bytes
     path: list[Key]
     needed: list[Slot]
-    aside: list[Slot]
-    parent: TwinBoundary | None
+    parent: TwinStop | None
     is_parting: bool = False
-    next_token_count: int = 0
     is_aside: bool = False
     is_early: bool = False
     answer: int = 0
@@ -77,19 +72,15 @@ class TwinSequence:
     priority: int = 0
     prompt: int = 0  # its length, where only its first chunk was asked for
     chunk: int = 0  # tokens that are computed at a time
-    boundaries: set[int] = field(default_factory=set)  # where a later prompt may part from it
-    steps: set[int] = field(default_factory=set)  # where it may besides, while prompts part early
-    early_end: int = 0
-    prompt_end: int = 0
-    answers: set[int] = field(default_factory=set)  # where its answer leaves a state, in the place of the one before
+    stops: list[int] = field(default_factory=list)  # where later hits are to end
+    early_stop: int = 0
+    prompt_end: int = 0  # stops behind it are of the answer
     announced: list[bytes] = field(default_factory=list)
-    stops: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     hold_until: float | None = None
-    checkpoints: list[Slot] = field(default_factory=list)
     last: dict[int, Slot] = field(default_factory=dict)  # of each kind, what it hit last; of states, or made
     needed: list[Slot] = field(default_factory=list)  # fallen out, and what a hit at its last edge takes
-    aside: list[Slot] = field(default_factory=list)  # the same of a hit one edge earlier
-    boundary: TwinBoundary | None = None  # the deepest one that it made or hit
+    stop: TwinStop | None = None  # the deepest one that it made or hit
 
 
 class TwinState:
@@ -102,7 +93,7 @@ class TwinState:
     def __init__(
         self,
         block_count: int,
-        groups: Sequence[tuple[str, int, int, int]],
+        groups: Sequence[tuple[str, int, int]],
         watermark: int = 0,
         quotas: dict[str, tuple[int | None, int | None]] | None = None,
         *,
@@ -119,10 +110,9 @@ class TwinState:
         self.quotas = quotas or {}
         self.chunk_max = chunk_max  # tokens that the owner computes in one pass of a prompt
         self.prompts: list[tuple[str, list[bytes]]] = []  # of all sequences that were ever let in
-        self.between: list[Slot] = []  # cached checkpoints that nobody used and that are at no boundary, oldest first
         self.sequences: dict[int, TwinSequence] = {}
         self.highest_id = 0
-        self.replaced_count = 0  # early ends whose place another boundary took
+        self.replaced_count = 0  # early ends whose place another stop took
         self.answered_count = 0  # ends of prompts and of parts of answers whose place one behind them took
         self.empty = list(range(block_count))[::-1]  # the last one is granted next
         self.published: list[Slot] = []
@@ -133,7 +123,7 @@ class TwinState:
         self.leaving: deque[Removed] | None = None
         keeps_all = all(kind.keeps_prefixes for kind in self.kinds)
         self.retention = "dense" if keeps_all else retention
-        self.boundaries: list[TwinBoundary] = []
+        self.stops: list[TwinStop] = []
 
     # -- what can be observed ------------------------------------------------------------------------------------------
 
@@ -249,12 +239,12 @@ class TwinState:
         """Digests after the first `matched` that some sequence is computing."""
         best = 0
         for sequence in self.sequences.values():
-            if sequence.namespace != namespace or matched not in sequence.stops:
+            if sequence.namespace != namespace or matched not in sequence.places:
                 continue
             common = matched
             while common < min(len(digests), len(sequence.announced)) and digests[common] == sequence.announced[common]:
                 common += 1
-            if common > sequence.stops[-1]:
+            if common > sequence.places[-1]:
                 best = max(best, common - matched)
         return best
 

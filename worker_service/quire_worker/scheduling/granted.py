@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from quire.protocol.outcomes import GrowOutcome, Result, StepOutcome
 
-from quire_worker.scheduling.passes import boundaries_of, pass_token_count, standing
+from quire_worker.scheduling.passes import pass_token_count, standing
 from quire_worker.scheduling.plan import Plan, Work
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.roster import Roster
@@ -59,9 +59,8 @@ def take_grow(roster: Roster, plan: Plan, sample: Sample, token_count: int, grow
         sample.fallen = [group.first_read(sample.computed) // roster.block_size for group in roster.groups]
         if roster.has_states:
             sample.states = [own[0] for own in states]
-            boundaries = boundaries_of(sample, grown, roster.block_size)
             restored = sample.swapped.end if sample.swapped is not None else 0  # no state is known before it
-            sample.boundaries = tuple(each for each in boundaries if each > restored)
+            sample.stops = tuple(stop for stop in grown.stops if stop > restored)
         if sample.swapped is not None and sample.computed >= sample.swapped.end:  # all of it was hit
             roster.swap.release(sample)
         if not sample.request.admitted:

@@ -1,11 +1,8 @@
-"""Where a pass over a sample ends: at its budget, at a boundary, or where more would not fit the pool at once.
+"""Where a pass over a sample ends: at its budget, at a stop, or where more would not fit the pool at once.
 
-In a pool with recurrent states a commit makes a checkpoint only at a boundary, and only if nothing behind it was
-granted: a pass ends there, what the sample holds beyond is given back with its commit, and asked for again in the same
-step. Boundaries are the last block edge of the prompt that leaves a token to compute, where its next turn begins, and
-what the allocator says: the junction, where other prompts part from this one (`GrowOutcome.junction_token_count`), and
-the early end of a long one, behind which others may part from it soon (`GrowOutcome.early_end_token_count`), and the
-ends of its answer, of which the last one is left for who goes on from that (`GrowOutcome.answer_ends`).
+In a pool with recurrent states a commit makes a checkpoint only at a stop, and only if nothing behind it was granted: a
+pass ends there, what the sample holds beyond is given back with its commit, and asked for again in the same step. The
+allocator says where the stops of a sample are when it lets it in (`GrowOutcome.stops`).
 
     prompt of 96 tokens, blocks of 16, junction 64:     [0, 64)  commit  [64, 80)  commit  [80, 96)
 """
@@ -14,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
-
-from quire.protocol.outcomes import GrowOutcome
 
 from quire_worker.scheduling.plan import Work
 from quire_worker.scheduling.request import Sample
@@ -35,13 +30,6 @@ def standing(sample: Sample, work: Work | None) -> Standing:
     return Standing(work.end, len(sample.tokens) + work.is_complete)
 
 
-def boundaries_of(sample: Sample, grown: GrowOutcome, block_size: int) -> tuple[int, ...]:
-    """Returns token counts at which a state of a sample that was just let in is worth keeping; rising."""
-    end = (len(sample.tokens) - 1) // block_size * block_size
-    ends = {end, grown.junction_token_count, grown.early_end_token_count, *grown.answer_ends}
-    return tuple(sorted(ends - {0}))
-
-
 def pass_token_count(sample: Sample, at: Standing, budget: int) -> int:
     """Tokens that its next pass computes, of at most `budget`."""
     end = at.length
@@ -50,17 +38,17 @@ def pass_token_count(sample: Sample, at: Standing, budget: int) -> int:
         if at.start >= sample.swapped.first:
             count = min(end - at.start, budget)
             return min(count, sample.pass_token_count_max) if sample.pass_token_count_max else count
-    for boundary in sample.boundaries:
-        if at.start < boundary < end:
-            end = boundary
+    for stop in sample.stops:
+        if at.start < stop < end:
+            end = stop
             break
     count = min(end - at.start, budget)
     return min(count, sample.pass_token_count_max) if sample.pass_token_count_max else count
 
 
-def is_at_boundary(sample: Sample, at: Standing) -> bool:
+def is_at_stop(sample: Sample, at: Standing) -> bool:
     """Tells whether its last pass ends where a checkpoint belongs, and was not committed yet."""
-    return sample.committed < at.start and at.start in sample.boundaries
+    return sample.committed < at.start and at.start in sample.stops
 
 
 def to_cut(samples: Iterable[Sample], filled: Collection[Sample], parents: Collection[Sample | None]) -> list[Sample]:
@@ -71,5 +59,5 @@ def to_cut(samples: Iterable[Sample], filled: Collection[Sample], parents: Colle
         for sample in samples
         if sample.sequence_id
         and sample.granted > sample.computed
-        and (sample in parents or (sample in filled and sample.computed in sample.boundaries))
+        and (sample in parents or (sample in filled and sample.computed in sample.stops))
     ]

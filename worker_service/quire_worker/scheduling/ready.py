@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from quire_worker.scheduling.drafts import Drafting
 from quire_worker.scheduling.lookahead import last_of
-from quire_worker.scheduling.passes import is_at_boundary, pass_token_count, standing
+from quire_worker.scheduling.passes import is_at_stop, pass_token_count, standing
 from quire_worker.scheduling.plan import Plan, Work
 from quire_worker.scheduling.roster import Roster
 
@@ -51,7 +51,7 @@ def ready_after(
         at = standing(sample, work)
         token_count = pass_token_count(sample, at, budget)
         is_parted = sample.fork_of is not None or sample in parents
-        has_to_ask = is_parted or is_at_boundary(sample, at) or sample.is_outgrown_by(at.length)
+        has_to_ask = is_parted or is_at_stop(sample, at) or sample.is_outgrown_by(at.length)
         if has_to_ask or at.start + token_count > sample.granted:
             plan.is_whole = False
         elif token_count:

@@ -17,7 +17,6 @@ __all__ = [
     "EvictionPolicy",
     "EvictionQueue",
     "LeastRecentlyUsed",
-    "RecomputeCost",
     "ReuseValue",
 ]
 
@@ -59,28 +58,6 @@ class LeastRecentlyUsed(EvictionPolicy):
     def evicted(self, entry: Entry, block_count: int) -> bool:
         self.evicted_count += block_count
         return False
-
-
-class RecomputeCost(LeastRecentlyUsed):
-    """What is cheap to compute again, for the space it takes and the hits it had, leaves first.
-
-    GreedyDual-Size with frequency (Cherkasova, HP Labs 1998): rank = rank of what left last + hits x cost / size. The
-    cost of a token grows with its position, as attention does; at `_EVEN_POSITION` it has doubled.
-    """
-
-    _EVEN_POSITION = 1536  # blocks of 16 tokens: 6 x hidden size tokens, where attention costs what the weights do
-
-    def __init__(self, block_count: int) -> None:
-        super().__init__(block_count)
-        self._floor = 0
-
-    def released(self, entry: Entry) -> None:
-        """Ranks it above what left last."""
-        entry.released = self._floor + (1 + entry.hits) * (self._EVEN_POSITION + entry.first_position)
-
-    def evicted(self, entry: Entry, block_count: int) -> bool:
-        self._floor = max(self._floor, entry.released)
-        return super().evicted(entry, block_count)
 
 
 # Families of entries that were never shared, by what they were stored below: 0 a single position of a window or state,
@@ -296,6 +273,5 @@ class ReuseValue(EvictionPolicy):
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "reuse": ReuseValue,
     "lru": LeastRecentlyUsed,
-    "cost": RecomputeCost,
 }
 DEFAULT_POLICY: Final = "reuse"

@@ -50,7 +50,7 @@ class Entry(ABC):
         is_whole: neither shared, split nor trimmed.
         is_successor: it took the place of another one, which has passed the time that their room is worth.
         worth: SPARE, ASIDE, KEPT or LED, while it is cached.
-        burden: what it leads, while it is cached, against what it and its prefix have themselves since the boundary
+        burden: what it leads, while it is cached, against what it and its prefix have themselves since the stop
             before: 0 if that is less than once as many blocks, 1 if less than 3 times, 2 if less than 7 times, and so
             on up to `BURDEN_MAX`.
 

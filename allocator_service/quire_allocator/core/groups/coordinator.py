@@ -11,17 +11,15 @@ from collections.abc import Sequence
 from typing import cast
 
 from quire_allocator.core.blocks import Blocks, Namespace
-from quire_allocator.core.boundary import prompt_end
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.eviction.queue import Candidates
-from quire_allocator.core.groups.answer_ends import answer_ends
-from quire_allocator.core.groups.early_ends import early_end
 from quire_allocator.core.groups.factory import make_managers
 from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.manager import Hit
 from quire_allocator.core.groups.retention import Retention
 from quire_allocator.core.groups.runs import RunHit
-from quire_allocator.core.sequence import Ends, SequenceState
+from quire_allocator.core.retention.stops import StopRules, Stops
+from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, PoolSpec, Swap
 
 
@@ -54,9 +52,8 @@ class Coordinator:
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         keeps_all = spec.retention == "dense" or not self.settles
-        self.retention = None if keeps_all else Retention(spec, self.managers, blocks, self.history)
-        self._tells_ends = self.in_place and self.retention is not None
-        self._groups = spec.groups
+        self.retention = None if keeps_all else Retention(spec, self.managers, blocks)
+        self.stop_rules = StopRules(spec.groups, spec.edge_tokens, foresees=self.retention is not None)
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
         # The nameless namespace of a pool without quotas: forgotten, it is empty again and serves as the next new one.
         self._unnamed: Namespace | None = None
@@ -112,26 +109,10 @@ class Coordinator:
         junction = kept // self._edge_tokens * self._edge_tokens
         return junction if junction > matched else 0
 
-    def ends(self, prompt_token_count: int, matched: int, junction: int, turn_ends: Sequence[int]) -> Ends:
+    def stops(self, prompt_token_count: int, matched: int, junction: int) -> Stops:
         """Returns where hits are to end in a new sequence."""
-        early, answers = 0, tuple[int, ...]()
-        if self._tells_ends and self.retention is not None:
-            early = early_end(self._groups, self._edge_tokens, prompt_token_count, max(matched, junction))
-            if self._full_count and self.retention.partings.go_on:
-                answers = answer_ends(self._groups, self._edge_tokens, prompt_token_count)
-        boundaries = self.boundaries(prompt_token_count, (junction, early, *turn_ends))
-        return Ends(boundaries, prompt_end(prompt_token_count, self._edge_tokens), early, answers)
-
-    def boundaries(self, prompt_token_count: int, ends: Sequence[int]) -> tuple[int, ...]:
-        """Returns what `SequenceState.boundaries` says of a new sequence: the end of its prompt, and these ends. They
-        are moved back to the edges before them, up to which prompts can be shared. Where all groups keep whole prefixes
-        there are none."""
-        if not self.settles:
-            return ()
-        edge = self._edge_tokens
-        edges = {prompt_end(prompt_token_count, edge), *[end // edge * edge for end in ends]}
-        edges.discard(0)
-        return tuple(sorted(edges))
+        partings = self.retention.partings if self.retention is not None else None
+        return self.stop_rules.of(prompt_token_count, matched, junction, partings)
 
     def note_prompt(
         self, space: Namespace, hits: Sequence[Hit], digests: bytes, prompt_token_count: int, junction: int
@@ -146,32 +127,28 @@ class Coordinator:
             for full, hit in zip(self.retention.full, hits):
                 full.goes_on(cast(RunHit, hit))
 
-    def open(self, space: Namespace, hits: Sequence[Hit], token_count: int, told: Ends, priority: int) -> SequenceState:
+    def open(
+        self, space: Namespace, hits: Sequence[Hit], token_count: int, stops: Stops, priority: int
+    ) -> SequenceState:
         """Makes a sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
         space.sequence_count += 1  # or it would be forgotten with its last cached block
-        ends = told.boundaries
-        if ends and self.retention is not None:
-            ends = self.retention.with_steps(ends)
-        if told.answer_ends:
-            ends = tuple(sorted({*ends, *told.answer_ends}))
-        parts = tuple([m.open(scope, hit, ends) for m, scope, hit in zip(self.managers, space.scopes, hits)])
+        own = stops.token_counts
+        parts = tuple([m.open(scope, hit, own) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts)
-        sequence.ends = ends
-        sequence.boundaries, sequence.prompt_end, sequence.early_end, sequence.answer_ends = told
+        sequence.stops, sequence.prompt_end, sequence.early_stop = stops
         if token_count and self.retention is not None:
             self.retention.make(sequence, token_count)
         self.settle(sequence)
         return sequence
 
-    def pass_ends(self, parent: SequenceState, child: SequenceState) -> None:
-        """Gives a fork the ends of its parent, but for those of the answer, which neither has from now on."""
-        child.boundaries, child.prompt_end, child.early_end = parent.boundaries, parent.prompt_end, parent.early_end
-        if parent.answer_ends:
-            answers = set(parent.answer_ends).difference(parent.boundaries)
-            parent.ends, parent.answer_ends = tuple([end for end in parent.ends if end not in answers]), ()
+    def pass_stops(self, parent: SequenceState, child: SequenceState) -> None:
+        """Gives a fork the stops of its parent, but for those of the answer, which neither has from now on."""
+        stops = parent.stops
+        if stops and stops[-1] > parent.prompt_end:
+            parent.stops = stops = tuple([stop for stop in stops if stop <= parent.prompt_end])
             for part in (*parent.parts, *child.parts):
-                part.end_at(parent.ends)
-        child.ends = parent.ends
+                part.stop_at(stops)
+        child.stops, child.prompt_end, child.early_stop = stops, parent.prompt_end, parent.early_stop
 
     def grant(self, sequence: SequenceState, needs: Sequence[int], until: int, copies: list[Copy]) -> list[array[int]]:
         """Takes what each manager needs and hands it out; the caller has checked that there is room.

@@ -1,7 +1,7 @@
 """Published positions of windowed groups: one by one where somebody has or needs them, else as stretches.
 
 A prompt of a million tokens leaves 62,500 blocks of 16 behind a window, of which nobody may ever ask for one. So what
-falls out of a table together, and stands before no boundary, is one object.
+falls out of a table together, and stands before no stop, is one object.
 
 Lifecycle of a stretch here:
 
@@ -192,7 +192,7 @@ class FallenManager(UnitManager[PartT]):
     def _cache(self, scope: WindowScope, stretch: Stretch) -> None:
         """Nobody has a stretch any more, which was published."""
         count, is_spare = len(stretch.blocks), self.keeper is not None
-        if (is_spare and not self.caches_spare) or not scope.file(stretch):
+        if not scope.file(stretch):
             self._log.removed(scope, stretch.first_position, stretch.digests, 0, stretch.size)
             scope.held -= count
             self._blocks.give_back(stretch.blocks)

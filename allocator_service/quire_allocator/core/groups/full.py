@@ -85,7 +85,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def needed_after(self, hit: RunHit, token_count: int) -> int:
         return -(-token_count // self.block_size) * self.width - hit.block_count
 
-    def open(self, scope: RunScope, hit: RunHit, boundaries: tuple[int, ...]) -> RunPart:
+    def open(self, scope: RunScope, hit: RunHit, stops: tuple[int, ...]) -> RunPart:
         runs = hit.runs
         run = runs[-1] if runs else scope.root
         if hit.cut:

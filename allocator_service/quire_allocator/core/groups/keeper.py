@@ -1,37 +1,29 @@
-"""What runs and units ask of whoever keeps the boundaries of a pool (`retention.py`): an interface, so that they need
-not know how boundaries are made."""
+"""What runs and units ask of whoever keeps the stops of a pool (`retention.py`): an interface, so that they need
+not know how stops are made."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
 from quire_allocator.core.blocks import Scoped
-from quire_allocator.core.boundary import Boundary
+from quire_allocator.core.retention.stop import Stop
 
 
 class Keeper(ABC):
-    """Ends boundaries, and knows where hits need no blocks of windowed groups."""
+    """Ends stops, and says what runs bear."""
 
     @abstractmethod
-    def end(self, boundary: Boundary) -> None:
+    def end(self, stop: Stop) -> None:
         """No hit can end there any more."""
 
     @abstractmethod
     def burden(self, run: Scoped) -> int:
-        """Returns `Entry.burden` of a run in which a boundary stands."""
+        """Returns `Entry.burden` of a run in which a stop stands."""
 
     @abstractmethod
     def moved(self, lower: Scoped, upper: Scoped, cut: int) -> None:
-        """A run was split: boundaries of up to `cut` tokens stand in its upper part from now on."""
+        """A run was split: stops of up to `cut` tokens stand in its upper part from now on."""
 
     @abstractmethod
     def trimmed(self, run: Scoped, end: int) -> None:
-        """A run is about to end after so many tokens: boundaries beyond are gone."""
-
-    @abstractmethod
-    def is_free_stop(self, token_count: int) -> bool:
-        """Tells whether full attention alone can serve a prefix of so many tokens: no other group needs a block."""
-
-    @abstractmethod
-    def free_stop_before(self, token_count: int) -> int:
-        """Returns the last such place before, or 0."""
+        """A run is about to end after so many tokens: stops beyond are gone."""

@@ -79,8 +79,8 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         """Counts the blocks to grant beside a hit, for a new sequence of so many tokens."""
 
     @abstractmethod
-    def open(self, scope: ScopeT, hit: HitT, boundaries: tuple[int, ...]) -> PartT:
-        """Takes references on a hit, and returns what a new sequence with these `SequenceState.boundaries` has here."""
+    def open(self, scope: ScopeT, hit: HitT, stops: tuple[int, ...]) -> PartT:
+        """Takes references on a hit, and returns what a new sequence with these `SequenceState.stops` has here."""
 
     @abstractmethod
     def needed(self, part: PartT, token_count: int, until: int) -> int:

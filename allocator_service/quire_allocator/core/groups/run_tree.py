@@ -12,6 +12,7 @@ from quire_allocator.core.eviction.queue import KEPT, SPARE
 from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.runs import Run, RunHit
 from quire_allocator.core.groups.stretches import agreeing
+from quire_allocator.core.retention.partings import Behind
 from quire_allocator.core.spec import DIGEST_BYTES
 
 
@@ -128,7 +129,7 @@ class RunTree:
         run.drop_head(upper.size)
         run.parent = upper
         upper.children[run.first_digest] = run
-        if run.boundaries and self.keeper is not None:
+        if run.stops and self.keeper is not None:
             self.keeper.moved(run, upper, run.first_position * self.block_size)
         return upper
 
@@ -188,7 +189,7 @@ class RunTree:
         size, (source, blocks) = run.size, run.trim(kept)
         self._log.removed(run.scope, run.first_position + kept // DIGEST_BYTES, source, kept, size)
         self._blocks.give_back(blocks)
-        if run.boundaries and self.keeper is not None:
+        if run.stops and self.keeper is not None:
             self.keeper.trimmed(run, (run.first_position + kept // DIGEST_BYTES) * self.block_size)
         if kept:
             worth, burden = run.worth, run.burden
@@ -201,14 +202,14 @@ class RunTree:
         return count
 
     def lost(self, run: Run) -> None:
-        """A boundary of it is gone."""
+        """A stop of it is gone."""
         if run.ticket and run.worth == KEPT and self.worth(run) == SPARE:
             self._blocks.now_worth(run, SPARE)
 
     def assess(self, run: Run) -> None:
         """Notes what a run is worth that nobody holds, and what leaves with it."""
         run.worth = self.worth(run)
-        run.burden = self.keeper.burden(run) if self.keeper is not None and run.boundaries else 0
+        run.burden = self.keeper.burden(run) if self.keeper is not None and run.stops else 0
 
     def worth(self, run: Run) -> int:
         """Returns whether a hit can end where a run does, as far as the other groups of the pool are concerned: else it
@@ -216,20 +217,16 @@ class RunTree:
         if self.keeper is None or run.children:
             return KEPT
         end = (run.first_position + run.size // DIGEST_BYTES) * self.block_size
-        is_boundary = bool(run.boundaries) and run.boundaries[-1].token_count == end
-        return KEPT if is_boundary or self.keeper.is_free_stop(end) else SPARE
+        is_stop = bool(run.stops) and run.stops[-1].token_count == end
+        return KEPT if is_stop else SPARE
 
     def _positions_to_stop(self, run: Run) -> int:
-        """Counts the positions of a run behind the last place before its end at which a hit can end; all of them where
-        there is none."""
-        assert self.keeper is not None
+        """Counts the positions of a run behind the last stop before its end; all of them where there is none."""
         end = run.first_position + run.size // DIGEST_BYTES
-        stop = max(run.first_position, self.keeper.free_stop_before(end * self.block_size) // self.block_size)
-        for boundary in reversed(run.boundaries):
-            if boundary.token_count < end * self.block_size:
-                stop = max(stop, boundary.token_count // self.block_size)
-                break
-        return end - stop
+        for stop in reversed(run.stops):
+            if stop.token_count < end * self.block_size:
+                return end - stop.token_count // self.block_size
+        return end - run.first_position
 
     def walk(self, root: Run) -> Iterator[Run]:
         """Yields every run below a root, parents before children, while the tree goes on changing.
@@ -281,3 +278,17 @@ def holders_of_runs(runs: Iterable[Run], ends: Iterable[Run]) -> Counter[Run]:
         if run.parent is not None and run.parent.parent is not None:
             holders[run.parent] += holders[run]
     return holders
+
+
+def behind_hit(hit: RunHit, positions: int) -> Behind:
+    """Returns what full attention has behind a hit; an edge is so many positions."""
+    run = hit.runs[-1]
+    left = run.size // DIGEST_BYTES - hit.cut if hit.cut else 0
+    return Behind(1 if hit.cut else len(run.children), _goes_on(run, left, positions))
+
+
+def _goes_on(run: Run, left: int, positions: int) -> bool:
+    """Tells whether at least so many positions follow on some path, of which the run itself has `left`."""
+    if left >= positions:
+        return True
+    return any(_goes_on(child, child.size // DIGEST_BYTES, positions - left) for child in run.children.values())

@@ -21,9 +21,9 @@ from array import array
 from typing import cast
 
 from quire_allocator.core.blocks import Evictor, Namespace, Scope
-from quire_allocator.core.boundary import Boundary
 from quire_allocator.core.groups.manager import Hit
 from quire_allocator.core.groups.stretches import Stretch
+from quire_allocator.core.retention.stop import Stop
 
 
 class Run(Stretch):
@@ -31,10 +31,10 @@ class Run(Stretch):
 
     Attributes:
         children: by their first digest.
-        boundaries: those that stand in it or at its end, the deepest last.
+        stops: those that stand in it or at its end, the deepest last.
     """
 
-    __slots__ = ("boundaries", "children", "parent")
+    __slots__ = ("children", "parent", "stops")
 
     def __init__(
         self, scope: Scope, parent: Run | None, first_position: int, digests: bytes | bytearray, blocks: array[int]
@@ -42,7 +42,7 @@ class Run(Stretch):
         super().__init__(scope, first_position, digests, blocks)
         self.parent = parent
         self.children: dict[bytes, Run] = {}
-        self.boundaries: list[Boundary] = []
+        self.stops: list[Stop] = []
 
 
 class RunHit(Hit):
@@ -71,21 +71,21 @@ class RunScope(Scope):
         self.root = Run(self, None, 0, b"", array("I"))
 
 
-def boundaries_behind(boundary: Boundary) -> list[Boundary]:
-    """Returns the boundaries of all paths that go on from one."""
-    found, pending = list[Boundary](), [cast(Run, boundary.runs[0])]
+def stops_behind(stop: Stop) -> list[Stop]:
+    """Returns the stops of all paths that go on from one."""
+    found, pending = list[Stop](), [cast(Run, stop.runs[0])]
     while pending:
         run = pending.pop()
-        found += [other for other in run.boundaries if other.token_count > boundary.token_count]
+        found += [other for other in run.stops if other.token_count > stop.token_count]
         pending += run.children.values()
     return found
 
 
-def boundary_count_before(run: Run) -> int:
-    """Returns the token count of the last boundary on a path before the deepest one of a run, or 0."""
-    if len(run.boundaries) > 1:
-        return run.boundaries[-2].token_count
+def stop_before(run: Run) -> int:
+    """Returns the token count of the last stop on a path before the deepest one of a run, or 0."""
+    if len(run.stops) > 1:
+        return run.stops[-2].token_count
     above = run.parent
-    while above is not None and not above.boundaries:
+    while above is not None and not above.stops:
         above = above.parent
-    return above.boundaries[-1].token_count if above is not None else 0
+    return above.stops[-1].token_count if above is not None else 0

@@ -11,8 +11,8 @@ Lifecycle of a unit:
     3. cached      in no table, hittable, a candidate for eviction: what it is *worth* says how early
     4. gone        evicted, or dropped before it was published: its blocks are empty
 
-Where there is a keeper, a unit is worth what stands behind it: KEPT if a boundary needs it (LED, where full attention
-has the same prefix), ASIDE if only an edited prompt would, else SPARE. Without one, all are KEPT.
+Where there is a keeper, a unit is worth what stands behind it: KEPT if a stop needs it (LED, where full attention
+has the same prefix), ASIDE if only one that is continued does, else SPARE. Without one, all are KEPT.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scoped
-from quire_allocator.core.boundary import Boundary
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED, SPARE
 from quire_allocator.core.groups.depths import Depths
 from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.manager import Hit, IndexedStretch, Manager
+from quire_allocator.core.retention.stop import Stop
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, PoolSpec, Swap
 
@@ -41,8 +41,9 @@ class Unit(Scoped):
         first_position, first_digest: what it is published as; the digest is empty while it is private.
         is_published: prompts can hit it.
         was_hit: a new sequence has begun with it.
-        boundaries: those that need it or have it aside; None where there never was one.
-        needed_count, aside_count: boundaries and live sequences that need it; that have it aside.
+        stops: those that need it; None where there never was one.
+        needed_count: stops that need it, and live sequences.
+        aside_count: stops that need it and are aside.
     """
 
     __slots__ = (
@@ -50,9 +51,9 @@ class Unit(Scoped):
         "_position",
         "aside_count",
         "blocks",
-        "boundaries",
         "is_published",
         "needed_count",
+        "stops",
         "was_hit",
     )
 
@@ -66,7 +67,7 @@ class Unit(Scoped):
         self._position, self._digest = 0, b""
         # It says no more than the digest, at which nobody has to look for it: most often that is in no cache.
         self.is_published = self.was_hit = False
-        self.boundaries: list[Boundary] | None = None
+        self.stops: list[Stop] | None = None
         self.needed_count = self.aside_count = 0
 
     @property
@@ -179,7 +180,6 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         self._log = log
         self.keeper: Keeper | None = None
         self.is_led = False
-        self.caches_spare = pool.retention != "tail"
 
     def new_scope(self, namespace: Namespace) -> UnitScope:
         return UnitScope(namespace, self)
@@ -194,7 +194,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         assert isinstance(entry, Unit)
         self._blocks.policy.evicted(entry, self.width)
         self._unpublish(entry)
-        self._end_boundaries(entry)
+        self._end_stops(entry)
         return self.width
 
     def worth(self, entry: Scoped) -> int:
@@ -209,10 +209,6 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
             return
         worth, before = self.worth(unit), unit.worth
         if worth == before:
-            return
-        if worth == SPARE and not self.caches_spare:
-            self._unpublish(unit)
-            self._blocks.dropped(unit.scope, self.width)
             return
         unit.scope.spare += self.width * ((worth == SPARE) - (before == SPARE))
         self._blocks.now_worth(unit, worth)
@@ -234,29 +230,22 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
     def _drop(self, unit: Unit) -> None:
         """A cached unit is not worth its blocks."""
         self._unpublish(unit)
-        self._end_boundaries(unit)
+        self._end_stops(unit)
         self._blocks.dropped(unit.scope, self.width)
 
-    def _end_boundaries(self, unit: Unit) -> None:
+    def _end_stops(self, unit: Unit) -> None:
         """A unit is published no more: no hit can end any more where one would need it."""
-        if unit.boundaries and self.keeper is not None:
-            for boundary in unit.boundaries[:]:
-                if unit in boundary.aside:
-                    boundary.aside.remove(unit)
-                else:
-                    self.keeper.end(boundary)
-
-    def new_unit(self, scope: UnitScope, blocks: array[int]) -> Unit:
-        """Makes a private unit that one sequence holds."""
-        return Unit(scope, blocks)
+        if unit.stops and self.keeper is not None:
+            for stop in unit.stops[:]:
+                self.keeper.end(stop)
 
     def _new_units(self, scope: UnitScope, blocks: array[int]) -> list[Unit]:
         """Makes private units of blocks that were just granted; a single one keeps the array itself."""
         width = self.width
         scope.held += len(blocks)
         if len(blocks) == width:  # the usual case, while decoding
-            return [self.new_unit(scope, blocks)]
-        return [self.new_unit(scope, blocks[i : i + width]) for i in range(0, len(blocks), width)]
+            return [Unit(scope, blocks)]
+        return [Unit(scope, blocks[i : i + width]) for i in range(0, len(blocks), width)]
 
     def _hold_hit(self, hit: UnitHit) -> None:
         """Lets a new sequence hold the units that it hit."""
@@ -279,15 +268,11 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         if unit.live:
             return
         if unit.is_published:
-            unit.worth = worth = self.worth(unit)
-            if worth != SPARE:
-                self._blocks.now_cached(unit, self.width, is_candidate=True)
-                return
-            if self.caches_spare:
+            unit.worth = self.worth(unit)
+            if unit.worth == SPARE:
                 unit.scope.spare += self.width
-                self._blocks.now_cached(unit, self.width, is_candidate=True)
-                return
-            self._retract(unit)
+            self._blocks.now_cached(unit, self.width, is_candidate=True)
+            return
         unit.scope.held -= self.width
         self._blocks.give_back(unit.blocks)
 

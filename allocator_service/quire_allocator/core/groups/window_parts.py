@@ -26,54 +26,35 @@ class WindowPart(Part):
     Attributes:
         units: those in its table, from position `first` on.
         tail: blocks behind them, `width` for each position.
-        boundaries: token counts at which a later prompt may part from it; rising.
+        stops: token counts at which a later prompt may part from it; rising.
         falling: what a commit lets fall out, rising; only until it is settled.
-        needed, aside: units that fell out, which a boundary at the last edge before the committed tokens would need,
-            and which it would have aside.
-        only_aside: the one that is all of `aside`, as while decoding; else None. Another one takes its place at every
-            edge: the tuple of the edge before, to be freed then, would long be in no cache.
+        needed: units that fell out, which a stop at the last edge before the committed tokens would need.
         kept: blocks of its own that stand in its table in the place of published ones; None while there were none.
     """
 
     __slots__ = (
-        "_aside",
-        "boundaries",
         "falling",
         "first",
         "kept",
         "needed",
-        "only_aside",
         "scope",
+        "stops",
         "tail",
         "units",
     )
 
-    def __init__(self, scope: WindowScope, first: int, units: list[Unit], boundaries: tuple[int, ...]) -> None:
+    def __init__(self, scope: WindowScope, first: int, units: list[Unit], stops: tuple[int, ...]) -> None:
         self.scope = scope
         self.first = first
         self.units = units
         self.tail = NO_BLOCKS  # which nobody adds to
-        self.boundaries = boundaries
+        self.stops = stops
         self.falling: tuple[Scoped, ...] = ()
         self.needed: tuple[Unit, ...] = ()
-        self.only_aside: Unit | None = None
-        self._aside: tuple[Unit, ...] = ()
         self.kept: KeptBlocks | None = None
 
-    def end_at(self, ends: tuple[int, ...]) -> None:
-        self.boundaries = ends
-
-    @property
-    def aside(self) -> tuple[Unit, ...]:
-        """Returns them, however many there are."""
-        return self._aside if self.only_aside is None else (self.only_aside,)
-
-    @aside.setter
-    def aside(self, units: tuple[Unit, ...]) -> None:
-        """Notes others in their place."""
-        is_one = len(units) == 1
-        self.only_aside = units[0] if is_one else None
-        self._aside = () if is_one else units
+    def stop_at(self, stops: tuple[int, ...]) -> None:
+        self.stops = stops
 
 
 class PublishingManager(FallenManager[WindowPart]):

@@ -8,9 +8,9 @@ Who owns which part of a sequence's table, in positions:
 
 In an append-only pool some published positions stand in the table with blocks of the sequence's own (`kept.py`).
 
-Of what fell out, the sequence remembers what a boundary at its last edge would need, or have aside (`retention.py`).
+Of what fell out, the sequence remembers what a stop at its last edge would need (`retention.py`).
 
-A commit may publish far more than the window holds. Of that it makes units only where a boundary needs one or something
+A commit may publish far more than the window holds. Of that it makes units only where a stop needs one or something
 is published already; all else is stretches, which nobody holds when the commit is done (`fallen.py`).
 """
 
@@ -57,14 +57,14 @@ class WindowManager(PublishingManager):
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         return (-(-token_count // self.block_size) - hit.token_count // self.block_size) * self.width
 
-    def open(self, scope: UnitScope, hit: UnitHit, boundaries: tuple[int, ...]) -> WindowPart:
+    def open(self, scope: UnitScope, hit: UnitHit, stops: tuple[int, ...]) -> WindowPart:
         units = hit.units
         assert isinstance(hit, WindowHit)
         if hit.places:
             taken = [unit for place in hit.places for unit in self._cut(*place)]
             hit.units = units = sorted([*units, *taken], key=lambda unit: unit.first_position)
         self._hold_hit(hit)
-        return WindowPart(cast(WindowScope, scope), hit.first, units[:], boundaries)
+        return WindowPart(cast(WindowScope, scope), hit.first, units[:], stops)
 
     def end_of(self, part: WindowPart) -> int:
         """Returns the position behind the last one of a sequence's table."""
@@ -189,7 +189,7 @@ class WindowManager(PublishingManager):
             self._log.stored(scope, b"", digest, position)
 
     def _idle_spans(self, part: WindowPart, path: Path, new: range, committed: int, until: int) -> list[range]:
-        """Returns what of the `new` positions no boundary needs that the commit reaches, and is not published yet."""
+        """Returns what of the `new` positions no stop needs that the commit reaches, and is not published yet."""
         size, scope = self.block_size, part.scope
         apart = [
             range(position, position + 1)
@@ -197,9 +197,9 @@ class WindowManager(PublishingManager):
             if scope.find(position, path.at(position)) is not None
         ]
         if self.keeper is not None:
-            stops = [count for count in part.boundaries if committed < count <= until]
+            stops = [count for count in part.stops if committed < count <= until]
             for count in (*stops, until // self.edge_tokens * self.edge_tokens):
-                apart += [self.aside_at(count), self.needed_at(count), range(count // size - 1, count // size)]
+                apart += [self.needed_at(count), range(count // size - 1, count // size)]
         spans, position = list[range](), new.start
         for other in sorted(apart, key=lambda positions: positions.start):
             if len(other) and other.stop > position:
@@ -225,13 +225,10 @@ class WindowManager(PublishingManager):
         if part.kept is not None:
             for own in part.kept.take_before(part.first + max(gone, 0), self.width):
                 self._give_back(part, own)
-        if gone == 1 and not falling and part.units:
-            unit = part.units[0]
-            if self._remember_next(part, unit, committed):
-                part.units.pop(0)
-                part.first = first + 1
-                self._release(unit)
-                return self._rule.needs_less_at(committed, (first + 2) * self.block_size - 1)
+        if gone == 1 and not (falling or part.needed) and part.units and not self._is_needed(first, committed):
+            part.first = first + 1
+            self._release(part.units.pop(0))  # while decoding
+            return self._rule.needs_less_at(committed, (first + 2) * self.block_size - 1)
         if gone > 0:
             fallen: list[Scoped] = [*part.units[:gone]]
             falling = (*falling, *fallen)
@@ -242,7 +239,7 @@ class WindowManager(PublishingManager):
                 self._remember(part, committed, falling)
             part.falling = ()
             self._let_fall(part.scope, falling)
-        elif part.needed or part.aside:
+        elif part.needed:
             self._remember(part, committed, falling)
         return self.settled_until(part, committed)
 
@@ -255,14 +252,12 @@ class WindowManager(PublishingManager):
         if count > len(part.units):  # both have the half-filled block from now on
             part.units.append(Unit(part.scope, part.tail[: self.width]))
             del part.tail[: self.width]
-        child = WindowPart(part.scope, part.first, part.units[:count], part.boundaries)
+        child = WindowPart(part.scope, part.first, part.units[:count], part.stops)
         for unit in child.units:
             unit.live += 1
         for unit in part.needed:
             unit.needed_count += 1
-        for unit in part.aside:
-            unit.aside_count += 1
-        child.needed, child.aside = part.needed, part.aside
+        child.needed = part.needed
         return child
 
     def shrink(self, part: WindowPart, until: int) -> None:
@@ -280,31 +275,22 @@ class WindowManager(PublishingManager):
             for own in part.kept.take_all():
                 self._give_back(part, own)
         self._let_fall(part.scope, part.units)
-        for unit in part.aside:
-            unit.aside_count -= 1
-            self.revalue(unit)
         for unit in part.needed:
             unit.needed_count -= 1
             self.revalue(unit)
 
-    # -- what boundaries need ------------------------------------------------------------------------------------------
+    # -- what stops need ------------------------------------------------------------------------------------------
 
     def needed_at(self, token_count: int) -> range:
         """Returns the positions that a hit of so many tokens takes."""
         return range(self._rule.first_needed(token_count) // self.block_size, token_count // self.block_size)
-
-    def aside_at(self, token_count: int) -> range:
-        """Returns the positions that a hit takes which ends one edge earlier, those of `needed_at` excepted."""
-        earlier = max(0, token_count - self.edge_tokens)
-        first = self._rule.first_needed(earlier) // self.block_size
-        return range(first, min(earlier // self.block_size, self._rule.first_needed(token_count) // self.block_size))
 
     def tail(self, part: WindowPart, positions: range) -> list[Unit]:
         """Returns the units of a sequence at these positions, as far as they are published and it has or remembers
         them."""
         first, units, found = part.first, part.units, list[Unit]()
         if positions and positions.start < first:
-            fallen = [*part.aside, *part.needed, *[entry for entry in part.falling if isinstance(entry, Unit)]]
+            fallen = [*part.needed, *[entry for entry in part.falling if isinstance(entry, Unit)]]
             found = [unit for unit in fallen if unit.is_published and unit.first_position in positions]
         found += [units[position - first] for position in positions if first <= position]
         return [unit for unit in found if unit.is_published]
@@ -315,47 +301,22 @@ class WindowManager(PublishingManager):
         found = self.tail(part, range(position, position + 1))
         return found[0].first_digest if found else b""
 
+    def _is_needed(self, position: int, committed: int) -> bool:
+        """Tells whether a stop at the last edge would need a position that falls out."""
+        if self.keeper is None:
+            return False
+        return position in self.needed_at(committed // self.edge_tokens * self.edge_tokens)
+
     def _remember(self, part: WindowPart, committed: int, falling: Sequence[Scoped]) -> None:
         """Notes what is needed of what is about to fall out, and of what fell out before."""
-        edge = committed // self.edge_tokens * self.edge_tokens
-        needed, aside = self.needed_at(edge), self.aside_at(edge)
-        before = [*part.aside, *part.needed]
-        old_needed, old_aside = part.needed, part.aside
+        needed, before = self.needed_at(committed // self.edge_tokens * self.edge_tokens), part.needed
         fallen = [*before, *[entry for entry in falling if isinstance(entry, Unit)]]
         part.needed = tuple([unit for unit in fallen if unit.is_published and unit.first_position in needed])
-        part.aside = tuple([unit for unit in fallen if unit.is_published and unit.first_position in aside])
         for unit in part.needed:
             unit.needed_count += 1
-        for unit in part.aside:
-            unit.aside_count += 1
-        for unit in old_needed:
-            unit.needed_count -= 1
-        for unit in old_aside:
-            unit.aside_count -= 1
         for unit in before:
+            unit.needed_count -= 1
             self.revalue(unit)
-
-    def _remember_next(self, part: WindowPart, unit: Unit, committed: int) -> bool:
-        """Does the same where the first unit of the table is about to fall out alone, and replaces what fell out before
-        it, as decoding does. Returns False where it is not as simple as that, and nothing has changed."""
-        if self.keeper is None:
-            return True
-        size, before, position = self.block_size, part.only_aside, part.first
-        edge = committed // self.edge_tokens * self.edge_tokens
-        earlier = edge - self.edge_tokens
-        if part.needed or (before is None and part.aside) or earlier < 0 or not unit.is_published:
-            return False
-        if position != self._rule.first_needed(earlier) // size or position >= earlier // size:
-            return False  # where it is, what fell out before stands before all that is aside
-        if edge != committed and position >= self._rule.first_needed(edge) // size:
-            return False
-        unit.aside_count += 1
-        part.only_aside = unit
-        if before is not None:
-            before.aside_count -= 1
-            if not before.needed_count:  # else it is worth what it was, and the rest of it need not be looked at
-                self.revalue(before)
-        return True
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:
         units = {unit for part in parts for unit in part.units}

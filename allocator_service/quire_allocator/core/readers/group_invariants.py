@@ -8,7 +8,6 @@ from typing import Any, Generic
 
 from quire_allocator.core.blocks import Scoped
 from quire_allocator.core.groups.fallen import WindowScope
-from quire_allocator.core.groups.families import StateScope
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.manager import PartT, ScopeT
 from quire_allocator.core.groups.runs import Run, RunScope
@@ -204,34 +203,15 @@ def _check_window(manager: WindowManager, scope: WindowScope, sequence: Sequence
 def check_states(manager: StateManager, uses: Sequence[Use[UnitScope, StatePart]]) -> list[Found]:
     """Checks that every sequence has a running block; a published one stands for exactly the committed tokens."""
     for use in uses:
-        _check_families(use.scope)
         for sequence, part in use.parts:
             _check_state(manager, use.scope, sequence, part)
-    between = manager._between
-    assert len(between) <= manager._between_max, "the pool keeps too many checkpoints between boundaries"
-    assert all(unit.key is not None and not unit.live for unit in between), "a checkpoint that is used counts as unused"
     return [_check_units(manager.width, use.scope, [[part.unit] for _, part in use.parts if part.unit]) for use in uses]
-
-
-def _check_families(scope: UnitScope) -> None:
-    assert isinstance(scope, StateScope), "a state has the scope of a window"
-    assert scope.roots.keys() == {unit.key for unit in scope.units()}, "not every checkpoint has a family"
-    members: dict[tuple[int, bytes], set[int]] = {}
-    for (position, _), root in scope.roots.items():
-        assert root[0] <= position, "a family has a root behind one of its checkpoints"
-        members.setdefault(root, set()).add(position)
-    assert {root: family.positions for root, family in scope.families.items()} == {
-        root: sorted(positions) for root, positions in members.items()
-    }, "families have other positions than their checkpoints"
-    assert scope.root_depths.positions == sorted({position for position, _ in members}), "roots are sought elsewhere"
 
 
 def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceState, part: StatePart) -> None:
     assert part.scope is scope, "a sequence has its state in another scope"
     assert part.unit is not None, "a sequence has no state"
-    most = manager._checkpoints_max + (part.unit in part.checkpoints)  # what it holds is dropped when it is let go of
-    assert len(part.checkpoints) <= most, "a sequence keeps too many checkpoints"
-    assert part.boundaries == sequence.ends, "a state makes checkpoints elsewhere than at the boundaries"
+    assert part.stops == sequence.stops, "a state makes checkpoints elsewhere than at the stops of its sequence"
     if part.unit.key is not None:
         tokens = part.unit.key[0] * manager._digest_tokens
         assert tokens == sequence.committed_token_count, f"a state after {tokens} tokens stands for another count"

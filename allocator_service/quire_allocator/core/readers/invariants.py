@@ -36,8 +36,6 @@ def check(pool: Pool) -> None:
     _check_batch(pool)
     _check_admission(pool)
     _check_pending(pool)
-    if pool.coordinator.history is not None:
-        pool.coordinator.history.check_invariants()
 
 
 def _check_manager(pool: Pool, number: int, spaces: Sequence[Namespace]) -> list[Found]:
@@ -138,9 +136,9 @@ def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> No
     assert sequence.quiet_until == quiet, (
         f"commits of {sequence_id} are unseen up to {sequence.quiet_until}, not {quiet}"
     )
-    boundaries, edge = sequence.boundaries, pool.spec.edge_tokens
-    assert list(boundaries) == sorted(set(boundaries)), f"boundaries of {sequence_id} do not rise: {boundaries}"
-    assert all(end > 0 and not end % edge for end in boundaries), f"{sequence_id} has boundaries off the edges"
+    stops, edge = sequence.stops, pool.spec.edge_tokens
+    assert list(stops) == sorted(set(stops)), f"stops of {sequence_id} do not rise: {stops}"
+    assert all(stop > 0 and not stop % edge for stop in stops), f"{sequence_id} has stops off the edges"
     assert sequence.is_hold == (sequence_id in pool.holds), (
         f"sequence {sequence_id} is a hold without an end, or not one"
     )

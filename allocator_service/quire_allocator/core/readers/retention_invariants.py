@@ -1,4 +1,4 @@
-"""What must hold of boundaries, and of what they make worth keeping, counted again from all of them."""
+"""What must hold of stops, and of what they make worth keeping, counted again from all of them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from quire_allocator.core.blocks import Namespace
-from quire_allocator.core.boundary import Boundary, living
 from quire_allocator.core.eviction.queue import KEPT, SPARE
 from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.full import FullAttentionManager
-from quire_allocator.core.groups.partings import STEP_COUNT
 from quire_allocator.core.groups.retention import CONTINUED_MAX, Retention
 from quire_allocator.core.groups.runs import Run, RunScope
 from quire_allocator.core.groups.states import StateManager
 from quire_allocator.core.groups.units import Unit, UnitScope
 from quire_allocator.core.groups.window_parts import WindowPart
 from quire_allocator.core.groups.windows import WindowManager
+from quire_allocator.core.retention.partings import STEP_COUNT
+from quire_allocator.core.retention.stop import Stop, living
 from quire_allocator.core.spec import DIGEST_BYTES
 
 if TYPE_CHECKING:
@@ -25,67 +25,63 @@ if TYPE_CHECKING:
 
 
 def check(pool: Pool, spaces: Sequence[Namespace]) -> None:
-    """Checks the boundaries of all namespaces; there are none where all blocks of windowed groups are alike."""
+    """Checks the stops of all namespaces; there are none where all blocks of windowed groups are alike."""
     retention = pool.coordinator.retention
     if retention is None:
-        assert not any(space.boundaries for space in spaces), "a boundary in a pool that makes none"
+        assert not any(space.stops for space in spaces), "a stop in a pool that makes none"
         return
     needed, aside = Counter[int](), Counter[int]()
     for space in spaces:
-        ways = Counter(id(living(boundary.parent)) for boundary in space.boundaries.values())
-        for key, boundary in space.boundaries.items():
-            assert boundary.is_continued or not boundary.is_aside, "a boundary is aside where paths end or part"
-            assert boundary.way_count == ways[id(boundary)], "a boundary counts other ways than there are"
-            _check_boundary(space, key, boundary)
-            _check_path(boundary, CONTINUED_MAX + STEP_COUNT + bool(retention.states))
-            (aside if boundary.is_aside else needed).update([id(unit) for unit in boundary.needed])
-            aside.update([id(unit) for unit in boundary.aside])
+        ways = Counter(id(living(stop.parent)) for stop in space.stops.values())
+        for key, stop in space.stops.items():
+            assert stop.is_continued or not stop.is_aside, "a stop is aside where paths end or part"
+            assert stop.way_count == ways[id(stop)], "a stop counts other ways than there are"
+            _check_stop(space, key, stop)
+            _check_path(stop, CONTINUED_MAX + STEP_COUNT)
+            (aside if stop.is_aside else needed).update([id(unit) for unit in stop.needed])
     for sequence in pool.sequences.values():
         for number, window in retention.windows:
             part = cast(WindowPart, sequence.parts[number])
             _check_remembered(window, part, sequence.committed_token_count // retention.edge_tokens)
             needed.update([id(unit) for unit in part.needed])
-            aside.update([id(unit) for unit in part.aside])
     for space in spaces:
         _check_worths(retention, space, needed, aside)
 
 
-def _check_boundary(space: Namespace, key: tuple[int, bytes], boundary: Boundary) -> None:
+def _check_stop(space: Namespace, key: tuple[int, bytes], stop: Stop) -> None:
     """It is where it says, and everything that it needs is published."""
-    assert boundary.key == key, "a boundary is filed under another key than its own"
-    assert boundary.index is space.boundaries, "a boundary is filed in another namespace than its own"
-    assert not boundary.is_gone, "a boundary that is gone is still filed"
-    assert boundary.runs or boundary.needed, "a boundary that nothing ends"
-    for entry in (*boundary.needed, *boundary.aside):
+    assert stop.key == key, "a stop is filed under another key than its own"
+    assert stop.index is space.stops, "a stop is filed in another namespace than its own"
+    assert not stop.is_gone, "a stop that is gone is still filed"
+    assert stop.runs or stop.needed, "a stop that nothing ends"
+    for entry in stop.needed:
         unit = cast(Unit, entry)
-        assert unit.key is not None, "a boundary needs what is not published"
-        assert unit.scope.namespace is space, "a boundary needs what another namespace has"
-        assert unit.boundaries is not None, "a unit does not know who needs it"
-        assert boundary in unit.boundaries, "a unit does not know a boundary that needs it"
-    for entry in boundary.runs:
-        assert boundary in cast(Run, entry).boundaries, "a run does not know a boundary that stands in it"
+        assert unit.key is not None, "a stop needs what is not published"
+        assert unit.scope.namespace is space, "a stop needs what another namespace has"
+        assert unit.stops is not None, "a unit does not know who needs it"
+        assert stop in unit.stops, "a unit does not know a stop that needs it"
+    for entry in stop.runs:
+        assert stop in cast(Run, entry).stops, "a run does not know a stop that stands in it"
 
 
-def _check_path(boundary: Boundary, count_max: int) -> None:
-    """The boundaries before it are above it, and few of them are there for no other reason than edits; of states the
-    first one besides."""
-    count, below = 0, boundary.token_count + 1
-    before: Boundary | None = boundary
+def _check_path(stop: Stop, count_max: int) -> None:
+    """The stops before it are above it, and few of them are there for no other reason than edits."""
+    count, below = 0, stop.token_count + 1
+    before: Stop | None = stop
     while before is not None:
-        assert before.token_count < below, "a boundary is behind one that it comes before"
+        assert before.token_count < below, "a stop is behind one that it comes before"
         count, below = count + (not before.is_parting), before.token_count
         before = living(before.parent)
-    assert count <= count_max, f"a path has {count} boundaries where none parts from it"
+    assert count <= count_max, f"a path has {count} stops where none parts from it"
 
 
 def _check_remembered(window: WindowManager, part: WindowPart, edge_count: int) -> None:
     """A sequence remembers what fell out, and of that only what its last edge needs."""
     edge = edge_count * window.edge_tokens
-    for units, positions in ((part.needed, window.needed_at(edge)), (part.aside, window.aside_at(edge))):
-        for unit in units:
-            if unit.key is not None:
-                assert unit.key[0] in positions, "a sequence remembers what it does not need"
-                assert unit.key[0] < part.first, "a sequence remembers what it has in its table"
+    for unit in part.needed:
+        if unit.key is not None:
+            assert unit.key[0] in window.needed_at(edge), "a sequence remembers what it does not need"
+            assert unit.key[0] < part.first, "a sequence remembers what it has in its table"
 
 
 def _check_worths(retention: Retention, space: Namespace, needed: Counter[int], aside: Counter[int]) -> None:
@@ -107,14 +103,14 @@ def _check_worths(retention: Retention, space: Namespace, needed: Counter[int], 
 
 
 def _check_run(full: FullAttentionManager, run: Run, number: int) -> None:
-    ends = [boundary.token_count for boundary in run.boundaries]
+    ends = [stop.token_count for stop in run.stops]
     first = run.first_position * full.block_size
     end = first + run.size // DIGEST_BYTES * full.block_size
-    assert ends == sorted(set(ends)), "the boundaries of a run are not in order"
-    assert all(first < count <= end for count in ends), "a boundary stands in a run that does not reach to it"
-    for boundary in run.boundaries:
-        assert boundary.index.get(boundary.key) is boundary, "a run has a boundary that is gone"
-        assert boundary.runs[number] is run, "a boundary names another run than the one it stands in"
+    assert ends == sorted(set(ends)), "the stops of a run are not in order"
+    assert all(first < count <= end for count in ends), "a stop stands in a run that does not reach to it"
+    for stop in run.stops:
+        assert stop.index.get(stop.key) is stop, "a run has a stop that is gone"
+        assert stop.runs[number] is run, "a stop names another run than the one it stands in"
     if run.ticket:
         assert run.worth == full.worth(run), "a cached run is taken for worth more or less than it is"
         assert run.worth in (SPARE, KEPT), "a run leaves in order or first"

@@ -4,7 +4,7 @@
     2. locate    every sequence's tables among them; private blocks are claimed, half-filled ones may be shared by forks
     3. build     runs and units, first all as cached, then held by the sequences
     4. queue     what nobody holds, in the order in which it was let go of: it is evicted in that order
-    5. restore   boundaries, where stretches and paths end (`boundaries.py`)
+    5. restore   stops, where stretches and paths end (`stops.py`)
     6. compare   every table with the reported one; what is left is empty
 
 Only a new pool is written to, and the caller puts it in force when it is whole: a refused report changes nothing.
@@ -26,7 +26,6 @@ from quire_allocator.core.eviction.queue import KEPT, SPARE
 from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.rebuild.boundaries import restore_boundaries
 from quire_allocator.core.rebuild.report import (
     BlockUse,
     Report,
@@ -36,7 +35,8 @@ from quire_allocator.core.rebuild.report import (
     refuse,
 )
 from quire_allocator.core.rebuild.runs import RunBuilder
-from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder, told_ends
+from quire_allocator.core.rebuild.stops import restore_stops
+from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder, told_stops
 from quire_allocator.core.sequence import Part, SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK, GroupKind, PoolSpec
 
@@ -107,7 +107,7 @@ class Rebuild:
         cached = [item for builder in builders for item in builder.build(pool.blocks.namespaces, ranks)]
         for reported, found in zip(report.sequences, located, strict=True):
             _open(pool, spaces.get(reported.namespace), reported, found)
-        restore_boundaries(pool, {n: b.links for n, b in enumerate(builders) if isinstance(b, UnitBuilder)})
+        restore_stops(pool, {n: b.links for n, b in enumerate(builders) if isinstance(b, UnitBuilder)})
         _queue(pool, cached)
         pool.blocks.give_back(self._use.unused())
         pool.last_sequence_id = report.last_sequence_id
@@ -163,9 +163,7 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
     made = tuple([make() for make in parts])
     sequence = SequenceState(space, reported.token_count, reported.priority, made)
     sequence.committed_token_count = reported.committed_token_count
-    told = told_ends(pool, reported)
-    sequence.boundaries, sequence.ends = told.boundaries, told.all
-    sequence.prompt_end, sequence.answer_ends = told.prompt_end, told.answer_ends
+    sequence.stops, sequence.prompt_end, sequence.early_stop = told_stops(pool, reported)
     pool.sequences[reported.sequence_id] = sequence
     tables = zip(pool.tables(sequence), _own_tables(reported), strict=True)
     if any(table.tobytes() != given.tobytes() for table, given in tables):

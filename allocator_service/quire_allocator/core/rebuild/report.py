@@ -22,7 +22,7 @@ class ReportedSequence(NamedTuple):
         tables: one per group; `NULL_BLOCK` where a windowed group gave a block back.
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
         hold_until: when a hold ends, in seconds of the caller's clock; None for an ordinary sequence.
-        boundaries, answer_ends: as in `SequenceState`.
+        stops: as in `SequenceState`.
         kept: one per group, of its own blocks where they stand in the place of published ones (which are in `tables`),
             and `NULL_BLOCK` elsewhere; nothing where it keeps none.
     """
@@ -36,9 +36,8 @@ class ReportedSequence(NamedTuple):
     prompt_token_count: int = 0
     chunk_token_count: int = 0
     hold_until: float | None = None
-    boundaries: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
     kept: Sequence[array[int]] = ()
-    answer_ends: tuple[int, ...] = ()
 
 
 class ReportedStretch(NamedTuple):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import cast
 
 from quire_allocator.core.blocks import Namespace, Scoped
-from quire_allocator.core.boundary import prompt_end
 from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.groups.states import StatePart
@@ -15,10 +14,10 @@ from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitSc
 from quire_allocator.core.groups.window_parts import WindowPart
 from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.rebuild.boundaries import Links
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import claim_kept, manager_number
-from quire_allocator.core.sequence import Ends
+from quire_allocator.core.rebuild.stops import Links
+from quire_allocator.core.retention.stops import Stops
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
@@ -79,7 +78,7 @@ class UnitBuilder:
                     space = pool.blocks.namespaces[name] = pool.coordinator.new_namespace(name)
                 scope = space.scopes[self._number]
                 assert isinstance(scope, UnitScope)
-                unit = self._manager.new_unit(scope, blocks)
+                unit = Unit(scope, blocks)
                 unit.live = 0
                 scope.add(unit, key)
                 scope.cached += width
@@ -141,7 +140,7 @@ class WindowBuilder(UnitBuilder):
                 tail.extend(unit.blocks)
             else:
                 units.append(unit)
-        part = WindowPart(scope, first, units, told_ends(self._pool, sequence).all)
+        part = WindowPart(scope, first, units, told_stops(self._pool, sequence).token_counts)
         part.tail = tail
         if sequence.kept:
             full = range(first, committed // size)
@@ -165,12 +164,10 @@ class StateBuilder(UnitBuilder):
         unit = self._hold(scope, blocks, committed, may_share=is_quiet)
         if unit.key is not None and (unit.key[0] * self._pool.digest_tokens != committed or not is_quiet):
             refuse(f"the state of sequence {name} is published for another length")
-        part = StatePart(scope, unit, told_ends(self._pool, sequence).all)
+        part = StatePart(scope, unit, told_stops(self._pool, sequence).token_counts)
         return lambda: part
 
 
-def told_ends(pool: Pool, sequence: ReportedSequence) -> Ends:
-    """Returns where hits are to end in a reported sequence: what its owner was told, and its prompt's end."""
-    prompt, edge = max(1, sequence.prompt_token_count), pool.spec.edge_tokens
-    answers = tuple([end for end in sequence.answer_ends if pool.coordinator.in_place and not end % edge])
-    return Ends(pool.coordinator.boundaries(prompt, sequence.boundaries), prompt_end(prompt, edge), 0, answers)
+def told_stops(pool: Pool, sequence: ReportedSequence) -> Stops:
+    """Returns where hits are to end in a reported sequence, as its owner was told."""
+    return pool.coordinator.stop_rules.told(sequence.stops, sequence.prompt_token_count)

@@ -1,4 +1,4 @@
-"""A lookup of states asks one checkpoint of each family first, and finds what asking all of them would."""
+"""A lookup of states finds the deepest checkpoint of a prompt, whatever is published at other depths."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import PoolSpec, Result
 
-from tests.allocator.core.compiled import IS_COMPILED
-from tests.allocator.core.pools import full, positions_asked_for, state
+from tests.allocator.core.pools import full, state
 
 
 def computed(pool: Pool, sequence_id: int, digests: bytes, ends: list[int]) -> None:
@@ -25,27 +24,10 @@ def computed(pool: Pool, sequence_id: int, digests: bytes, ends: list[int]) -> N
             done = end
 
 
-@pytest.mark.skipif(IS_COMPILED, reason="calls inside of a compiled class are not seen")
-def test_a_prompt_that_parts_early_from_thousands_of_checkpoints_asks_for_few_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pool, dice = Pool(PoolSpec(8_000, (full(4), state(4, checkpoints_max=2_000)))), random.Random(1)
-    computed(pool, 1, dice.randbytes(32 * 1_500), list(range(1, 1_500)))
-    other = dice.randbytes(32 * 1_500)
-    assert pool.allocate(2, 6_000, other).result is Result.OK
-    assert pool.commit(2, 6_000, other).result is Result.OK
-    scope = pool.blocks.namespaces[""].scopes[1]
-    pool.allocate(3, 4, other[:32])  # a sequence that begins alike changes nothing
-    assert len(scope.units()) >= 1_499  # type: ignore[attr-defined]
-    asked = positions_asked_for(monkeypatch)
-    assert pool.match("", other[: 32 * 1_499]) == 0
-    assert len(asked) <= 16
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_found_is_what_asking_for_every_checkpoint_finds(seed: int) -> None:
     dice = random.Random(seed)
-    pool = Pool(PoolSpec(dice.choice([250, 400, 1_200]), (full(4), state(4, checkpoints_max=40))))
+    pool = Pool(PoolSpec(dice.choice([250, 400, 1_200]), (full(4), state(4))))
     texts = [dice.randbytes(32 * 60)]
     for sequence_id in range(1, 60):
         stem = dice.choice(texts)
@@ -63,5 +45,5 @@ def test_what_is_found_is_what_asking_for_every_checkpoint_finds(seed: int) -> N
         for text in dice.sample(texts, min(8, len(texts))):
             limit = dice.randrange(61)
             known = [at for at in range(1, limit + 1) if scope.find(at, text[32 * at - 32 : 32 * at])]  # type: ignore[attr-defined]
-            found = scope.deepest(text, limit)  # type: ignore[attr-defined]
-            assert (found.first_position if found else 0) == max(known, default=0), f"seed {seed}"
+            found = pool.managers[1].find(scope, text, 4 * limit)
+            assert found.token_count == 4 * max(known, default=0), f"seed {seed}"

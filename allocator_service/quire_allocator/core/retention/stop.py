@@ -1,10 +1,10 @@
 """Where a later prompt may part from one that was computed: up to there all groups must serve it, or none is of use.
 
 Full attention serves a prefix wherever a block of it ends; a windowed group only where the blocks of the window before
-are still there, a state only after a checkpoint. So of both those blocks are kept that stand before a *boundary*, and
-what no boundary needs leaves the cache first (`groups/retention.py` has the rules).
+are still there, a state only after a checkpoint. So of both those blocks are kept that stand before a *stop*, and
+what no stop needs leaves the cache first (`groups/retention.py` has the rules).
 
-Lifecycle of a boundary:
+Lifecycle of a stop:
 
     1. made        a commit, a hit, a fork or the end of a sequence has reached it, and every group can serve it
     2. continued   a deeper one was made behind it: only prompts that were edited still end here. Where two ways go on,
@@ -18,30 +18,27 @@ from collections.abc import Sequence
 
 from quire_allocator.core.eviction.queue import Entry
 
-BoundaryKey = tuple[int, bytes]  # tokens before it, the digest of all of them
+StopKey = tuple[int, bytes]  # tokens before it, the digest of all of them
 
 
-class Boundary:
+class Stop:
     """One place at which hits can end.
 
     Attributes:
         key: what it is filed under, in the `index` of its namespace.
         needed: published positions of windows and checkpoints that a hit which ends here takes; all are there.
-        aside: published positions that a hit which ends one edge earlier takes beyond those, as far as they are there.
         runs: of each tree of full attention the run that it stands in: at its end, or inside.
-        parent: the boundary before it on its path, when it was made; it may have gone since.
-        next_token_count: tokens before the boundary that was made right behind it last; 0 where there was none.
-        way_count: boundaries that were made right behind it and are not gone.
-        is_parting: two boundaries were right behind it at once, or another path branches off there.
+        parent: the stop before it on its path, when it was made; it may have gone since.
+        way_count: stops that were made right behind it and are not gone.
+        is_parting: two stops were right behind it at once, or another path branches off there.
         answer_token_count: how far it is behind the end of the prompt whose answer made it; 0 where none did.
-        is_early: it is the early end of a prompt, from which another one may part before the next boundary.
+        is_early: it is the early end of a prompt, from which another one may part before the next stop.
         is_aside: it is continued, and what it needs leaves before what the policy ranks.
-        is_gone: it has ended; only sequences and boundaries that came by still refer to it.
+        is_gone: it has ended; only sequences and stops that came by still refer to it.
     """
 
     __slots__ = (
         "answer_token_count",
-        "aside",
         "index",
         "is_aside",
         "is_early",
@@ -49,7 +46,6 @@ class Boundary:
         "is_parting",
         "key",
         "needed",
-        "next_token_count",
         "parent",
         "runs",
         "way_count",
@@ -57,21 +53,18 @@ class Boundary:
 
     def __init__(
         self,
-        index: dict[BoundaryKey, Boundary],
-        key: BoundaryKey,
+        index: dict[StopKey, Stop],
+        key: StopKey,
         needed: Sequence[Entry],
-        aside: Sequence[Entry],
         runs: Sequence[Entry],
         *,
-        parent: Boundary | None,
+        parent: Stop | None,
     ) -> None:
         self.index = index
         self.key = key
         self.needed = list(needed)
-        self.aside = list(aside)
         self.runs = list(runs)
         self.parent = parent
-        self.next_token_count = 0
         self.way_count = 0
         self.is_parting = False
         self.is_aside = False
@@ -90,13 +83,8 @@ class Boundary:
         return self.way_count > 0 and not self.is_parting
 
 
-def living(boundary: Boundary | None) -> Boundary | None:
-    """Returns the boundary itself or, where it is gone, the next one before it that is not."""
-    while boundary is not None and boundary.is_gone:
-        boundary = boundary.parent
-    return boundary
-
-
-def prompt_end(prompt_token_count: int, edge_tokens: int) -> int:
-    """Returns the last edge of a prompt that leaves a token to compute; 0 where it has none."""
-    return (prompt_token_count - 1) // edge_tokens * edge_tokens
+def living(stop: Stop | None) -> Stop | None:
+    """Returns the stop itself or, where it is gone, the next one before it that is not."""
+    while stop is not None and stop.is_gone:
+        stop = stop.parent
+    return stop

@@ -3,12 +3,12 @@
 A pool of windows keeps little behind for prompts that part early: a hit can only end before blocks of a window, and one
 end for each turn is enough where all prompts go on from there. Where they are edited, cut off or written anew from the
 middle, more ends are worth their blocks. Which of both is the case, a pool learns from its prompts, by what full
-attention has of them or, where there is none, by the latest prompts (`history.py`):
+attention has of them; without full attention it learns nothing, and takes all prompts to part late:
 
     late     nothing follows where the prompt parts
     again    one text follows by an edge at least, and all of the prompt is known: an answer is asked for once more
     inside   one text follows, and the prompt goes another way
-    nothing  several texts follow, or did: paths part there, whoever comes (`Boundary.is_parting`)
+    nothing  several texts follow, or did: paths part there, whoever comes (`Stop.is_parting`)
 
 Sources: a prompt whose last message was edited hits nothing in vLLM with sparse retention (issue 57610); Marconi (MLSys
 2025) tunes what it keeps by replaying the last requests, this counts them.
@@ -18,9 +18,6 @@ from __future__ import annotations
 
 import math
 from typing import Final, NamedTuple
-
-from quire_allocator.core.groups.runs import Run, RunHit
-from quire_allocator.core.spec import DIGEST_BYTES
 
 LATE_BELIEVED: Final = 4.0  # prompts that are taken to have parted late before any was seen
 LATE_BELIEVED_OF_STATES: Final = 32.0
@@ -64,12 +61,12 @@ class Partings:
 
     @property
     def are_early(self) -> bool:
-        """Tells whether so many prompts part before an end that continued boundaries are worth their blocks."""
+        """Tells whether so many prompts part before an end that continued stops are worth their blocks."""
         return self.again + self.inside >= self._share * (self.late + self.again + self.inside)
 
     @property
     def are_inside(self) -> bool:
-        """Tells whether so many do where no boundary stands that steps are worth theirs."""
+        """Tells whether so many do where no stop stands that steps are worth theirs."""
         return self.inside >= self._share * (self.late + self.again + self.inside)
 
     @property
@@ -107,17 +104,3 @@ class Partings:
         distances = [self.edge_tokens << (step + 1) for step in range(STEP_COUNT)]
         stops = {(end - distance) // self.stop_tokens * self.stop_tokens for distance in distances if distance < end}
         return sorted(stops - {0}, reverse=True)
-
-
-def behind_hit(hit: RunHit, positions: int) -> Behind:
-    """Returns what full attention has behind a hit; an edge is so many positions."""
-    run = hit.runs[-1]
-    left = run.size // DIGEST_BYTES - hit.cut if hit.cut else 0
-    return Behind(1 if hit.cut else len(run.children), _goes_on(run, left, positions))
-
-
-def _goes_on(run: Run, left: int, positions: int) -> bool:
-    """Tells whether at least so many positions follow on some path, of which the run itself has `left`."""
-    if left >= positions:
-        return True
-    return any(_goes_on(child, child.size // DIGEST_BYTES, positions - left) for child in run.children.values())

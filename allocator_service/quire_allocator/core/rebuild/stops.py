@@ -1,9 +1,9 @@
-"""Finds again where hits can end (`retention.py`): a report names blocks, and no boundaries.
+"""Finds again where hits can end (`retention.py`): a report names blocks, and no stops.
 
-A boundary's blocks end where a stretch of windowed blocks ends or a checkpoint is, and paths end and part at
-boundaries: at all these places one is made, if every group can serve it there. So of boundaries whose blocks run into
+A stop's blocks end where a stretch of windowed blocks ends or a checkpoint is, and paths end and part at
+stops: at all these places one is made, if every group can serve it there. So of stops whose blocks run into
 each other only the last one is found, every checkpoint is taken for one (of those on one path the last few stay), and
-in a pool without full attention nobody knows any more which of them are on one path. What no boundary found has is
+in a pool without full attention nobody knows any more which of them are on one path. What no stop found has is
 spare, under `tail`, too, which has no spare blocks else: emptied at once, what may still be hit would be lost.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import cast
 
 from quire_allocator.core.blocks import Namespace
-from quire_allocator.core.boundary import Boundary
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.retention import Retention
 from quire_allocator.core.groups.runs import Run, RunScope
@@ -21,15 +20,16 @@ from quire_allocator.core.groups.units import Unit, UnitKey, UnitScope
 from quire_allocator.core.groups.window_parts import WindowPart
 from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.retention.stop import Stop
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES
 
 Links = dict[str, dict[UnitKey, bytes]]  # by namespace: of a published position the digest of the one before it
-_Place = tuple[int, bytes]  # tokens before a boundary, the digest of all of them
+_Place = tuple[int, bytes]  # tokens before a stop, the digest of all of them
 
 
-def restore_boundaries(pool: Pool, links: dict[int, Links]) -> None:
-    """Makes the boundaries of a pool whose blocks and sequences are all filed; `links` are by the managers' numbers."""
+def restore_stops(pool: Pool, links: dict[int, Links]) -> None:
+    """Makes the stops of a pool whose blocks and sequences are all filed; `links` are by the managers' numbers."""
     retention = pool.coordinator.retention
     if retention is None:
         return
@@ -92,7 +92,7 @@ def _ends(retention: Retention, space: Namespace, tails: Sequence[_Tails]) -> se
 
 
 def _restore_paths(retention: Retention, space: Namespace, tails: Sequence[_Tails]) -> None:
-    """Returns the boundaries of a namespace, path by path from the root down."""
+    """Returns the stops of a namespace, path by path from the root down."""
     ends, edge = _ends(retention, space, tails), retention.edge_tokens
     counts = {token_count for token_count, _ in ends}
     others = [
@@ -100,7 +100,7 @@ def _restore_paths(retention: Retention, space: Namespace, tails: Sequence[_Tail
         for number, full in enumerate(retention.full)
     ]
     first = retention.full[0]
-    pending: list[tuple[Run, Boundary | None]] = [(cast(RunScope, space.scopes[0]).root, None)]
+    pending: list[tuple[Run, Stop | None]] = [(cast(RunScope, space.scopes[0]).root, None)]
     while pending:
         run, above = pending.pop()
         for place in _places(first, run, edge, counts):
@@ -117,7 +117,7 @@ def _by_place(full: FullAttentionManager, root: Run, edge: int, counts: set[int]
 
 
 def _places(full: FullAttentionManager, run: Run, edge: int, counts: set[int]) -> list[_Place]:
-    """Returns the edges of a run that may be boundaries, the first first: its end, and those at some counts of
+    """Returns the edges of a run that may be stops, the first first: its end, and those at some counts of
     tokens."""
     digests, size, begin = bytes(run.digests), full.block_size, run.first_position * full.block_size
     end, places = full.end_of(run), []
@@ -135,18 +135,17 @@ def _make(
     runs: Sequence[Run],
     tails: Sequence[_Tails],
     *,
-    above: Boundary | None,
-) -> Boundary | None:
-    """Makes one boundary, if everything that it needs is there."""
+    above: Stop | None,
+) -> Stop | None:
+    """Makes one stop, if everything that it needs is there."""
     token_count, digest = place
-    needed, aside = list[Unit](), list[Unit]()
+    needed = list[Unit]()
     for own in tails:
         end = token_count // own.window.block_size
         found = own.units(digest, end, own.window.needed_at(token_count))
         if found is None:
             return None
         needed += found
-        aside += own.units(digest, end, own.window.aside_at(token_count)) or []
     for number, state in retention.states:
         unit = state.checkpoint_at(cast(UnitScope, space.scopes[number]), token_count, digest)
         if unit is None:
@@ -154,26 +153,23 @@ def _make(
         needed.append(unit)
     if not needed and not runs:
         return None
-    boundary = retention.put(space, place, needed, aside, runs, parent=above)
+    stop = retention.put(space, place, needed, runs, parent=above)
     for full, run in zip(retention.full, runs, strict=True):
-        boundary.is_parting |= full.end_of(run) == token_count and len(run.children) > 1
-    retention.end_old(boundary)
-    return boundary
+        stop.is_parting |= full.end_of(run) == token_count and len(run.children) > 1
+    retention.end_old(stop)
+    return stop
 
 
 def _follow(retention: Retention, sequence: SequenceState, tails: Sequence[_Tails]) -> None:
-    """Returns what a live sequence remembers: the deepest boundary of its path, and what its last edge needs."""
+    """Returns what a live sequence remembers: the deepest stop of its path, and what its last edge needs."""
     if retention.full:
         run: Run | None = cast(RunPart, sequence.parts[0]).run
-        while run is not None and not run.boundaries:
+        while run is not None and not run.stops:
             run = run.parent
-        sequence.last_boundary = run.boundaries[-1] if run is not None else None
+        sequence.last_stop = run.stops[-1] if run is not None else None
     edge = sequence.committed_token_count // retention.edge_tokens * retention.edge_tokens
     for own, (number, window) in zip(tails, retention.windows, strict=True):
         part = cast(WindowPart, sequence.parts[number])
         part.needed = tuple(own.fallen(part, window.needed_at(edge)))
-        part.aside = tuple(own.fallen(part, window.aside_at(edge)))
         for unit in part.needed:
             unit.needed_count += 1
-        for unit in part.aside:
-            unit.aside_count += 1

@@ -1,0 +1,115 @@
+"""Where stops are: token counts of a sequence at which a later prompt's hit is to end.
+
+A hit ends only where every group can serve it, so windows keep what is before a stop, and states make a checkpoint
+there. An owner that keeps states ends passes at stops.
+
+| stop | where | in which pools |
+| --- | --- | --- |
+| end of the prompt | its last edge that leaves a token to compute | all but those of full attention alone |
+| junction | up to where full attention alone would have served the prompt | the same |
+| steps | 2, 4, ... 256 edges before the end, while many prompts part inside of others (`partings.py`) | the same |
+| early | an eighth of what is new before the end | full attention and states |
+| of the answer | 1, 2, 3, 4, 6, 8, 12, ... edges behind the end, each in the place of the one before | the same |
+
+A state takes a page, so the last two depend on its size. A prompt has an early stop where the attention of its new part
+takes at least a quarter of the blocks of a state, and its answer has stops where the attention of the prompt takes at
+least as many. A fork has no stops of the answer, and its parent none from then on.
+
+    prompt of 4,096 tokens, blocks of 16, one group of full attention and 24 of states; its end is 4,080
+        all is new           255 blocks of attention, 24 of a state: early at 3,568, and at 4,112, 4,128, 4,144, ...
+        4,000 were known     5 blocks of attention are new: no early stop
+
+Sources: decisions 19, 24, 56 and 59 in `docs/decisions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from quire_allocator.core.retention.partings import STEP_COUNT, Partings
+from quire_allocator.core.spec import GroupKind, GroupSpec
+
+_EARLY_PART: Final = 8
+_STATE_PART: Final = 4
+_DISTANCES: Final = tuple(sorted([1, *[2 << each for each in range(11)], *[3 << each for each in range(10)]]))
+_TOKENS_MAX: Final = 2**32 - 1  # that a token count can say
+STOPS_MAX: Final = 3 + STEP_COUNT + 22  # of one sequence: `_DISTANCES` are 22
+
+
+class Stops(NamedTuple):
+    """The stops of one sequence.
+
+    Attributes:
+        token_counts: all of them, rising, each at an edge.
+        prompt_end: the end of the prompt; those behind it are of the answer. 0 where the prompt has no whole edge.
+        early: the early one; 0 where there is none.
+    """
+
+    token_counts: tuple[int, ...]
+    prompt_end: int
+    early: int
+
+
+class StopRules:
+    """Says where the stops of a new sequence are.
+
+    Attributes:
+        foresees: the pool has early stops and those of answers.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpec], edge_tokens: int, *, foresees: bool) -> None:
+        kinds = {group.kind for group in groups}
+        self._groups = groups
+        self._edge_tokens = edge_tokens
+        self._has_any = kinds != {GroupKind.FULL_ATTENTION}
+        self.foresees = foresees and kinds >= {GroupKind.FULL_ATTENTION, GroupKind.STATE}
+
+    def of(self, prompt_token_count: int, matched: int, junction: int, partings: Partings | None) -> Stops:
+        """Returns them for a prompt of which so many tokens were matched; without `partings` nothing was learned."""
+        end = prompt_end(prompt_token_count, self._edge_tokens)
+        if not self._has_any:
+            return Stops((), end, 0)
+        found, early = {end, junction}, 0
+        if self.foresees and partings is not None:
+            early = early_stop(self._groups, self._edge_tokens, prompt_token_count, max(matched, junction))
+            found.add(early)
+            if partings.go_on:
+                found.update(answer_stops(self._groups, self._edge_tokens, prompt_token_count))
+        if partings is not None and partings.are_inside:
+            found.update(partings.steps_before(end))
+        found.discard(0)
+        return Stops(tuple(sorted(found)), end, early)
+
+    def told(self, token_counts: Sequence[int], prompt_token_count: int) -> Stops:
+        """Returns those that the owner of a rebuilt pool was told of a sequence; a fork has no prompt."""
+        edge = self._edge_tokens
+        kept = sorted({count for count in token_counts if count and not count % edge}) if self._has_any else []
+        end = prompt_end(prompt_token_count, edge) if prompt_token_count else max(kept, default=0)
+        return Stops(tuple(kept), end, 0)
+
+
+def prompt_end(prompt_token_count: int, edge_tokens: int) -> int:
+    """Returns the last edge of a prompt that leaves a token to compute; 0 where it has none."""
+    return (prompt_token_count - 1) // edge_tokens * edge_tokens
+
+
+def early_stop(groups: Sequence[GroupSpec], edge_tokens: int, prompt_token_count: int, known_token_count: int) -> int:
+    """Returns the early stop of a prompt of which so many leading tokens were computed before; 0 where it has none."""
+    end = prompt_end(prompt_token_count, edge_tokens)
+    new = end - known_token_count
+    attention = sum([new // group.block_size for group in groups if group.kind is GroupKind.FULL_ATTENTION])
+    if not attention or _STATE_PART * attention < sum([group.kind is GroupKind.STATE for group in groups]):
+        return 0
+    early = (end - new // _EARLY_PART) // edge_tokens * edge_tokens
+    return early if known_token_count < early < end else 0
+
+
+def answer_stops(groups: Sequence[GroupSpec], edge_tokens: int, prompt_token_count: int) -> tuple[int, ...]:
+    """Returns the stops of the answer to a prompt, rising."""
+    end = prompt_end(prompt_token_count, edge_tokens)
+    attention = sum([end // group.block_size for group in groups if group.kind is GroupKind.FULL_ATTENTION])
+    if attention < sum([group.kind is GroupKind.STATE for group in groups]):
+        return ()
+    stops = [end + distance * edge_tokens for distance in _DISTANCES]
+    return tuple([stop for stop in stops if prompt_token_count < stop <= _TOKENS_MAX])

@@ -1,0 +1,130 @@
+"""A worker that notes its passes on the device: `python -m quire._child serving_sides.probed_worker ...`.
+
+It is the worker in all else. CUDA events are recorded before and after each replay of a graph and each pass that is
+launched by the host, which costs some microseconds; on a CPU the clock is read instead.
+
+    SIGUSR1    writes the passes since the last time as JSON to the file that `QUIRE_PROBE` names
+    SIGUSR2    starts torch's profiler; again: ends it, and writes its trace to the same name with `.trace.json`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from quire_worker.execution import decode_graphs
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.server import main
+
+HAS_GPU = torch.cuda.is_available()
+
+
+class Noted(NamedTuple):
+    """A pass: how it was launched, its sequences and tokens, and when it began and ended."""
+
+    kind: str  # "replayed" or "launched"
+    sequences: int
+    tokens: int
+    begin: Any
+    end: Any
+
+
+NOTED: list[Noted] = []
+LENGTHS: list[int] = []  # sequences of the graph that is about to be replayed
+PROFILERS: list[Any] = []
+
+
+def moment() -> Any:
+    """Returns now, on the device's own time."""
+    if not HAS_GPU:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between_ms(begin: Any, end: Any) -> float:
+    """Returns the milliseconds between two moments."""
+    return float(begin.elapsed_time(end)) if HAS_GPU else 1e3 * float(end - begin)
+
+
+def probe() -> None:
+    """Puts moments around replays and passes."""
+    forward, capture, logits_of = PagedModel.forward, decode_graphs.Capture.__call__, decode_graphs._Graph.logits_of
+
+    def noted_forward(self: PagedModel, batch: Any, *rest: Any) -> Any:
+        begin = moment()
+        logits = forward(self, batch, *rest)
+        NOTED.append(Noted("launched", batch.spans.shape[1], batch.input_ids.shape[1], begin, moment()))
+        return logits
+
+    def noted_capture(self: Any, compute: Callable[[], torch.Tensor]) -> decode_graphs.Replay:
+        replay = capture(self, compute)
+
+        def run() -> None:
+            begin = moment()
+            replay.run()
+            count = LENGTHS[-1] if LENGTHS else 0
+            NOTED.append(Noted("replayed", count, count, begin, moment()))
+
+        return replay._replace(run=run)
+
+    def noted_logits_of(self: Any, batch: Any, *rest: Any) -> Any:
+        LENGTHS[:] = [batch.input_ids.shape[1]]
+        return logits_of(self, batch, *rest)
+
+    PagedModel.forward = noted_forward  # type: ignore[method-assign,assignment]
+    decode_graphs.Capture.__call__ = noted_capture  # type: ignore[method-assign]
+    decode_graphs._Graph.logits_of = noted_logits_of  # type: ignore[method-assign]
+
+
+def write(*_: Any) -> None:
+    """Writes the passes so far, in milliseconds since the first of them began, and forgets them."""
+    noted, NOTED[:] = NOTED[:], []
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    found = [
+        {
+            "kind": each.kind,
+            "sequences": each.sequences,
+            "tokens": each.tokens,
+            "begin_ms": between_ms(noted[0].begin, each.begin),
+            "end_ms": between_ms(noted[0].begin, each.end),
+        }
+        for each in noted
+    ]
+    replace(Path(os.environ["QUIRE_PROBE"]), lambda path: path.write_text(json.dumps(found)))
+
+
+def toggle(*_: Any) -> None:
+    """Starts the profiler, or ends it."""
+    if not PROFILERS:
+        activities = [torch.profiler.ProfilerActivity.CUDA if HAS_GPU else torch.profiler.ProfilerActivity.CPU]
+        PROFILERS.append(torch.profiler.profile(activities=activities))
+        PROFILERS[0].start()
+        NOTED.clear()
+        return
+    profiler = PROFILERS.pop()
+    profiler.stop()
+    path = Path(os.environ["QUIRE_PROBE"]).with_suffix(".trace.json")
+    replace(path, lambda new: profiler.export_chrome_trace(str(new)))
+
+
+def replace(path: Path, write_to: Callable[[Path], object]) -> None:
+    """Writes a file so that whoever finds it finds all of it."""
+    new = path.with_name("new-" + path.name)
+    write_to(new)
+    new.replace(path)
+
+
+if __name__ == "__main__":
+    probe()
+    signal.signal(signal.SIGUSR1, write)
+    signal.signal(signal.SIGUSR2, toggle)
+    main()

@@ -1,4 +1,4 @@
-"""Checks and measures Quire on a GPU in one run: `make gpu-proof OUT=FOLDER`, or this file itself where there is no venv.
+"""Checks and measures Quire on a GPU in one run: `make gpu-proof OUT=FOLDER`; this file itself where there is no venv.
 
 Each part is a process of its own, which is ended at the end of its time together with what it started. A part that
 fails or runs out of time keeps the rows that it has written by then, and the next part runs. The parts, in order:

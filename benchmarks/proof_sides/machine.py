@@ -68,10 +68,15 @@ def _version(package: str) -> str:
 
 def _note_imports() -> None:
     """Notes whether all that the other parts need can be imported: what is missing is better known at once."""
-    for module in ("quire_worker.server", "quire_allocator.server", "quire.cli.plan", "transformers", "triton"):
-        done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
-        why = {} if done.returncode == 0 else {"why": done.stderr.strip().splitlines()[-1:]}
-        note({"imports": module, "passed": done.returncode == 0, **why})
+    modules = ("quire_worker.server", "quire_allocator.server", "quire.cli.plan", "transformers", "triton")
+    started = [
+        subprocess.Popen([sys.executable, "-c", f"import {each}"], stderr=subprocess.PIPE, text=True)
+        for each in modules
+    ]
+    for module, process in zip(modules, started, strict=True):
+        _, said = process.communicate()
+        why = {} if process.returncode == 0 else {"why": said.strip().splitlines()[-1:]}
+        note({"imports": module, "passed": process.returncode == 0, **why})
 
 
 if __name__ == "__main__":

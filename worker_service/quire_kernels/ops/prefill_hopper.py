@@ -17,12 +17,12 @@ goes on from one piece to the next: the keys of the next are on their way while 
 Tile n of a program (counted over all its pieces) is in slot n % STAGES, and is that slot's round n // STAGES, whose
 parity is what a wait names. All three groups compute the same tiles of a piece (`prefill_tiles`), so they count alike.
 
-TMA copies whole pages, or boxes of BLOCK_N keys of a larger page. A slot that no row may see can hold NaN. For K the mask
-removes it. V is multiplied with p = 0, and 0 * NaN is NaN, so both groups zero such rows of the first and the last tile
-in shared memory. A page id outside of the keys that are seen is never read.
+TMA copies whole pages, or boxes of BLOCK_N keys of a larger page. A slot that no row may see can hold NaN. The mask
+removes it from the scores. V is multiplied with p = 0, and 0 * NaN is NaN, so both groups zero such rows of the first
+and the last tile in shared memory. A page id outside of the keys that are seen is never read.
 
-The order inside the loop is what makes the overlap. ptxas moves a wait for wgmma up to the start of its basic block. The
-wait for the V of the next step ends the block of the softmax, so the wait for the product with V stays behind it.
+The order inside the loop is what makes the overlap. ptxas moves a wait for wgmma up to the start of its basic block.
+The wait for the V of the next step ends the block of the softmax, so the wait for the product with V stays behind it.
 """
 
 from __future__ import annotations
@@ -110,23 +110,21 @@ def copy_tiles(
         for tile in range(start, stop):
             slot = count % STAGES
             parity = count // STAGES % 2 ^ 1
-            gl.static_assert(BLOCK_N % BOX == 0)
+            box_rows = ()
+            for i in gl.static_range(BLOCK_N // BOX):
+                box = min(max(tile * (BLOCK_N // BOX) + i, first_box), last_box)
+                page = gl.load(page_indices + first_page + box * BOX // PAGE_SIZE)
+                box_rows += (page * rows_per_page + first_row + box * BOX % PAGE_SIZE,)
             mbarrier.wait(k_empty.index(slot), parity)
             mbarrier.expect(k_full.index(slot), BYTES)
             for i in gl.static_range(BLOCK_N // BOX):
-                box = min(max(tile * (BLOCK_N // BOX) + i, first_box), last_box)
-                page = gl.load(page_indices + first_page + box * BOX // PAGE_SIZE)
-                row = page * rows_per_page + first_row + box * BOX % PAGE_SIZE
                 part = k_ring.index(slot).slice(i * BOX, BOX, dim=0)
-                tma.async_copy_global_to_shared(k, [row, column], k_full.index(slot), part)
+                tma.async_copy_global_to_shared(k, [box_rows[i], column], k_full.index(slot), part)
             mbarrier.wait(v_empty.index(slot), parity)
             mbarrier.expect(v_full.index(slot), BYTES)
             for i in gl.static_range(BLOCK_N // BOX):
-                box = min(max(tile * (BLOCK_N // BOX) + i, first_box), last_box)
-                page = gl.load(page_indices + first_page + box * BOX // PAGE_SIZE)
-                row = page * rows_per_page + first_row + box * BOX % PAGE_SIZE
                 part = v_ring.index(slot).slice(i * BOX, BOX, dim=0)
-                tma.async_copy_global_to_shared(v, [row, column], v_full.index(slot), part)
+                tma.async_copy_global_to_shared(v, [box_rows[i], column], v_full.index(slot), part)
             count += 1
 
 

@@ -14,13 +14,19 @@ import itertools
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from quire_kernels.shared.launch import check_devices, device_of
+from quire_kernels.shared.launch import can_overlap, check_devices, device_of
 from quire_kernels.shared.work_units import WorkUnits
 
 LOG2_E = 1.4426950408889634
-BLOCK_SPLITS = 16
+BLOCK_SPLITS_MAX, BLOCK_ELEMENTS = 32, 8192  # splits at once, and their elements: 64 registers of a thread
 NUM_WARPS = 4
+
+
+def block_splits(block_v: int) -> int:
+    """Says how many partial results of `block_v` elements are read at once."""
+    return max(1, min(BLOCK_SPLITS_MAX, BLOCK_ELEMENTS // block_v))
 
 
 @triton.jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["partial_lse", "unit_indptr", "lse"])
@@ -37,12 +43,15 @@ def merge_splits_kernel(
     V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Merges online over blocks of splits, so that any number of them may be merged."""
     request = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
     first = tl.load(unit_indptr + request)
     count = tl.load(unit_indptr + request + 1) - first
+    if OVERLAP:
+        gdc_wait()  # for the partial results; the division was there before
     if count <= 1:
         return
     dims = tl.arange(0, BLOCK_V)
@@ -108,11 +117,12 @@ def merge_splits(
     check_devices(out.device, partial_out=partial_out, partial_lse=partial_lse, lse=lse, units=work.units)
     if batch == 0:
         return
+    block_v, overlap = triton.next_power_of_2(v_head_dim), can_overlap(out.device)
     with device_of(merge_splits_kernel, out=out):
         merge_splits_kernel[(batch * heads,)](
             partial_out, partial_lse, work.indptr, out, lse, heads, *out.stride(),
-            V_DIM=v_head_dim, BLOCK_V=triton.next_power_of_2(v_head_dim), BLOCK_SPLITS=BLOCK_SPLITS,
-            num_warps=NUM_WARPS,
+            V_DIM=v_head_dim, BLOCK_V=block_v, BLOCK_SPLITS=block_splits(block_v), OVERLAP=overlap,
+            num_warps=NUM_WARPS, **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ REGISTERS = 168  # per thread of all 12 warps; what the copying ones leave goes 
 PAGE_SIZE_MIN = 16
 TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 ENABLED = True  # False makes `mla_paged` launch the Triton kernel, so that one process can compare both
+TAKES_TURNS = False  # True launches `mla_seesaw_kernel`
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
@@ -271,12 +272,13 @@ def is_copyable(cache: torch.Tensor) -> bool:
     )
 
 
-def describe(cache: torch.Tensor) -> TensorDescriptor:
-    """Describes a cache `[pages, page_size, dim]` as a matrix, from which boxes of a page or of `KEYS` rows are
-    copied."""
+def describe(cache: torch.Tensor, columns: int) -> TensorDescriptor:
+    """Describes a cache `[pages, page_size, dim]` as a matrix; boxes of it are a page or `KEYS` rows, and `columns`."""
     pages, page_size, dim = cache.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(cache, [pages * page_size, dim], [cache.stride(1), 1], [min(page_size, KEYS), dim], layout)
+    return TensorDescriptor(
+        cache, [pages * page_size, dim], [cache.stride(1), 1], [min(page_size, KEYS), columns], layout
+    )
 
 
 def launch_hopper(
@@ -300,8 +302,18 @@ def launch_hopper(
     q_nope, q_pe, ckv, kpe = parts.values()
     heads = q_nope.shape[1]
     programs = division.work.capacity * triton.cdiv(heads, HEADS)
+    if TAKES_TURNS:
+        from quire_kernels.ops.mla_seesaw import mla_seesaw_kernel
+
+        mla_seesaw_kernel[(programs,)](
+            q_nope, q_pe, describe(ckv, CKV_DIM // 2), describe(kpe, KPE_DIM), *indices, division.work.units,
+            division.work.indptr, out, lse, division.partial_out, division.partial_lse, float(sm_scale),
+            division.work.batch, *q_nope.stride()[:2], *q_pe.stride()[:2], HEADS=heads, PAGE_SIZE=ckv.shape[1],
+            BLOCK=HEADS, KEYS=KEYS, COPY_REGISTERS=40, GROUP_REGISTERS=232, num_warps=4, maxnreg=REGISTERS,
+        )  # fmt: skip
+        return
     mla_hopper_kernel[(programs,)](
-        q_nope, q_pe, describe(ckv), describe(kpe), *indices, division.work.units, division.work.indptr, out, lse,
+        q_nope, q_pe, describe(ckv, CKV_DIM), describe(kpe, KPE_DIM), *indices, division.work.units, division.work.indptr, out, lse,
         division.partial_out, division.partial_lse, float(sm_scale), division.work.batch,
         *q_nope.stride()[:2], *q_pe.stride()[:2], HEADS=heads, PAGE_SIZE=ckv.shape[1], BLOCK=HEADS, KEYS=KEYS,
         BUFFERS=BUFFERS, COPY_REGISTERS=COPY_REGISTERS, num_warps=NUM_WARPS, maxnreg=REGISTERS,

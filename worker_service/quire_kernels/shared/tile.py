@@ -120,12 +120,17 @@ def store_rows(out, lse, row, valid, result, result_lse, V_DIM: tl.constexpr, BL
 
 @triton.jit
 def page_ids_of_tile(page_ids, start, load_low, load_high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Loads the page ids of the keys `[start, start + BLOCK_N)`: one if pages are that large, else one a key; int64."""
+    """Loads the page ids of the keys `[start, start + BLOCK_N)`, each page's once: int64, one, or one a key."""
     if PAGE_SIZE == 0:
         return tl.zeros((), dtype=tl.int64)
     elif PAGE_SIZE % BLOCK_N == 0:
         valid = (start + BLOCK_N > load_low) & (start < load_high)
         return tl.load(page_ids + start // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+    elif PAGE_SIZE > 1 and BLOCK_N % PAGE_SIZE == 0:
+        first = start + tl.arange(0, BLOCK_N // PAGE_SIZE) * PAGE_SIZE
+        valid = (first + PAGE_SIZE > load_low) & (first < load_high)
+        ids = tl.load(page_ids + first // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+        return tl.reshape(tl.broadcast_to(ids[:, None], (BLOCK_N // PAGE_SIZE, PAGE_SIZE)), (BLOCK_N,))
     else:
         keys = start + tl.arange(0, BLOCK_N)
         valid = (keys >= load_low) & (keys < load_high)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 PACKAGE = "quire_kernels"
-CHOICES = ("is_hopper", "fits_hopper")  # functions that say whether a launcher takes such a kernel
+CHOICES = ("runs_on_hopper", "fits_hopper")  # functions that say whether a launcher takes such a kernel
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import torch
 from quire_worker.execution.launched import Launched, TokensToCome
 from quire_worker.execution.parts import Awaiting
 from quire_worker.execution.run import Run
+from quire_worker.execution.runner import Runner
 
 from tests.worker.engine_harness import prompt, reference_text, running
 from tests.worker.launching import launch_passes
@@ -58,10 +59,10 @@ async def test_mixed_batches_prefix_hits_and_forks_give_the_text_of_transformers
 
 
 async def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_read(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, launched_count: list[int]
+    llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     behind = threading.Semaphore(0)  # passes that were launched behind another one
-    settle, launch = Launched.settle, Run.launch
+    finish, launch = Runner._finish, Run.launch
     waited: list[bool] = []
 
     def launched(self: Run, layout: Any, to_come: TokensToCome | None) -> torch.Tensor | None:
@@ -69,13 +70,13 @@ async def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_read(
             behind.release()
         return launch(self, layout, to_come)
 
-    def settled(self: Launched) -> Any:
-        if threading.current_thread().name == "reader" and len(waited) < 20:
+    def finished(self: Runner, *of_pass: Any) -> Any:
+        if len(waited) < 20:
             waited.append(behind.acquire(timeout=WAIT_S))
-        return settle(self)
+        return finish(self, *of_pass)
 
     monkeypatch.setattr(Run, "launch", launched)
-    monkeypatch.setattr(Launched, "settle", settled)
+    monkeypatch.setattr(Runner, "_finish", finished)
     tokens = prompt(20)
     async with running(llama) as harness:
         harness.engine._plans_beside = True  # a pass for first tokens alone, too, as on a GPU

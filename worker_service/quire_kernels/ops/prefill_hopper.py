@@ -61,11 +61,11 @@ synchronize_group = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # fmt: off
 @gluon.jit
-def piece(turn, work, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
+def piece(turn, work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
     """Loads what a turn is about: the last blocks of rows first, the KV heads of a block side by side."""
-    units, unit_indptr, qo_indptr, page_indptr, last_page_len, batch = work
-    number = piece_of_turn(turn, gl.program_id(0), gl.num_programs(0))
-    unit = gl.load(unit_indptr + batch) - 1 - number // KV_HEADS
+    units, unit_count, qo_indptr, page_indptr, last_page_len = work
+    number = piece_of_turn(turn, gl.program_id(0), PROGRAMS)
+    unit = unit_count - 1 - number // KV_HEADS
     request = gl.load(units + unit * 4)
     row_start = gl.load(units + unit * 4 + 1)
     row_stop = gl.load(units + unit * 4 + 2)
@@ -79,16 +79,17 @@ def piece(turn, work, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def turns(work, KV_HEADS: gl.constexpr):
+def turns(work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr):
     """Returns how many pieces this program does."""
-    return turns_of_program(gl.load(work[1] + work[5]) * KV_HEADS, gl.program_id(0), gl.num_programs(0))
+    return turns_of_program(work[1] * KV_HEADS, gl.program_id(0), PROGRAMS)
 
 
 @gluon.jit
 def copy_tiles(
     k, v, page_indices, work, window_left, rows, ring, barriers,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):
     """Copies the tiles of all pieces into the ring. One warp."""
     BOX: gl.constexpr = k.block_shape[0]
@@ -97,8 +98,8 @@ def copy_tiles(
     k_ring, v_ring = ring
     k_full, k_empty, v_full, v_empty = barriers
     count = 0
-    for turn in range(turns(work, KV_HEADS)):
-        kv_head, row_start, row_stop, _, q_len, first_page, kv_len = piece(turn, work, KV_HEADS, PAGE_SIZE)
+    for turn in range(turns(work, PROGRAMS, KV_HEADS)):
+        kv_head, row_start, row_stop, _, q_len, first_page, kv_len = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
         low, high, free_low, free_high = keys_of_block(
             kv_len, q_len, row_start, row_stop, window_left, GROUP, CAUSAL, WINDOW
         )
@@ -173,9 +174,9 @@ def clear_values(values, low, high, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr)
 @gluon.jit
 def attend_pieces(
     q, q_strides, out, lse, sinks, work, window_left, sm_scale, soft_cap, q_rows, ring, barriers,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, HALF: gl.constexpr,
+    PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, HALF: gl.constexpr,
 ):
     """Attends the rows `[HALF * 64, (HALF + 1) * 64)` of all pieces. Four warps."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -189,8 +190,8 @@ def attend_pieces(
     scale = sm_scale * LOG2_E
     no_scores = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     count = 0
-    for turn in range(turns(work, KV_HEADS)):
-        kv_head, row_start, row_stop, q_begin, q_len, _, kv_len = piece(turn, work, KV_HEADS, PAGE_SIZE)
+    for turn in range(turns(work, PROGRAMS, KV_HEADS)):
+        kv_head, row_start, row_stop, q_begin, q_len, _, kv_len = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
         low, high, free_low, free_high = keys_of_block(
             kv_len, q_len, row_start, row_stop, window_left, GROUP, CAUSAL, WINDOW
         )
@@ -200,7 +201,7 @@ def attend_pieces(
         io_token = (q_begin + io_row // GROUP).to(gl.int64)
         io_head = kv_head * GROUP + io_row % GROUP
         dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ROW_LAYOUT))
-        q_offset = io_token * q_strides[0] + io_head * q_strides[1]
+        q_offset = io_token * q_strides[0].to(gl.uint32).to(gl.int64) + io_head * q_strides[1]
         queries = gl.load(q + q_offset[:, None] + dim[None, :], mask=(io_row < row_stop)[:, None], other=0.0)
         synchronize_group()  # the results of the piece before have been read from here
         q_rows.store(queries)
@@ -298,6 +299,7 @@ def prefill_hopper_kernel(
     sm_scale, soft_cap, window_left, batch,
     rows_per_page, rows_per_head, columns_per_head,  # of the descriptors
     stride_q_token, stride_q_head,
+    PROGRAMS: gl.constexpr,  # that are launched
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr,  # query heads of a KV head
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
@@ -317,7 +319,7 @@ def prefill_hopper_kernel(
         mbarrier.init(k_empty.index(slot), count=2)
         mbarrier.init(v_empty.index(slot), count=2)
     fence_async_shared()
-    work = (units, unit_indptr, qo_indptr, page_indptr, last_page_len, batch)
+    work = (units, gl.load(unit_indptr + batch), qo_indptr, page_indptr, last_page_len)
     ring = (k_ring, v_ring)
     barriers = (k_full, k_empty, v_full, v_empty)
     q_strides = (stride_q_token, stride_q_head)
@@ -325,15 +327,15 @@ def prefill_hopper_kernel(
         [
             (attend_pieces, (
                 q, q_strides, out, lse, sinks, work, window_left, sm_scale, soft_cap, q_rows.index(0), ring, barriers,
-                KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 0,
+                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 0,
             )),
             (attend_pieces, (
                 q, q_strides, out, lse, sinks, work, window_left, sm_scale, soft_cap, q_rows.index(1), ring, barriers,
-                KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 1,
+                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 1,
             )),
             (copy_tiles, (
                 k, v, page_indices, work, window_left, (rows_per_page, rows_per_head, columns_per_head), ring, barriers,
-                KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW,
+                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW,
             )),
         ],
         [4, 1],
@@ -453,14 +455,14 @@ def launch_on_hopper(
     """Launches what `fits_hopper` agreed to, with the arguments of `prefill_paged`, on the current device."""
     rows, block_n = page_rows(cache.k), keys_per_tile(cache.head_dim)
     assert rows is not None
-    programs = min(multiprocessor_count(q.device), launch.grid[0])
+    programs = multiprocessor_count(q.device)  # those without work leave at once
     prefill_hopper_kernel[(programs,)](
         q, pages_by_tma(cache.k, rows, block_n), pages_by_tma(cache.v, rows, block_n),
         qo_indptr, indptr, indices, last_page_len, division.work.units, division.work.indptr,
         launch.out, launch.lse, options.sinks,
         float(options.sm_scale), float(options.logits_soft_cap), options.window_left, division.work.batch,
         rows.per_page, rows.per_head, rows.columns_per_head, q.stride(0), q.stride(1),
-        KV_HEADS=cache.num_kv_heads, GROUP=division.group, PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim,
+        PROGRAMS=programs, KV_HEADS=cache.num_kv_heads, GROUP=division.group, PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim,
         BLOCK_N=block_n, STAGES=2, CAUSAL=masking.causal, WINDOW=options.window_left >= 0,
         SOFT_CAP=options.logits_soft_cap > 0, num_warps=4, maxnreg=MAXNREG,
     )  # fmt: skip

@@ -30,10 +30,10 @@ from serving_sides.workload import KINDS, Workload
 Row = dict[str, Any]
 MODEL = "llama-8b"
 IN_MEMORY = Path("/dev/shm")
-UTILIZATION, BLOCK_TOKENS, BATCH_TOKENS, RUNNING = 0.9, 16, 8192, 256
+UTILIZATION, BLOCK_TOKENS = 0.9, 16
 ON_GPU = (
     "--device", "cuda", "--dtype", "bfloat16", "--gpu-memory-utilization", str(UTILIZATION),
-    "--max-running", str(RUNNING), "--max-batch-tokens", str(BATCH_TOKENS), "--block-size", str(BLOCK_TOKENS),
+    "--block-size", str(BLOCK_TOKENS),
 )  # fmt: skip
 ON_CPU = ("--blocks", "512")
 START_S = 110.0  # that a side may take to serve

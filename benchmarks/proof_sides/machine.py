@@ -33,8 +33,8 @@ def main() -> None:
             **{package: _version(package) for package in PACKAGES},
         }
     )
-    _note_imports()
     if not torch.cuda.is_available():
+        _note_imports()
         return
     found = torch.cuda.get_device_properties(0)
     asked = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
@@ -57,6 +57,7 @@ def main() -> None:
             "matmul_tflop_per_s": round(bench.matmul_operations_per_s / 1e12, 1),
         }
     )
+    _note_imports()
 
 
 def _version(package: str) -> str:
@@ -68,7 +69,7 @@ def _version(package: str) -> str:
 
 def _note_imports() -> None:
     """Notes whether all that the other parts need can be imported: what is missing is better known at once."""
-    modules = ("quire_worker.server", "quire_allocator.server", "quire.cli.plan", "transformers", "triton")
+    modules = ("quire_worker.server", "quire_allocator.server", "quire.cli.plan")
     started = [
         subprocess.Popen([sys.executable, "-c", f"import {each}"], stderr=subprocess.PIPE, text=True)
         for each in modules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -18,7 +19,10 @@ def main() -> None:
     logs = Path(log_folder()) / "serving"
     logs.mkdir(parents=True, exist_ok=True)
     sides = ("quire",) if IS_DRY else ("quire", *gpu_goals.TRANSFORMERS)
-    for row in gpu_run.rows(has_gpu=has_gpu, sides=sides, left_s=lambda: left_s() - SPARE_S, logs=logs):
+    checkpoint = Path(os.environ.get("QUIRE_PROOF_CHECKPOINT", "nowhere"))
+    for row in gpu_run.rows(
+        has_gpu=has_gpu, sides=sides, left_s=lambda: left_s() - SPARE_S, logs=logs, checkpoint=checkpoint
+    ):
         note(row)
 
 

@@ -25,7 +25,7 @@ def main() -> None:
     if IS_DRY:
         sys.exit(run_tests([REPLAYED], jobs=0, marks="interpreted"))
     chosen = [f"{MIXED}[{name}-32]" for name in CAPTURED] + [f"{MIXED}[{name}-0]" for name in LAUNCHED]
-    sys.exit(run_tests([OWN_POOL, *chosen], jobs=8, marks="gpu"))
+    sys.exit(run_tests([OWN_POOL, *chosen], jobs=14, marks="gpu"))
 
 
 if __name__ == "__main__":

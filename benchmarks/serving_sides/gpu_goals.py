@@ -8,7 +8,7 @@ from typing import Any
 from report import Goal
 
 Row = dict[str, Any]
-TRANSFORMERS = ("generate_batch", "generate")
+TRANSFORMERS = ("generate", "generate_batch")
 SHARES = {1: 0.8, 32: 0.75, 128: 0.7}  # of the bound, by requests
 FASTER, IDLE, FIRST_TOKEN = 1.5, 0.02, 0.6
 

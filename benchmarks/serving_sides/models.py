@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+LAST_FILE = "tokenizer.json"  # that a checkpoint gets
 FILE_BYTES = 1 << 30  # of weights that are drawn at once
 INITIAL = 0.02  # standard deviation, as transformers draws weights
 
@@ -131,7 +132,7 @@ def draw_model(name: str, folder: Path, device: str) -> Path:
 
 
 def _copy_tokenizer(folder: Path) -> None:
-    for name_of_file in ("tokenizer.json", "tokenizer_config.json"):
+    for name_of_file in ("tokenizer_config.json", LAST_FILE):
         shutil.copy(DEMO / name_of_file, folder / name_of_file)
 
 

@@ -186,7 +186,7 @@ def profiles(stack: ProbedStack, wanted: Measurement, left_s: Callable[[], float
         if left_s() < 15:
             return
         # A prompt of 512 tokens takes some 15 ms: twice that, and decode has begun.
-        after_s = 0.2 + 0.03 * workload.request_count * workload.prompt_tokens / 512 if is_decode else 0.0
+        after_s = 0.2 + 0.03 * workload.request_count * workload.prompt_tokens / 512 if is_decode else -1.0
         requests = workload.draw(-2, vocabulary)
         trace, passes = stack.profile(requests, after_s=after_s, seconds=PROFILED_S)
         yield from profile_rows(title, trace, max(1, len(passes)))
@@ -218,17 +218,18 @@ def profile_rows(title: str, trace: Trace, turns: int) -> Iterator[Row]:
 
 
 def memory_row(stack: ProbedStack, model: Path, total_bytes: int, utilization: float, block_size: int) -> Row:
-    """Returns how many blocks fit, beside what `quire plan` said before anything was loaded."""
+    """Returns how many blocks fit, beside what `quire plan` says, which has read the configuration alone."""
     command = [sys.executable, "-m", "quire.cli", "plan", str(model), "--memory", f"{total_bytes}B", "--json"]
     command += ["--worker", "--utilization", str(utilization), "--block-size", str(block_size)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    planned = json.loads(done.stdout)["memory"]["block_count"]
-    return {
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    row: Row = {
         "measured": "memory",
         "blocks": stack.status.block_count,
-        "planned_blocks": planned,
-        "of_plan": round(stack.status.block_count / planned, 4),
         "block_bytes": stack.status.block_bytes,
         "tokens": stack.status.block_count * stack.status.block_size,
         "start_s": round(stack.start_s, 1),
     }
+    if done.returncode:
+        return row | {"passed": False, "why": done.stderr.strip()[-500:]}
+    planned = json.loads(done.stdout)["memory"]["block_count"]
+    return row | {"planned_blocks": planned, "of_plan": round(stack.status.block_count / planned, 4)}

@@ -72,20 +72,33 @@ class ProbedStack:
         return self._runner.run(self._round(requests))._replace(passes=self._passes())
 
     def profile(self, requests: list[Request], *, after_s: float, seconds: float) -> tuple[Trace, list[Pass]]:
-        """Has the worker traced, from so many seconds after the requests were sent, for so many seconds."""
+        """Has the worker traced for so many seconds while it answers requests, and returns the passes of that time.
+
+        Args:
+            requests: sent all at once.
+            after_s: seconds between them and the tracing; below 0: they are sent when it has begun.
+            seconds: of tracing.
+        """
 
         async def traced() -> None:
-            asking = asyncio.create_task(self._round(requests))
-            await asyncio.sleep(after_s)
+            asking = None
+            if after_s >= 0:
+                asking = asyncio.create_task(self._round(requests))
+                await asyncio.sleep(after_s)
             self._signal(signal.SIGUSR2)
+            await asyncio.to_thread(self._appears, started)
+            asking = asking or asyncio.create_task(self._round(requests))
             await asyncio.sleep(seconds)
             self._signal(signal.SIGUSR2)
             await asking
 
-        self._trace.unlink(missing_ok=True)
+        started = self._probe.with_suffix(".started")
+        for path in (started, self._trace, self._probe):
+            path.unlink(missing_ok=True)
         self._runner.run(traced())
         self._appears(self._trace)
-        return read_trace(self._trace), self._passes()
+        passes: list[Pass] = json.loads(self._probe.read_text())
+        return read_trace(self._trace), passes
 
     async def _round(self, requests: list[Request]) -> Round:
         first: list[float] = []

@@ -4,7 +4,8 @@ It is the worker in all else. CUDA events are recorded before and after each rep
 launched by the host, which costs some microseconds; on a CPU the clock is read instead.
 
     SIGUSR1    writes the passes since the last time as JSON to the file that `QUIRE_PROBE` names
-    SIGUSR2    starts torch's profiler; again: ends it, and writes its trace to the same name with `.trace.json`
+    SIGUSR2    starts torch's profiler, and writes `.started`; again: ends it, and writes the passes meanwhile as above,
+               and its trace to `.trace.json`
 """
 
 from __future__ import annotations
@@ -99,21 +100,23 @@ def write(*_: Any) -> None:
         }
         for each in noted
     ]
-    replace(Path(os.environ["QUIRE_PROBE"]), lambda path: path.write_text(json.dumps(found)))
+    replace(Path(os.environ["QUIRE_PROBE"]), lambda new: new.write_text(json.dumps(found)))
 
 
 def toggle(*_: Any) -> None:
     """Starts the profiler, or ends it."""
+    probe_file = Path(os.environ["QUIRE_PROBE"])
     if not PROFILERS:
         activities = [torch.profiler.ProfilerActivity.CUDA if HAS_GPU else torch.profiler.ProfilerActivity.CPU]
         PROFILERS.append(torch.profiler.profile(activities=activities))
         PROFILERS[0].start()
         NOTED.clear()
+        probe_file.with_suffix(".started").touch()  # the first time, the profiler takes seconds to start
         return
     profiler = PROFILERS.pop()
     profiler.stop()
-    path = Path(os.environ["QUIRE_PROBE"]).with_suffix(".trace.json")
-    replace(path, lambda new: profiler.export_chrome_trace(str(new)))
+    write()
+    replace(probe_file.with_suffix(".trace.json"), lambda new: profiler.export_chrome_trace(str(new)))
 
 
 def replace(path: Path, write_to: Callable[[Path], object]) -> None:

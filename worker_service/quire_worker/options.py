@@ -23,8 +23,8 @@ BLOCK_SIZE = 16  # tokens, if nothing is said
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
-# If nothing is said. Hundreds of tokens take a GPU no longer than to read the weights, and a prompt of 4 k tokens in one
-# pass has them read once.
+# If nothing is said. Hundreds of tokens take a GPU no longer than reading the weights does, and a prompt of 4 k tokens
+# in one pass has them read once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step

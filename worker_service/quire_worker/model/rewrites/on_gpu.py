@@ -57,6 +57,13 @@ class MergedLinear:
             added = added + self.bias
         return torch.addmm(added, rows, self.weight.t()).view(residual.shape)
 
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Adds the product to `residual`, and returns it. A product that leaves it as it was copies it first."""
+        rows, added = x.reshape(-1, x.shape[-1]), residual.view(-1, residual.shape[-1])
+        if self.bias is not None:
+            added += self.bias
+        return added.addmm_(rows, self.weight.t()).view(residual.shape)
+
 
 class GpuNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * weight, or weight + 1 where `is_from_one`."""
@@ -92,8 +99,9 @@ class GpuGatedMlp(torch.nn.Module):
         self.activation = activation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Takes `[..., hidden]` to the same, plus `residual` if there is one."""
-        return self.down(self.activation(self.gate_up(x)), residual)
+        """Takes `[..., hidden]` to the same, plus `residual` if there is one, whose memory is the result's then."""
+        inner = self.activation(self.gate_up(x))
+        return self.down(inner) if residual is None else self.down.add_to(residual, inner)
 
 
 class GpuGatedMlpRewrite(Rewrite):

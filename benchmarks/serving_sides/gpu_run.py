@@ -37,8 +37,10 @@ ON_GPU = (
     "--block-size", str(BLOCK_TOKENS),
 )  # fmt: skip
 ON_CPU = ("--blocks", "512")
-MOST_ASKED = 32  # requests of the workload that transformers' sides get first
+TRANSFORMERS_ORDER = {32: 0, 1: 1, 128: 2}  # which workload each of their sides gets first, by requests
+SIDE_S = 75.0  # that one of transformers' sides may take
 VOCABULARY = 256  # of their prompts
+PLAN_S = 8.0  # that `quire plan` may take
 START_S = 110.0  # that a side may take to serve
 
 
@@ -80,9 +82,9 @@ def rows(
                 bounds = Bounds(model, speed, element_bytes=2)
                 stack = ProbedStack(model, logs, arguments, start_timeout_s=min(START_S, left_s()))
                 with contextlib.closing(stack):
+                    yield from measure(stack, wanted, bounds, lambda: left_s() - PLAN_S)
                     total_bytes = _memory_bytes() if has_gpu else 2 << 30
                     yield memory_row(stack, model, total_bytes, UTILIZATION, BLOCK_TOKENS)
-                    yield from measure(stack, wanted, bounds, left_s)
             except Exception as error:  # the other sides' rows are worth having
                 yield {"measured": "quire", "passed": False, "why": f"{type(error).__name__}: {error}"[:2000]}
         for side in TRANSFORMERS:
@@ -118,9 +120,13 @@ def _transformers_rows(
     try:
         with ending:
             started = time.monotonic()
-            process = Side(command, log=logs / f"{side}.log", on_start=lambda made: _kill_after(ending, made, left_s()))
+            process = Side(
+                command,
+                log=logs / f"{side}.log",
+                on_start=lambda made: _kill_after(ending, made, min(SIDE_S, left_s())),
+            )
             start_s = time.monotonic() - started
-            for count, prompt, output in sorted(wanted.decode[:3], key=lambda each: each[0] != MOST_ASKED):
+            for count, prompt, output in sorted(wanted.decode[:3], key=lambda each: TRANSFORMERS_ORDER.get(each[0], 3)):
                 workload = Workload(KINDS[0], count, prompt, output)
                 # What is compiled and captured goes by lengths in one case, and not in the other, which is the slower.
                 warming = workload if side == "generate" else replace(workload, output_tokens=8)

@@ -10,12 +10,15 @@ llama-8b      the shape of Llama 3.1 8B, for a GPU
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 LAST_FILE = "tokenizer.json"  # that a checkpoint gets
+WRITERS = 8  # threads
+PIECE_BYTES = 64 << 20  # that a thread has on its way
 FILE_BYTES = 1 << 30  # of weights that are drawn at once
 INITIAL = 0.02  # standard deviation, as transformers draws weights
 
@@ -90,7 +93,6 @@ def draw_model(name: str, folder: Path, device: str) -> Path:
     where `make_model` takes minutes. Its norms are 1; all else is normal, with a standard deviation of 0.02."""
     import torch
     import transformers
-    from safetensors.torch import save_file
 
     family, shape, dtype = MADE[name]
     config = getattr(transformers, f"{family}Config")(
@@ -98,37 +100,55 @@ def draw_model(name: str, folder: Path, device: str) -> Path:
         architectures=[f"{family}ForCausalLM"],
     )  # fmt: skip
     with torch.device("meta"):
-        shapes = {
-            key: tensor.shape
-            for key, tensor in getattr(transformers, f"{family}ForCausalLM")(config).state_dict().items()
-        }
-    files: list[list[str]] = [[]]
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    element = getattr(torch, dtype)
+    files: list[dict[str, tuple[int, ...]]] = [{}]
     taken = 0
     for key, of_tensor in shapes.items():
-        taken += of_tensor.numel() * getattr(torch, dtype).itemsize
+        taken += math.prod(of_tensor) * element.itemsize
         if files[-1] and taken > FILE_BYTES * len(files):
-            files.append([])
-        files[-1].append(key)
+            files.append({})
+        files[-1][key] = of_tensor
     names = [f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))]
-
-    def drawn(key: str) -> torch.Tensor:
-        if len(shapes[key]) == 1:
-            return torch.ones(shapes[key], dtype=getattr(torch, dtype))
-        on_device = torch.randn(shapes[key], dtype=getattr(torch, dtype), device=device)
-        return on_device.mul_(INITIAL).cpu()
-
-    def write(number: int) -> None:
-        save_file({key: drawn(key) for key in files[number]}, folder / names[number], metadata={"format": "pt"})
-
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     transformers.GenerationConfig(eos_token_id=None).save_pretrained(folder)
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(write, range(len(files))))
-    weight_map = {key: names[number] for number, keys in enumerate(files) for key in keys}
+    with ThreadPoolExecutor(WRITERS) as threads:
+        begun = [
+            threads.submit(_draw_file, folder / named, file, element, device)
+            for named, file in zip(names, files, strict=True)
+        ]
+        for each in begun:
+            each.result()
+    weight_map = {key: named for named, file in zip(names, files, strict=True) for key in file}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     _copy_tokenizer(folder)
     return folder
+
+
+def _draw_file(path: Path, shapes: dict[str, tuple[int, ...]], element: Any, device: str) -> None:
+    """Writes tensors as safetensors does, a piece of them at a time, which is in pinned memory on its way."""
+    import torch
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * element.itemsize
+        name = {torch.bfloat16: "BF16", torch.float32: "F32"}[element]
+        header[key] = {"dtype": name, "shape": shape, "data_offsets": [start, end]}
+    described = json.dumps(header).encode()
+    described += b" " * (-len(described) % 8)
+    piece = torch.empty(PIECE_BYTES // element.itemsize, dtype=element, pin_memory=device != "cpu")
+    with path.open("wb", buffering=0) as file:
+        file.write(len(described).to_bytes(8, "little") + described)
+        for shape in shapes.values():
+            count = math.prod(shape)
+            flat = torch.ones(count, dtype=element, device=device)
+            if len(shape) > 1:
+                flat.normal_(0.0, INITIAL)
+            for part in flat.split(len(piece)):
+                file.write(piece[: len(part)].copy_(part).view(torch.uint8).numpy().data)
 
 
 def _copy_tokenizer(folder: Path) -> None:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from serving_sides.workload import KINDS, Workload
 Row = dict[str, Any]
 TOP_LINES = 20
 PROFILED_S = 0.4
+PROFILE_S = 15.0  # that a profile may take in all
+MATTERS_MOST = 3  # workloads of `decode`, which come first
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +70,33 @@ def measure(stack: ProbedStack, wanted: Measurement, bounds: Bounds, left_s: Cal
         bounds: what it is compared with.
         left_s: tells how many seconds are left.
     """
-    spent_s = 0.0
-    for index, (count, prompt, output) in enumerate(wanted.decode):
-        if index == 3:  # first tokens come before the larger workloads
-            yield from _first_tokens(stack, wanted, bounds, left_s)
-            yield from profiles(stack, wanted, left_s)
-        workload = Workload(KINDS[0], count, prompt, output)
-        rounds = _rounds(stack, workload, wanted.rounds, left_s, needed_s=spent_s)
-        if rounds:
-            spent_s = rounds[-1].seconds
-            yield decode_row(rounds, workload, bounds)
-    if len(wanted.decode) <= 3:
-        yield from _first_tokens(stack, wanted, bounds, left_s)
-        yield from profiles(stack, wanted, left_s)
+    decode = [partial(_decode, stack, each, wanted.rounds, bounds, left_s) for each in wanted.decode]
+    first_tokens = [partial(_first_token, stack, each, wanted.rounds, bounds, left_s) for each in wanted.first_tokens]
+    profiled = [partial(_profiled, stack, wanted, each, left_s) for each in (*wanted.profiled, None)]
+    for step in (*decode[:MATTERS_MOST], *first_tokens, *profiled, *decode[MATTERS_MOST:]):
+        try:
+            yield from step()
+        except Exception as error:  # the others' rows are worth having
+            yield {"measured": "nothing", "passed": False, "why": f"{type(error).__name__}: {error}"[:1000]}
 
 
-def _first_tokens(
-    stack: ProbedStack, wanted: Measurement, bounds: Bounds, left_s: Callable[[], float]
+def _decode(
+    stack: ProbedStack, sizes: tuple[int, int, int], rounds_max: int, bounds: Bounds, left_s: Callable[[], float]
 ) -> Iterator[Row]:
-    for length in wanted.first_tokens:
-        workload = Workload(KINDS[0], 1, length, 1)
-        rounds = _rounds(stack, workload, wanted.rounds, left_s, needed_s=2.0)
-        if rounds:
-            yield first_token_row(rounds, length, bounds)
+    workload = Workload(KINDS[0], *sizes)
+    # A turn takes about twice its bound at most, and a prompt likewise.
+    needed_s = 2 * (sizes[0] * bounds.prompt_s(sizes[1]) + sizes[2] * bounds.decode_s(sizes[0], sizes[1]))
+    rounds = _rounds(stack, workload, rounds_max, left_s, needed_s=needed_s)
+    if rounds:
+        yield decode_row(rounds, workload, bounds)
+
+
+def _first_token(
+    stack: ProbedStack, length: int, rounds_max: int, bounds: Bounds, left_s: Callable[[], float]
+) -> Iterator[Row]:
+    rounds = _rounds(stack, Workload(KINDS[0], 1, length, 1), rounds_max, left_s, needed_s=2 * bounds.prompt_s(length))
+    if rounds:
+        yield first_token_row(rounds, length, bounds)
 
 
 def _rounds(
@@ -176,20 +183,20 @@ def first_token_row(rounds: list[Round], length: int, bounds: Bounds) -> Row:
     }
 
 
-def profiles(stack: ProbedStack, wanted: Measurement, left_s: Callable[[], float]) -> Iterator[Row]:
-    """Yields the kernels of decode turns, and of the chunk of a prompt."""
-    vocabulary = stack.status.vocabulary_size
-    prompt, output = wanted.decode[0][1:]
-    traced = [(f"decode of {count}", Workload(KINDS[0], count, prompt, output), True) for count in wanted.profiled]
-    traced.append((f"prompt of {wanted.first_tokens[0]}", Workload(KINDS[0], 1, wanted.first_tokens[0], 1), False))
-    for title, workload, is_decode in traced:
-        if left_s() < 15:
-            return
-        # A prompt of 512 tokens takes some 15 ms: twice that, and decode has begun.
-        after_s = 0.2 + 0.03 * workload.request_count * workload.prompt_tokens / 512 if is_decode else -1.0
-        requests = workload.draw(-2, vocabulary)
-        trace, passes = stack.profile(requests, after_s=after_s, seconds=PROFILED_S)
-        yield from profile_rows(title, trace, max(1, len(passes)))
+def _profiled(stack: ProbedStack, wanted: Measurement, count: int | None, left_s: Callable[[], float]) -> Iterator[Row]:
+    """Yields the kernels of turns in which so many requests decode; without a number, of the chunk of a prompt."""
+    if left_s() < PROFILE_S:
+        return
+    _, prompt, output = wanted.decode[0]
+    if count is None:
+        title, workload = f"prompt of {wanted.first_tokens[0]}", Workload(KINDS[0], 1, wanted.first_tokens[0], 1)
+        after_s = -1.0
+    else:
+        title, workload = f"decode of {count}", Workload(KINDS[0], count, prompt, output)
+        after_s = 0.2 + 0.03 * count * prompt / 512  # a prompt of 512 tokens takes 15 ms: twice that, and decode began
+    requests = workload.draw(-2, stack.status.vocabulary_size)
+    trace, passes = stack.profile(requests, after_s=after_s, seconds=PROFILED_S)
+    yield from profile_rows(title, trace, max(1, len(passes)))
 
 
 def profile_rows(title: str, trace: Trace, turns: int) -> Iterator[Row]:

@@ -131,15 +131,15 @@ def copy_tiles(
 
 @gluon.jit
 def softmax_tile(
-    s, row_max, row_sum, scale, soft_cap, tile, row_low, row_high, is_edge,
+    s, row_max, row_sum, scale, cap, tile, row_low, row_high, is_edge,
     LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):
     """Takes a tile of products into the online softmax. Returns p, row_max, row_sum and the factor of what was there.
 
-    `scale` is positive and in units of log2, as row_max is. With a soft cap, products become scores before the mask.
+    Scores and row_max are in units of log2. `scale` is positive: the largest product gives the largest score.
     """
     if SOFT_CAP:
-        s = soft_cap * LOG2_E * (1.0 - 2.0 / (gl.exp2(s * (2.0 * scale / soft_cap)) + 1.0))
+        s = cap * (1.0 - 2.0 / (gl.exp2(s * scale) + 1.0))  # cap * tanh
     if is_edge:
         key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
         seen = key[None, :] < row_high[:, None]
@@ -173,7 +173,7 @@ def clear_values(values, low, high, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr)
 
 @gluon.jit
 def attend_pieces(
-    q, q_strides, out, lse, sinks, work, window_left, sm_scale, soft_cap, q_rows, ring, barriers,
+    q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows, ring, barriers,
     PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, HALF: gl.constexpr,
@@ -187,7 +187,6 @@ def attend_pieces(
     dtype: gl.constexpr = q.dtype.element_ty
     k_ring, v_ring = ring
     k_full, k_empty, v_full, v_empty = barriers
-    scale = sm_scale * LOG2_E
     no_scores = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     count = 0
     for turn in range(turns(work, PROGRAMS, KV_HEADS)):
@@ -234,7 +233,7 @@ def attend_pieces(
             mbarrier.arrive(k_empty.index(slot), count=1)
             is_edge = (start < free_start) | (start >= free_stop)
             p, row_max, row_sum, alpha = softmax_tile(
-                s, row_max, row_sum, scale, soft_cap, start, row_low, row_high, is_edge,
+                s, row_max, row_sum, scale, cap, start, row_low, row_high, is_edge,
                 S_LAYOUT, BLOCK_N, WINDOW, SOFT_CAP,
             )
             p = gl.convert_layout(p.to(dtype), P_LAYOUT)
@@ -252,7 +251,7 @@ def attend_pieces(
                 mbarrier.arrive(k_empty.index(slot), count=1)
                 is_edge = (tile < free_start) | (tile >= free_stop)
                 weights, row_max, row_sum, alpha = softmax_tile(
-                    s, row_max, row_sum, scale, soft_cap, tile, row_low, row_high, is_edge,
+                    s, row_max, row_sum, scale, cap, tile, row_low, row_high, is_edge,
                     S_LAYOUT, BLOCK_N, WINDOW, SOFT_CAP,
                 )
                 mbarrier.wait(v_full.index(slot), parity)
@@ -276,7 +275,10 @@ def attend_pieces(
         synchronize_group()  # no warp of the group reads its queries any more
         q_rows.store(acc.to(dtype))
         synchronize_group()
-        out_row = io_token * (KV_HEADS * GROUP) + io_head
+        # Loaded again, so that no rows and addresses are kept in registers from the queries to here.
+        _, row_start, row_stop, _, _, _, _ = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
+        io_row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROW_LAYOUT))
+        out_row = (q_begin + io_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + io_row % GROUP
         gl.store(
             out + (out_row * HEAD_DIM)[:, None] + dim[None, :], q_rows.load(ROW_LAYOUT),
             mask=(io_row < row_stop)[:, None],
@@ -296,7 +298,7 @@ def prefill_hopper_kernel(
     units, unit_indptr,  # see `work_units`; items are rows, units of BLOCK_M
     out, lse,  # [tokens, heads, HEAD_DIM] and, float32, [tokens, heads]; contiguous
     sinks,  # float32 [heads] or None
-    sm_scale, soft_cap, window_left, batch,
+    scale, cap, window_left, batch,  # the first two by `score_factors`
     rows_per_page, rows_per_head, columns_per_head,  # of the descriptors
     stride_q_token, stride_q_head,
     PROGRAMS: gl.constexpr,  # that are launched
@@ -326,11 +328,11 @@ def prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (attend_pieces, (
-                q, q_strides, out, lse, sinks, work, window_left, sm_scale, soft_cap, q_rows.index(0), ring, barriers,
+                q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows.index(0), ring, barriers,
                 PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 0,
             )),
             (attend_pieces, (
-                q, q_strides, out, lse, sinks, work, window_left, sm_scale, soft_cap, q_rows.index(1), ring, barriers,
+                q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows.index(1), ring, barriers,
                 PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 1,
             )),
             (copy_tiles, (
@@ -344,7 +346,7 @@ def prefill_hopper_kernel(
 # fmt: on
 
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 CAPABILITY = 9
 SWITCH = "QUIRE_HOPPER"  # "0" in the environment keeps to the Triton kernels; read at each launch, to compare both
 MAXNREG = 168  # of 12 warps, so that the groups of warps can share 64,512 registers; the start of every program
@@ -433,6 +435,12 @@ def fits_hopper(
     )
 
 
+def score_factors(options: AttentionOptions) -> tuple[float, float]:
+    """Returns scale and cap: a score in units of log2 is x * scale, or cap * tanh(x * scale / 2 / log2(e)) if capped."""
+    scale, cap = options.sm_scale * LOG2_E.value, options.logits_soft_cap
+    return (2.0 * scale / cap, cap * LOG2_E.value) if cap > 0 else (scale, 0.0)
+
+
 def pages_by_tma(part: torch.Tensor, rows: PageRows, block_n: int) -> TensorDescriptor:
     """Returns a descriptor of K or V. It goes to the kernel by value, so a graph keeps it."""
     box = [min(part.shape[1], block_n), part.shape[3]]
@@ -460,7 +468,7 @@ def launch_on_hopper(
         q, pages_by_tma(cache.k, rows, block_n), pages_by_tma(cache.v, rows, block_n),
         qo_indptr, indptr, indices, last_page_len, division.work.units, division.work.indptr,
         launch.out, launch.lse, options.sinks,
-        float(options.sm_scale), float(options.logits_soft_cap), options.window_left, division.work.batch,
+        *score_factors(options), options.window_left, division.work.batch,
         rows.per_page, rows.per_head, rows.columns_per_head, q.stride(0), q.stride(1),
         PROGRAMS=programs, KV_HEADS=cache.num_kv_heads, GROUP=division.group, PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim,
         BLOCK_N=block_n, STAGES=2, CAUSAL=masking.causal, WINDOW=options.window_left >= 0,

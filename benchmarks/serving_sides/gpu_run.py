@@ -82,7 +82,8 @@ def rows(
                 bounds = Bounds(model, speed, element_bytes=2)
                 stack = ProbedStack(model, logs, arguments, start_timeout_s=min(START_S, left_s()))
                 with contextlib.closing(stack):
-                    yield from measure(stack, wanted, bounds, lambda: left_s() - PLAN_S)
+                    others_s = SIDE_S * len(set(sides) & set(TRANSFORMERS))
+                    yield from measure(stack, wanted, bounds, lambda: left_s() - PLAN_S, others_s=others_s)
                     total_bytes = _memory_bytes() if has_gpu else 2 << 30
                     yield memory_row(stack, model, total_bytes, UTILIZATION, BLOCK_TOKENS)
             except Exception as error:  # the other sides' rows are worth having

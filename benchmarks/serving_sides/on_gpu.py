@@ -69,11 +69,15 @@ def measure(stack: ProbedStack, wanted: Measurement, bounds: Bounds, left_s: Cal
         wanted: what to measure.
         bounds: what it is compared with.
         left_s: tells how many seconds are left.
+        others_s: of them that are left to others before the last workloads are measured.
     """
     decode = [partial(_decode, stack, each, wanted.rounds, bounds, left_s) for each in wanted.decode]
     first_tokens = [partial(_first_token, stack, each, wanted.rounds, bounds, left_s) for each in wanted.first_tokens]
     profiled = [partial(_profiled, stack, wanted, each, left_s) for each in (*wanted.profiled, None)]
-    for step in (*decode[:MATTERS_MOST], *first_tokens, *profiled, *decode[MATTERS_MOST:]):
+    first = (*decode[:MATTERS_MOST], *first_tokens, *profiled)
+    for number, step in enumerate((*first, *decode[MATTERS_MOST:])):
+        if number >= len(first) and left_s() < others_s:
+            return
         try:
             yield from step()
         except Exception as error:  # the others' rows are worth having

@@ -7,7 +7,6 @@ fails or runs out of time keeps the rows that it has written by then, and the ne
     correctness  the kernels for Hopper chips against float64
     text         greedy text of several families: from CUDA graphs, launched by the host, and from transformers
     tests        the tests of `make test-gpu`, the newest first, as many as the time allows
-    checkpoint   random weights with the shape of Llama 8B, in memory
     kernels      attention beside the speed of a copy and of a matrix product, for the cases that have goals
     serving      tokens a second of a model with the shape of Llama 8B, its memory, and where its GPU time goes
 
@@ -38,9 +37,8 @@ from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("client", "allocator_service", "gateway_service", "worker_service", "benchmarks", "")
-PARTS = {"machine": 40, "correctness": 60, "text": 60, "checkpoint": 60, "tests": 100, "kernels": 60, "serving": 240}
-TOGETHER = {"correctness", "text", "checkpoint"}  # run at once where they follow one another: nothing in them is timed
-IN_MEMORY = Path("/dev/shm")
+PARTS = {"machine": 40, "correctness": 60, "text": 60, "tests": 100, "kernels": 60, "serving": 240}
+TOGETHER = {"correctness", "text"}  # run at once where they follow one another: nothing in them is timed
 DRY_SECONDS = 170  # of each part
 ENDS_S = 5.0  # that a part has to end by itself once it is told to
 LOG_BYTES = 200_000  # of each server's log that is kept
@@ -193,15 +191,11 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     commit, started = commit_of(options.commit), time.monotonic()
     ran: list[Ran] = []
-    memory = IN_MEMORY if IN_MEMORY.is_dir() else None
     with contextlib.ExitStack() as ending:
-        folder, weights = (
-            Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="quire-proof-", dir=place)))
-            for place in (None, memory)
-        )
+        folder = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="quire-proof-")))
         log, site = ending.enter_context((out / "log.txt").open("w")), folder / "site"
         install(options.wheels, site)
-        env = environment(site, folder, commit, dry=options.dry) | {"QUIRE_PROOF_CHECKPOINT": str(weights)}
+        env = environment(site, folder, commit, dry=options.dry)
         for names in groups_of(list(options.seconds)):
             over_s = time.monotonic() - started
             seconds = {name: min(options.seconds[name], options.budget - over_s) for name in names}

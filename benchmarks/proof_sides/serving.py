@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -19,10 +18,7 @@ def main() -> None:
     logs = Path(log_folder()) / "serving"
     logs.mkdir(parents=True, exist_ok=True)
     sides = ("quire",) if IS_DRY else ("quire", *gpu_goals.TRANSFORMERS)
-    checkpoint = Path(os.environ.get("QUIRE_PROOF_CHECKPOINT", "nowhere"))
-    for row in gpu_run.rows(
-        has_gpu=has_gpu, sides=sides, left_s=lambda: left_s() - SPARE_S, logs=logs, checkpoint=checkpoint
-    ):
+    for row in gpu_run.rows(has_gpu=has_gpu, sides=sides, left_s=lambda: left_s() - SPARE_S, logs=logs):
         note(row)
 
 

@@ -1,7 +1,7 @@
 """Serving measured on a GPU, from a checkpoint to rows: `serving.py --device cuda`, a part of `scripts/gpu_proof.py`.
 
     1. the chip        a copy and a matrix product
-    2. the checkpoint  random weights, drawn on the GPU and written to memory
+    2. the model       a configuration; each side draws random weights on the GPU
     3. Quire           allocator, worker and client, as `on_gpu` says
     4. transformers    each side alone on the GPU, on the workloads of Quire's rows
 
@@ -15,14 +15,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from serving_sides.ceiling import Bounds, Chip, chip
 from serving_sides.gpu_goals import TRANSFORMERS
-from serving_sides.models import DEMO, LAST_FILE, draw_model
+from serving_sides.models import DEMO, describe_model
 from serving_sides.on_gpu import ALL, TINY, Measurement, measure, memory_row
 from serving_sides.probed_stack import ProbedStack
 from serving_sides.process import Side
@@ -30,7 +30,6 @@ from serving_sides.workload import KINDS, Workload
 
 Row = dict[str, Any]
 MODEL = "llama-8b"
-IN_MEMORY = Path("/dev/shm")
 UTILIZATION, BLOCK_TOKENS = 0.9, 16
 ON_GPU = (
     "--device", "cuda", "--dtype", "bfloat16", "--gpu-memory-utilization", str(UTILIZATION),
@@ -40,6 +39,13 @@ ON_CPU = ("--blocks", "512")
 TRANSFORMERS_ORDER = {32: 0, 1: 1, 128: 2}  # which workload each of their sides gets first, by requests
 SIDE_S = 75.0  # that one of transformers' sides may take
 VOCABULARY = 256  # of their prompts
+# Environments of the worker that are tried in turn until it answers.
+SETTINGS: tuple[dict[str, str], ...] = (
+    {"QUIRE_LAUNCH_AHEAD": "1"},
+    {"QUIRE_LAUNCH_AHEAD": "0"},
+    {"QUIRE_LAUNCH_AHEAD": "0", "QUIRE_HOPPER": "0"},
+)
+FIRST, FIRST_S = (64, 8), 15.0  # tokens of the first requests' prompts and outputs, and how long they may take
 PLAN_S = 8.0  # that `quire plan` may take
 START_S = 110.0  # that a side may take to serve
 
@@ -50,9 +56,7 @@ def rows(
     sides: Collection[str],
     left_s: Callable[[], float],
     logs: Path,
-    checkpoint: Path | None = None,
     wanted: Measurement | None = None,
-    worker_arguments: Sequence[str] = (),
 ) -> Iterator[Row]:
     """Yields rows as they are measured; a side that fails is a row that says so.
 
@@ -61,36 +65,60 @@ def rows(
         sides: of "quire", "generate" and "generate_batch".
         left_s: tells how many seconds are left; what there is no time for is left out.
         logs: folder of the servers' logs; exists.
-        checkpoint: of `MODEL`; None or not there: it is made first.
         wanted: what to measure, if not what goes with the device.
-        worker_arguments: further command line of the worker.
     """
     wanted = wanted or (ALL if has_gpu else TINY)
     speed = chip() if has_gpu else Chip(1e10, 1e10)
-    yield {"measured": "chip", "copied_tb_per_s": speed.copied_bytes_per_s / 1e12,
-           "multiplied_tflop_per_s": speed.multiplied_per_s / 1e12}  # fmt: skip
-    with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as made:
-        started = time.monotonic()
-        model = checkpoint if checkpoint is not None and (checkpoint / LAST_FILE).is_file() else None
-        if model is None:
-            model = draw_model(MODEL, Path(made), "cuda") if has_gpu else DEMO
-        _free()
-        yield {"measured": "checkpoint", "seconds": round(time.monotonic() - started, 1)}
+    _free()
+    yield {
+        "measured": "chip",
+        "copied_tb_per_s": round(speed.copied_bytes_per_s / 1e12, 3),
+        "multiplied_tflop_per_s": round(speed.multiplied_per_s / 1e12, 1),
+    }
+    with tempfile.TemporaryDirectory() as made:
+        model = describe_model(MODEL, Path(made)) if has_gpu else DEMO
         if "quire" in sides:
             try:
-                arguments = [*(ON_GPU if has_gpu else ON_CPU), *worker_arguments]
-                bounds = Bounds(model, speed, element_bytes=2)
-                stack = ProbedStack(model, logs, arguments, start_timeout_s=min(START_S, left_s()))
-                with contextlib.closing(stack):
-                    others_s = SIDE_S * len(set(sides) & set(TRANSFORMERS))
-                    yield from measure(stack, wanted, bounds, lambda: left_s() - PLAN_S, others_s=others_s)
-                    total_bytes = _memory_bytes() if has_gpu else 2 << 30
-                    yield memory_row(stack, model, total_bytes, UTILIZATION, BLOCK_TOKENS)
+                yield from _quire_rows(model, wanted, speed, left_s, logs, has_gpu=has_gpu, sides=sides)
             except Exception as error:  # the other sides' rows are worth having
                 yield {"measured": "quire", "passed": False, "why": f"{type(error).__name__}: {error}"[:2000]}
         for side in TRANSFORMERS:
             if side in sides and left_s() > 20:
                 yield from _transformers_rows(side, model, wanted, left_s, logs, has_gpu=has_gpu)
+
+
+def _quire_rows(
+    model: Path,
+    wanted: Measurement,
+    speed: Chip,
+    left_s: Callable[[], float],
+    logs: Path,
+    *,
+    has_gpu: bool,
+    sides: Collection[str],
+) -> Iterator[Row]:
+    """Yields the rows of the first of `SETTINGS` in which the worker answers, and which those are."""
+    bounds = Bounds(model, speed, element_bytes=2)
+    environment = {"QUIRE_PROBE_DUMMY": "1"} if has_gpu else {}
+    for setting in SETTINGS:
+        stack = ProbedStack(
+            model, logs, ON_GPU if has_gpu else ON_CPU, start_timeout_s=min(START_S, left_s()),
+            environment=environment | setting,
+        )  # fmt: skip
+        with contextlib.closing(stack):
+            try:
+                asked = Workload(KINDS[0], 4, *FIRST).draw(-9, stack.status.vocabulary_size)
+                answered = stack.round(asked, limit_s=FIRST_S)
+            except Exception as error:
+                yield {"measured": "setting", **setting, "passed": False, "why": f"{type(error).__name__}: {error}"}
+                continue
+            yield {"measured": "setting", **setting, "passed": True, "first_s": round(answered.seconds, 2),
+                   "start_s": round(stack.start_s, 1)}  # fmt: skip
+            others_s = SIDE_S * len(set(sides) & set(TRANSFORMERS))
+            yield from measure(stack, wanted, bounds, lambda: left_s() - PLAN_S, others_s=others_s)
+            total_bytes = _memory_bytes() if has_gpu else 2 << 30
+            yield memory_row(stack, model, total_bytes, UTILIZATION, BLOCK_TOKENS)
+            return
 
 
 def _free() -> None:

@@ -9,18 +9,9 @@ llama-8b      the shape of Llama 3.1 8B, for a GPU
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-LAST_FILE = "tokenizer.json"  # that a checkpoint gets
-WRITERS = 8  # threads
-PIECE_BYTES = 64 << 20  # that a thread has on its way
-FILE_BYTES = 1 << 30  # of weights that are drawn at once
-INITIAL = 0.02  # standard deviation, as transformers draws weights
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
@@ -88,71 +79,51 @@ def make_model(name: str, folder: Path) -> Path:
     return folder
 
 
-def draw_model(name: str, folder: Path, device: str) -> Path:
-    """Writes one of `MADE` with weights that are drawn on a device and written by several threads: 16 GB in seconds,
-    where `make_model` takes minutes. Its norms are 1; all else is normal, with a standard deviation of 0.02."""
+def describe_model(name: str, folder: Path) -> Path:
+    """Writes one of `MADE` without its weights, which `dummy` draws on a GPU: 16 GB take minutes on their way through
+    files, and a second there."""
     import torch
     import transformers
+    from safetensors.torch import save_file
 
     family, shape, dtype = MADE[name]
     config = getattr(transformers, f"{family}Config")(
         **shape, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, dtype=dtype,
         architectures=[f"{family}ForCausalLM"],
     )  # fmt: skip
-    with torch.device("meta"):
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
-    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    element = getattr(torch, dtype)
-    files: list[dict[str, tuple[int, ...]]] = [{}]
-    taken = 0
-    for key, of_tensor in shapes.items():
-        taken += math.prod(of_tensor) * element.itemsize
-        if files[-1] and taken > FILE_BYTES * len(files):
-            files.append({})
-        files[-1][key] = of_tensor
-    names = [f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))]
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     transformers.GenerationConfig(eos_token_id=None).save_pretrained(folder)
-    with ThreadPoolExecutor(WRITERS) as threads:
-        begun = [
-            threads.submit(_draw_file, folder / named, file, element, device)
-            for named, file in zip(names, files, strict=True)
-        ]
-        for each in begun:
-            each.result()
-    weight_map = {key: named for named, file in zip(names, files, strict=True) for key in file}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_file({"dummy": torch.zeros(1)}, folder / "model.safetensors", metadata={"format": "pt"})
     _copy_tokenizer(folder)
     return folder
 
 
-def _draw_file(path: Path, shapes: dict[str, tuple[int, ...]], element: Any, device: str) -> None:
-    """Writes tensors as safetensors does, a piece of them at a time, which is in pinned memory on its way."""
+def weight_bytes(folder: Path) -> int:
+    """Counts the bytes of the weights of a model that was described."""
     import torch
+    import transformers
 
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for key, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * element.itemsize
-        name = {torch.bfloat16: "BF16", torch.float32: "F32"}[element]
-        header[key] = {"dtype": name, "shape": shape, "data_offsets": [start, end]}
-    described = json.dumps(header).encode()
-    described += b" " * (-len(described) % 8)
-    piece = torch.empty(PIECE_BYTES // element.itemsize, dtype=element, pin_memory=device != "cpu")
-    with path.open("wb", buffering=0) as file:
-        file.write(len(described).to_bytes(8, "little") + described)
-        for shape in shapes.values():
-            count = math.prod(shape)
-            flat = torch.ones(count, dtype=element, device=device)
-            if len(shape) > 1:
-                flat.normal_(0.0, INITIAL)
-            for part in flat.split(len(piece)):
-                file.write(piece[: len(part)].copy_(part).view(torch.uint8).numpy().data)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters()) * config.dtype.itemsize
+
+
+def dummy(folder: Path, device: str, dtype: Any, implementation: str) -> Any:
+    """Returns the model of a folder with random weights, drawn on a device as transformers draws them."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+    return model.eval()
 
 
 def _copy_tokenizer(folder: Path) -> None:
-    for name_of_file in ("tokenizer_config.json", LAST_FILE):
+    for name_of_file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name_of_file, folder / name_of_file)
 
 

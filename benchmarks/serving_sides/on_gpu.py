@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from serving_sides.ceiling import Bounds
+from serving_sides.models import weight_bytes
 from serving_sides.probed_stack import Pass, ProbedStack, Round
 from serving_sides.trace import Trace
 from serving_sides.workload import KINDS, Workload
@@ -61,7 +62,9 @@ ALL = Measurement(
 TINY = Measurement(decode=((1, 24, 16), (4, 24, 16)), first_tokens=(64,), profiled=(2,), rounds=1)
 
 
-def measure(stack: ProbedStack, wanted: Measurement, bounds: Bounds, left_s: Callable[[], float]) -> Iterator[Row]:
+def measure(
+    stack: ProbedStack, wanted: Measurement, bounds: Bounds, left_s: Callable[[], float], *, others_s: float
+) -> Iterator[Row]:
     """Yields rows as they are measured; what there is no time for is left out.
 
     Args:
@@ -111,6 +114,7 @@ def _rounds(
         return []
     vocabulary = stack.status.vocabulary_size
     warm = stack.round(workload.draw(-1, vocabulary))
+    print(f"{workload}: {warm.seconds:.2f} s, its first token {warm.first_token_s:.3f} s", flush=True)
     rounds: list[Round] = []
     for number in range(count):
         if left_s() < 1.5 * warm.seconds + 1 and rounds:
@@ -232,6 +236,7 @@ def memory_row(stack: ProbedStack, model: Path, total_bytes: int, utilization: f
     """Returns how many blocks fit, beside what `quire plan` says, which has read the configuration alone."""
     command = [sys.executable, "-m", "quire.cli", "plan", str(model), "--memory", f"{total_bytes}B", "--json"]
     command += ["--worker", "--utilization", str(utilization), "--block-size", str(block_size)]
+    command += ["--weights", f"{weight_bytes(model)}B"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     row: Row = {
         "measured": "memory",

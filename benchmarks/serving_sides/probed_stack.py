@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,9 @@ from quire.local import ServerProcess
 from serving_sides.process import Request
 from serving_sides.trace import Trace, read_trace
 
-STOP_S = 5.0  # that the servers have to end
-PROBE_S = 60.0  # that the worker may take to write what it has noted
+STOP_S = 3.0  # that the servers have to end
+ROUND_S = 30.0  # that a round may take
+PROBE_S = 15.0  # that the worker may take to write what it has noted
 Pass = dict[str, Any]  # see `probed_worker.write`
 
 
@@ -37,7 +38,15 @@ class ProbedStack:
         ServerFailedError: it does not serve in time.
     """
 
-    def __init__(self, model: Path, folder: Path, worker_arguments: Sequence[str], *, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        worker_arguments: Sequence[str],
+        *,
+        start_timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         addresses = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
         started, deadline = time.monotonic(), time.monotonic() + start_timeout_s
         self._probe = folder / "probe.json"
@@ -52,7 +61,7 @@ class ProbedStack:
                 ["--model", str(model), "--allocator", self._allocator.address, *addresses, *worker_arguments],
                 folder=folder,
                 log=folder / "worker.log",
-                environment={"QUIRE_PROBE": str(self._probe)},
+                environment={"QUIRE_PROBE": str(self._probe), **(environment or {})},
             )
             self._worker.wait_ready(deadline=deadline)
             self._client = self._runner.run(self._connected(self._worker.address))
@@ -66,10 +75,22 @@ class ProbedStack:
     async def _connected(address: str) -> AsyncClient:
         return await AsyncClient(address).__aenter__()  # it belongs to the loop that it is made on
 
-    def round(self, requests: list[Request]) -> Round:
-        """Sends all requests at once, and waits for all of their tokens."""
+    def round(self, requests: list[Request], *, limit_s: float = ROUND_S) -> Round:
+        """Sends all requests at once, and waits for all of their tokens.
+
+        Raises:
+            TimeoutError: they are not there in time; the stacks of the worker are in its log.
+        """
         self._passes()
-        return self._runner.run(self._round(requests))._replace(passes=self._passes())
+        return self._runner.run(self._limited(requests, limit_s))._replace(passes=self._passes())
+
+    async def _limited(self, requests: list[Request], limit_s: float) -> Round:
+        try:
+            return await asyncio.wait_for(self._round(requests), limit_s)
+        except TimeoutError:
+            self._signal(signal.SIGQUIT)
+            await asyncio.sleep(0.5)
+            raise TimeoutError(f"{len(requests)} requests were not done after {limit_s:.0f} s") from None
 
     def profile(self, requests: list[Request], *, after_s: float, seconds: float) -> tuple[Trace, list[Pass]]:
         """Has the worker traced for so many seconds while it answers requests, and returns the passes of that time.
@@ -90,7 +111,7 @@ class ProbedStack:
             asking = asking or asyncio.create_task(self._round(requests))
             await asyncio.sleep(seconds)
             self._signal(signal.SIGUSR2)
-            await asking
+            await asyncio.wait_for(asking, ROUND_S)
 
         started = self._probe.with_suffix(".started")
         for path in (started, self._trace, self._probe):
@@ -140,6 +161,7 @@ class ProbedStack:
             if self._worker.process.poll() is not None:
                 raise self._worker.failure()
             if time.monotonic() > deadline:
+                self._signal(signal.SIGQUIT)
                 raise RuntimeError("the worker does not say what it has noted")
             time.sleep(0.01)
 

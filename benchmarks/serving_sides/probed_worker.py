@@ -6,10 +6,14 @@ launched by the host, which costs some microseconds; on a CPU the clock is read 
     SIGUSR1    writes the passes since the last time as JSON to the file that `QUIRE_PROBE` names
     SIGUSR2    starts torch's profiler, and writes `.started`; again: ends it, and writes the passes meanwhile as above,
                and its trace to `.trace.json`
+    SIGQUIT    writes the stacks of all threads to standard error
+
+With `QUIRE_PROBE_DUMMY` weights are drawn on the GPU, whatever the folder has: see `models.dummy`.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -20,8 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 from quire_worker.execution import decode_graphs
+from quire_worker.model import paged_model
 from quire_worker.model.paged_model import PagedModel
+from quire_worker.model.transformers_seam import ATTENTION_NAME
 from quire_worker.server import main
+
+from serving_sides.models import dummy
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -87,9 +95,10 @@ def probe() -> None:
 
 def write(*_: Any) -> None:
     """Writes the passes so far, in milliseconds since the first of them began, and forgets them."""
-    noted, NOTED[:] = NOTED[:], []
-    if HAS_GPU:
-        torch.cuda.synchronize()
+    count = len(NOTED)
+    while count and HAS_GPU and not NOTED[count - 1].end.query():
+        count -= 1  # it is under way
+    noted, NOTED[:count] = NOTED[:count], []
     found = [
         {
             "kind": each.kind,
@@ -126,8 +135,20 @@ def replace(path: Path, write_to: Callable[[Path], object]) -> None:
     new.replace(path)
 
 
+def draw_weights() -> None:
+    """Has the worker draw its weights instead of reading them."""
+
+    def drawn(folder: Path, _loader: Any, dtype: Any) -> Any:
+        return dummy(folder, "cuda", torch.bfloat16 if dtype == "auto" else dtype, ATTENTION_NAME)
+
+    paged_model.read_weights = drawn
+
+
 if __name__ == "__main__":
     probe()
+    if "QUIRE_PROBE_DUMMY" in os.environ:
+        draw_weights()
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
     signal.signal(signal.SIGUSR1, write)
     signal.signal(signal.SIGUSR2, toggle)
     main()

@@ -11,8 +11,10 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from serving_sides.models import dummy
 from serving_sides.process import Generate, Request, serve
 
 
@@ -102,10 +104,14 @@ def load() -> Generate:
     folder, dtype, device, kind = sys.argv[1:]
     torch.set_num_threads(1)
     implementation = "sdpa" if kind == "generate" else "paged|sdpa"
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation=implementation, device_map=device
-    )
-    model.eval()
+    model: Any
+    if device == "cuda":  # of a model that was described
+        model = dummy(Path(folder), device, getattr(torch, dtype), implementation)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation=implementation
+        )
+    model.eval().to(device)
     model.generation_config.eos_token_id = None
     return {"generate": padded, "generate_batch": continuous}[kind](model)
 

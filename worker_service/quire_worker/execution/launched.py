@@ -85,7 +85,7 @@ class Launched:
         if tokens.is_cuda:
             self._on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._on_host.copy_(tokens, non_blocking=True)
-            self._copied = torch.cuda.Event(blocking=True)  # the reader sleeps, and leaves its core to others
+            self._copied = torch.cuda.Event()
             self._copied.record()
 
     def settle(self) -> Before:

@@ -9,6 +9,7 @@ Where a second model drafts (`drafter.py`), it reads along at the end of each ba
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import repeat
@@ -63,7 +64,8 @@ class Runner:
         self._shortcut = shortcut
         self._host_pages = HostPages(cache, swap.slot_count) if swap.slot_count else None
         self._drafter = drafter
-        self._launches = model.attention.likeliest(torch.empty(0, model.vocab_size)) is not None
+        knows_likeliest = model.attention.likeliest(torch.empty(0, model.vocab_size)) is not None
+        self._launches = knows_likeliest and os.environ.get("QUIRE_LAUNCH_AHEAD", "1") != "0"
         self._before: Before | Launched = Before([], NOBODY, NOTHING)
         self._settled_s = 0.0  # when the tokens of the last pass came that was launched; for who finishes such passes
         self._draws: list[Draw] = []  # of the last batch that was prepared

@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from report import machine
+
 from serving_sides.ceiling import Bounds, Chip, chip
 from serving_sides.gpu_goals import TRANSFORMERS
 from serving_sides.models import DEMO, describe_model
@@ -37,7 +39,7 @@ ON_GPU = (
 )  # fmt: skip
 ON_CPU = ("--blocks", "512")
 TRANSFORMERS_ORDER = {32: 0, 1: 1, 128: 2}  # which workload each of their sides gets first, by requests
-SIDE_S = 75.0  # that one of transformers' sides may take
+SIDE_S = 60.0  # that one of transformers' sides may take
 VOCABULARY = 256  # of their prompts
 # Environments of the worker that are tried in turn until it answers.
 SETTINGS: tuple[dict[str, str], ...] = (
@@ -72,6 +74,7 @@ def rows(
     _free()
     yield {
         "measured": "chip",
+        "machine": accelerator() if has_gpu else machine(),
         "copied_tb_per_s": round(speed.copied_bytes_per_s / 1e12, 3),
         "multiplied_tflop_per_s": round(speed.multiplied_per_s / 1e12, 1),
     }
@@ -114,7 +117,7 @@ def _quire_rows(
                 continue
             yield {"measured": "setting", **setting, "passed": True, "first_s": round(answered.seconds, 2),
                    "start_s": round(stack.start_s, 1)}  # fmt: skip
-            others_s = SIDE_S * len(set(sides) & set(TRANSFORMERS))
+            others_s = SIDE_S if set(sides) & set(TRANSFORMERS) else 0.0
             yield from measure(stack, wanted, bounds, lambda: left_s() - PLAN_S, others_s=others_s)
             total_bytes = _memory_bytes() if has_gpu else 2 << 30
             yield memory_row(stack, model, total_bytes, UTILIZATION, BLOCK_TOKENS)
@@ -130,6 +133,14 @@ def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def accelerator() -> str:
+    """Returns the machine, its GPU, and what computes on it."""
+    import torch
+    import triton
+
+    return f"{machine()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
 
 
 def _memory_bytes() -> int:

@@ -32,6 +32,7 @@ from serving_sides.workload import KINDS, Workload
 Row = dict[str, Any]
 TOP_LINES = 20
 PROFILED_S = 0.4
+PROFILED_OUTPUT = 400  # tokens of each output, so that decode lasts until it was traced
 PROFILE_S = 15.0  # that a profile may take in all
 MATTERS_MOST = 3  # workloads of `decode`, which come first
 
@@ -54,10 +55,10 @@ class Measurement:
 
 
 ALL = Measurement(
-    decode=((1, 512, 256), (32, 512, 256), (128, 512, 256), (32, 4096, 128), (256, 512, 128), (128, 4096, 64)),
+    decode=((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (32, 4096, 128), (128, 4096, 64)),
     first_tokens=(4096, 32_768, 512),
     profiled=(32, 128),
-    rounds=3,
+    rounds=2,
 )
 TINY = Measurement(decode=((1, 24, 16), (4, 24, 16)), first_tokens=(64,), profiled=(2,), rounds=1)
 
@@ -195,12 +196,12 @@ def _profiled(stack: ProbedStack, wanted: Measurement, count: int | None, left_s
     """Yields the kernels of turns in which so many requests decode; without a number, of the chunk of a prompt."""
     if left_s() < PROFILE_S:
         return
-    _, prompt, output = wanted.decode[0]
+    prompt = wanted.decode[0][1]
     if count is None:
         title, workload = f"prompt of {wanted.first_tokens[0]}", Workload(KINDS[0], 1, wanted.first_tokens[0], 1)
         after_s = -1.0
     else:
-        title, workload = f"decode of {count}", Workload(KINDS[0], count, prompt, output)
+        title, workload = f"decode of {count}", Workload(KINDS[0], count, prompt, PROFILED_OUTPUT)
         after_s = 0.2 + 0.03 * count * prompt / 512  # a prompt of 512 tokens takes 15 ms: twice that, and decode began
     requests = workload.draw(-2, stack.status.vocabulary_size)
     trace, passes = stack.profile(requests, after_s=after_s, seconds=PROFILED_S)

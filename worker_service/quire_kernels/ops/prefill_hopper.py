@@ -172,11 +172,26 @@ def clear_values(values, low, high, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr)
 
 
 @gluon.jit
+def load_queries(
+    q, q_strides, turn, work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HALF: gl.constexpr, LAYOUT: gl.constexpr,
+):
+    """Loads the 64 rows of a group for a piece, zero past the last row."""
+    kv_head, row_start, row_stop, q_begin, _, _, _ = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
+    row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
+    token = (q_begin + row // GROUP).to(gl.int64)
+    offset = token * q_strides[0].to(gl.uint32).to(gl.int64) + (kv_head * GROUP + row % GROUP) * q_strides[1]
+    dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
+    return gl.load(q + offset[:, None] + dim[None, :], mask=(row < row_stop)[:, None], other=0.0)
+
+
+@gluon.jit
 def attend_pieces(
-    q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows, ring, barriers,
+    q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows, ring, barriers, order,
     PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, HALF: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+    ORDERED: gl.constexpr, HALF: gl.constexpr,
 ):
     """Attends the rows `[HALF * 64, (HALF + 1) * 64)` of all pieces. Four warps."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -188,20 +203,19 @@ def attend_pieces(
     k_ring, v_ring = ring
     k_full, k_empty, v_full, v_empty = barriers
     no_scores = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ROW_LAYOUT))
+    turn_count = turns(work, PROGRAMS, KV_HEADS)
+    queries = gl.zeros([GROUP_ROWS, HEAD_DIM], dtype, ROW_LAYOUT)
+    if turn_count > 0:
+        queries = load_queries(q, q_strides, 0, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT)
     count = 0
-    for turn in range(turns(work, PROGRAMS, KV_HEADS)):
+    for turn in range(turn_count):
         kv_head, row_start, row_stop, q_begin, q_len, _, kv_len = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
         low, high, free_low, free_high = keys_of_block(
             kv_len, q_len, row_start, row_stop, window_left, GROUP, CAUSAL, WINDOW
         )
         start, stop, free_start, free_stop = tiles_of_keys(low, high, free_low, free_high, BLOCK_N)
 
-        io_row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROW_LAYOUT))
-        io_token = (q_begin + io_row // GROUP).to(gl.int64)
-        io_head = kv_head * GROUP + io_row % GROUP
-        dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ROW_LAYOUT))
-        q_offset = io_token * q_strides[0].to(gl.uint32).to(gl.int64) + io_head * q_strides[1]
-        queries = gl.load(q + q_offset[:, None] + dim[None, :], mask=(io_row < row_stop)[:, None], other=0.0)
         synchronize_group()  # the results of the piece before have been read from here
         q_rows.store(queries)
         fence_async_shared()
@@ -224,7 +238,11 @@ def attend_pieces(
             slot = count % STAGES
             parity = count // STAGES % 2
             mbarrier.wait(k_full.index(slot), parity)
+            if ORDERED:
+                mbarrier.wait(order.index(HALF), count + HALF + 1 & 1)
             s = warpgroup_mma(q_rows, k_ring.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            if ORDERED:
+                mbarrier.arrive(order.index(1 - HALF), count=1)
             if WINDOW:
                 if low > start * BLOCK_N:
                     mbarrier.wait(v_full.index(slot), parity)
@@ -244,9 +262,13 @@ def attend_pieces(
                 slot = count % STAGES
                 parity = count // STAGES % 2
                 mbarrier.wait(k_full.index(slot), parity)
+                if ORDERED:
+                    mbarrier.wait(order.index(HALF), count + HALF + 1 & 1)
                 s = warpgroup_mma(q_rows, k_ring.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
                 acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
                 acc = warpgroup_mma(p, v_ring.index(v_slot), acc, is_async=True)
+                if ORDERED:
+                    mbarrier.arrive(order.index(1 - HALF), count=1)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(k_empty.index(slot), count=1)
                 is_edge = (tile < free_start) | (tile >= free_stop)
@@ -266,6 +288,11 @@ def attend_pieces(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(slot), count=1)
 
+        # The next queries are on their way while these results are written; after the last piece they are the same.
+        following = min(turn + 1, turn_count - 1)
+        queries = load_queries(
+            q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
+        )
         nothing = row_sum == 0.0
         row_sum = gl.where(nothing, 1.0, row_sum)
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -304,7 +331,7 @@ def prefill_hopper_kernel(
     PROGRAMS: gl.constexpr,  # that are launched
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr,  # query heads of a KV head
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, ORDERED: gl.constexpr,
 ):
     """Runs a program for each multiprocessor, or fewer; see the top of the file."""
     dtype: gl.constexpr = k.dtype
@@ -315,6 +342,9 @@ def prefill_hopper_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for half in gl.static_range(2):
+        mbarrier.init(order.index(half), count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_full.index(slot), count=1)
         mbarrier.init(v_full.index(slot), count=1)
@@ -329,11 +359,13 @@ def prefill_hopper_kernel(
         [
             (attend_pieces, (
                 q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows.index(0), ring, barriers,
-                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 0,
+                order,
+                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, ORDERED, 0,
             )),
             (attend_pieces, (
                 q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows.index(1), ring, barriers,
-                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 1,
+                order,
+                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, ORDERED, 1,
             )),
             (copy_tiles, (
                 k, v, page_indices, work, window_left, (rows_per_page, rows_per_head, columns_per_head), ring, barriers,
@@ -349,6 +381,10 @@ def prefill_hopper_kernel(
 HEAD_DIMS = (64, 128, 256)
 CAPABILITY = 9
 SWITCH = "QUIRE_HOPPER"  # "0" in the environment keeps to the Triton kernels; read at each launch, to compare both
+STAGES = 2  # tiles of K, and of V, in shared memory
+ORDERED = (
+    False  # whether the groups take turns to start products: one then computes its softmax under those of the other
+)
 MAXNREG = 168  # of 12 warps, so that the groups of warps can share 64,512 registers; the start of every program
 TMA_BYTES = 16  # addresses and strides are multiples of it
 TMA_ROWS_MAX = 2**31  # coordinates are int32
@@ -436,7 +472,7 @@ def fits_hopper(
 
 
 def score_factors(options: AttentionOptions) -> tuple[float, float]:
-    """Returns scale and cap: a score in units of log2 is x * scale, or cap * tanh(x * scale / 2 / log2(e)) if capped."""
+    """Returns the kernel's scale and cap: scores in log2 are x * scale, or cap * (1 - 2 / (2^(x * scale) + 1))."""
     scale, cap = options.sm_scale * LOG2_E.value, options.logits_soft_cap
     return (2.0 * scale / cap, cap * LOG2_E.value) if cap > 0 else (scale, 0.0)
 
@@ -470,7 +506,8 @@ def launch_on_hopper(
         launch.out, launch.lse, options.sinks,
         *score_factors(options), options.window_left, division.work.batch,
         rows.per_page, rows.per_head, rows.columns_per_head, q.stride(0), q.stride(1),
-        PROGRAMS=programs, KV_HEADS=cache.num_kv_heads, GROUP=division.group, PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim,
-        BLOCK_N=block_n, STAGES=2, CAUSAL=masking.causal, WINDOW=options.window_left >= 0,
-        SOFT_CAP=options.logits_soft_cap > 0, num_warps=4, maxnreg=MAXNREG,
+        PROGRAMS=programs, KV_HEADS=cache.num_kv_heads, GROUP=division.group,
+        PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim, BLOCK_N=block_n, STAGES=STAGES, CAUSAL=masking.causal,
+        WINDOW=options.window_left >= 0, SOFT_CAP=options.logits_soft_cap > 0, ORDERED=ORDERED,
+        num_warps=4, maxnreg=MAXNREG,
     )  # fmt: skip

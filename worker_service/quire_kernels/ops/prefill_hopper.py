@@ -288,11 +288,11 @@ def attend_pieces(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(slot), count=1)
 
-        # The next queries are on their way while these results are written; after the last piece they are the same.
-        following = min(turn + 1, turn_count - 1)
-        queries = load_queries(
-            q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
-        )
+        following = min(turn + 1, turn_count - 1)  # after the last piece its queries are loaded once more
+        if HEAD_DIM < 256:  # they are on their way while results are written, where there are registers for both
+            queries = load_queries(
+                q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
+            )
         nothing = row_sum == 0.0
         row_sum = gl.where(nothing, 1.0, row_sum)
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -310,6 +310,10 @@ def attend_pieces(
             out + (out_row * HEAD_DIM)[:, None] + dim[None, :], q_rows.load(ROW_LAYOUT),
             mask=(io_row < row_stop)[:, None],
         )
+        if HEAD_DIM >= 256:
+            queries = load_queries(
+                q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
+            )
 
 
 @gluon.jit(

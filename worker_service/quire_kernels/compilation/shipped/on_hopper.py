@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from triton.experimental.gluon.language import NVMMASharedLayout
-
 from quire_kernels.compilation.configurations import KernelConfiguration
-from quire_kernels.ops.prefill_hopper import MAXNREG, ORDERED, STAGES, keys_per_tile, prefill_hopper_kernel
+from quire_kernels.ops.prefill_hopper import MAXNREG, PAGE_LAYOUT, prefill_hopper_kernel, ring_of
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 KV_HEADS = 8
@@ -18,11 +16,10 @@ def _prefill(
     head_dim: int = 128, *, dtype: str = "bf16", group: int = 4, page_size: int = 16, causal: bool = True,
     options: bool = False,
 ) -> KernelConfiguration:  # fmt: skip
-    block_n = keys_per_tile(head_dim)
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    block_n, stages = ring_of(head_dim)
     signature = {
         **dict.fromkeys(("q", "out"), f"*{dtype}"),
-        **dict.fromkeys(("k", "v"), f"tensordesc<{dtype}[{min(page_size, block_n)}, {head_dim}],{layout!r}>"),
+        **dict.fromkeys(("k", "v"), f"tensordesc<{dtype}[{min(page_size, block_n)}, {head_dim}],{PAGE_LAYOUT!r}>"),
         **dict.fromkeys(
             ("qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr"),
             "*i32",
@@ -48,14 +45,13 @@ def _prefill(
             "PAGE_SIZE": page_size,
             "HEAD_DIM": head_dim,
             "BLOCK_N": block_n,
-            "STAGES": STAGES,
+            "STAGES": stages,
             "CAUSAL": causal,
             "WINDOW": options,
             "SOFT_CAP": options,
-            "ORDERED": ORDERED,
         },
         aligned=frozenset({"q", "out", "stride_q_token", "stride_q_head"}),
-        num_stages=STAGES,
+        num_stages=stages,
         architectures=("sm_90",),
         maxnreg=MAXNREG,
     )

@@ -114,7 +114,7 @@ def copy_tiles(
             for i in gl.static_range(BLOCK_N // BOX):
                 box = min(max(tile * (BLOCK_N // BOX) + i, first_box), last_box)
                 page = gl.load(page_indices + first_page + box * BOX // PAGE_SIZE)
-                box_rows += (page * rows_per_page + first_row + box * BOX % PAGE_SIZE,)
+                box_rows += (page * rows_per_page + first_row + box * BOX % PAGE_SIZE,)  # type: ignore[assignment]
             mbarrier.wait(empty.index(slot), parity)
             mbarrier.expect(full.index(slot), BYTES)
             for i in gl.static_range(BLOCK_N // BOX):

@@ -178,7 +178,7 @@ FAULTS: list[tuple[Fault, Check]] = [
          decodes([30])),
         ("decode_paged", "every unit starts at the first key", "start = tl.load(units + unit * 4 + 1)",
          "start = tl.load(units + unit * 4 + 1) * 0", decodes([700])),
-        ("work_units", "units are not aligned", "(size + alignment - 1) // alignment * alignment, ",
+        ("work_units", "units are not aligned", "(size + step - 1) // step * step, ",
          "size, ", divides),
         ("work_units", "nobody writes the zeros of an empty request",
          "count = tl.maximum((stop - start + size - 1) // size, units_min)",

@@ -112,7 +112,7 @@ def test_units_are_whole_tiles_and_one_for_each_multiprocessor(monkeypatch: pyte
     assert division.work.capacity == 132 * HEADS // 128 + 32
     units = division.work.units[: int(division.work.indptr[-1])]
     assert (units[:, 1] % KEYS == 0).all()
-    assert (units[:, 2] - units[:, 1]).max() == 62 * KEYS + KEYS  # ceil(32 * 8192 / 66) = 3972
+    assert (units[:, 2] - units[:, 1] == 4096).all()  # ceil(32 * 8192 / 66) = 3972
 
 
 @pytest.fixture

@@ -114,7 +114,7 @@ def decode_paged_kernel(
     softmax = attend_keys(
         softmax, queries, keys, Span(start, stop, load_low, stop), rows,
         Scoring(scale, soft_cap, slope, None, zero, SOFT_CAP, slopes is not None, MASK_NONE),
-        Shape(PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST), True,
+        Shape(PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST, True), True,
     )
     result, result_lse = finish_softmax(softmax[0], softmax[1], softmax[2], output_scale)
     if siblings == 1:

@@ -195,13 +195,19 @@ def mla_hopper_kernel(
     """Runs one program for each, unit outermost, then block of heads. Past the last unit it has no keys and no
     siblings, and writes nothing."""
     blocks: gl.constexpr = (HEADS + BLOCK - 1) // BLOCK
-    unit = gl.load(unit_indptr + batch) - 1 - gl.program_id(0) // blocks
+    unit = gl.program_id(0) // blocks
     head_start = gl.program_id(0) % blocks * BLOCK
-    is_unit = unit >= 0
-    request = gl.load(units + unit * 4, mask=is_unit, other=0)
-    start = gl.load(units + unit * 4 + 1, mask=is_unit, other=0)
-    stop = gl.load(units + unit * 4 + 2, mask=is_unit, other=0)
-    siblings = gl.load(units + unit * 4 + 3, mask=is_unit, other=0)
+    # All loads are on their way before the first is waited for; past the last unit there is a row with anything in it.
+    unit_count = gl.load(unit_indptr + batch)
+    request = gl.load(units + unit * 4)
+    start = gl.load(units + unit * 4 + 1)
+    stop = gl.load(units + unit * 4 + 2)
+    siblings = gl.load(units + unit * 4 + 3)
+    if unit >= unit_count:
+        request = 0
+        start = 0
+        stop = 0
+        siblings = 0
     q_row = gl.load(qo_indptr + request)
     first_page = gl.load(page_indptr + request)
     last_page = gl.load(page_indptr + request + 1) - first_page - 1

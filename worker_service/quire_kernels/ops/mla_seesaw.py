@@ -109,8 +109,28 @@ def scores_of_tile(queries_near, queries_far, query_ropes, near, far, rope, near
 
 
 @gluon.jit
+def load_half(sources, queries, query_ropes, ready, head_start, GROUP: gl.constexpr, HEADS: gl.constexpr):
+    """Copies a half of the queries to shared memory, group 0 the ropes besides, and waits for the other half."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    BLOCK: gl.constexpr = query_ropes.shape[0]
+    HALF: gl.constexpr = queries.shape[2]
+    q_nope, q_pe, q_nope_offset, q_pe_offset, stride_q_nope_head, stride_q_pe_head = sources
+    head = head_start + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
+    offset = q_nope_offset + GROUP * HALF
+    load_heads(q_nope, offset, stride_q_nope_head, head, HEADS, queries.index(GROUP), WIDE)
+    if GROUP == 0:
+        head = head_start + gl.arange(0, BLOCK, gl.SliceLayout(1, NARROW))
+        load_heads(q_pe, q_pe_offset, stride_q_pe_head, head, HEADS, query_ropes, NARROW)
+    fence_async_shared()
+    synchronize()
+    mbarrier.arrive(ready, count=1)
+    mbarrier.wait(ready, 0)
+
+
+@gluon.jit
 def attend_first(
-    shared, bars, result, start, stop, head_start, scale,
+    sources, shared, bars, result, start, stop, head_start, scale,
     HEADS: gl.constexpr, KEYS: gl.constexpr, HALF: gl.constexpr,
 ):
     """Is group 0."""
@@ -122,6 +142,7 @@ def attend_first(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     element: gl.constexpr = query_ropes.dtype
+    load_half(sources, queries, query_ropes, ready.index(5), head_start, 0, HEADS)
     row_max = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     row_sum = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, SCORES))
     acc = gl.zeros([BLOCK, HALF], gl.float32, RESULT)
@@ -174,7 +195,7 @@ def attend_first(
 
 @gluon.jit
 def attend_second(
-    shared, bars, result, start, stop, head_start, scale,
+    sources, shared, bars, result, start, stop, head_start, scale,
     HEADS: gl.constexpr, KEYS: gl.constexpr, HALF: gl.constexpr,
 ):
     """Is group 1."""
@@ -186,6 +207,7 @@ def attend_second(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     element: gl.constexpr = query_ropes.dtype
+    load_half(sources, queries, query_ropes, ready.index(5), head_start, 1, HEADS)
     row_max = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     row_sum = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, SCORES))
     acc = gl.zeros([BLOCK, HALF], gl.float32, RESULT)
@@ -280,13 +302,19 @@ def mla_seesaw_kernel(
     """Runs one program for each, unit outermost, then block of heads. Past the last unit it has no keys and no
     siblings, and writes nothing."""
     blocks: gl.constexpr = (HEADS + BLOCK - 1) // BLOCK
-    unit = gl.load(unit_indptr + batch) - 1 - gl.program_id(0) // blocks
+    unit = gl.program_id(0) // blocks
     head_start = gl.program_id(0) % blocks * BLOCK
-    is_unit = unit >= 0
-    request = gl.load(units + unit * 4, mask=is_unit, other=0)
-    start = gl.load(units + unit * 4 + 1, mask=is_unit, other=0)
-    stop = gl.load(units + unit * 4 + 2, mask=is_unit, other=0)
-    siblings = gl.load(units + unit * 4 + 3, mask=is_unit, other=0)
+    # All loads are on their way before the first is waited for; past the last unit there is a row with anything in it.
+    unit_count = gl.load(unit_indptr + batch)
+    request = gl.load(units + unit * 4)
+    start = gl.load(units + unit * 4 + 1)
+    stop = gl.load(units + unit * 4 + 2)
+    siblings = gl.load(units + unit * 4 + 3)
+    if unit >= unit_count:
+        request = 0
+        start = 0
+        stop = 0
+        siblings = 0
     q_row = gl.load(qo_indptr + request)
     first_page = gl.load(page_indptr + request)
     last_page = gl.load(page_indptr + request + 1) - first_page - 1
@@ -302,30 +330,26 @@ def mla_seesaw_kernel(
     sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(4):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(5):
         mbarrier.init(ready.index(i), count=1)
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    head = head_start + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
-    q_nope_offset = q_row.to(gl.int64) * stride_q_nope_token
-    for half in gl.static_range(2):
-        load_heads(q_nope + half * HALF, q_nope_offset, stride_q_nope_head, head, HEADS, queries.index(half), WIDE)
-    head = head_start + gl.arange(0, BLOCK, gl.SliceLayout(1, NARROW))
-    load_heads(q_pe, q_row.to(gl.int64) * stride_q_pe_token, stride_q_pe_head, head, HEADS, query_ropes, NARROW)
+    mbarrier.init(ready.index(5), count=2)
     fence_async_shared()
-    synchronize()
+    sources = (
+        q_nope, q_pe, q_row.to(gl.int64) * stride_q_nope_token, q_row.to(gl.int64) * stride_q_pe_token,
+        stride_q_nope_head, stride_q_pe_head,
+    )
     shared = (near, far, ropes, queries, query_ropes, maxima, sums)
     bars = (full, empty, ready)
     result = (out, lse, partial_out, partial_lse, q_row, unit, siblings)
     scale = sm_scale * LOG2_E
     gl.warp_specialize(
         [
-            (attend_first, (shared, bars, result, start, stop, head_start, scale, HEADS, KEYS, HALF)),
-            (attend_second, (shared, bars, result, start, stop, head_start, scale, HEADS, KEYS, HALF)),
+            (attend_first, (sources, shared, bars, result, start, stop, head_start, scale, HEADS, KEYS, HALF)),
+            (attend_second, (sources, shared, bars, result, start, stop, head_start, scale, HEADS, KEYS, HALF)),
             (copy_pairs, (
                 ckv, kpe, near, far, ropes, full, empty, page_indices + first_page, last_page, start, stop,
                 PAGE_SIZE, KEYS,

@@ -2,20 +2,21 @@
 
     s = q k^T;  p = 2^(s * scale - m);  out = sum p v / sum p           for the rows and keys of `prefill_rows`
 
-A program has three groups of warps. One warp copies pages into a ring of tiles by TMA. Two groups of four warps attend
-64 rows each to every tile. A group starts the product of tile j + 1 with K and that of tile j with V, and computes the
-softmax of tile j + 1 while the second runs: a wait for one product that leaves one in flight.
+Two warps of a program copy pages into rings of tiles by TMA, one K and one V: a tile in pages of 16 is 16 copies, which
+one warp alone starts too slowly. Two groups of four warps attend 64 rows each to every tile. A group starts the product
+of tile j + 1 with K and that of tile j with V, and computes the softmax of tile j + 1 while the second runs: a wait for
+one product that leaves one in flight.
 
 There are as many programs as multiprocessors. Each takes pieces (a block of rows and a KV head) in turn, and the ring
 goes on from one piece to the next: the keys of the next are on their way while this one ends.
 
     barrier     who arrives                          who waits, once a tile
     k_full      TMA, when all its bytes are there    both groups, before q k^T
-    k_empty     both groups, after q k^T             the copying warp, before it fills the slot again
+    k_empty     both groups, after q k^T             a copying warp, before it fills the slot again
     v_full, v_empty                                  the same for V
 
 Tile n of a program (counted over all its pieces) is in slot n % STAGES, and is that slot's round n // STAGES, whose
-parity is what a wait names. All three groups compute the same tiles of a piece (`prefill_tiles`), so they count alike.
+parity is what a wait names. All warps compute the same tiles of a piece (`prefill_tiles`), so they count alike.
 
 TMA copies whole pages, or boxes of BLOCK_N keys of a larger page. A slot that no row may see can hold NaN. The mask
 removes it from the scores. V is multiplied with p = 0, and 0 * NaN is NaN, so both groups zero such rows of the first
@@ -86,17 +87,15 @@ def turns(work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def copy_tiles(
-    k, v, page_indices, work, window_left, rows, ring, barriers,
+    part, page_indices, work, window_left, rows, ring, full, empty,
     PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):
-    """Copies the tiles of all pieces into the ring. One warp."""
-    BOX: gl.constexpr = k.block_shape[0]
+    """Copies the tiles of K, or of V, of all pieces into their ring. One warp."""
+    BOX: gl.constexpr = part.block_shape[0]
     BYTES: gl.constexpr = BLOCK_N * HEAD_DIM * 2
     rows_per_page, rows_per_head, columns_per_head = rows
-    k_ring, v_ring = ring
-    k_full, k_empty, v_full, v_empty = barriers
     count = 0
     for turn in range(turns(work, PROGRAMS, KV_HEADS)):
         kv_head, row_start, row_stop, _, q_len, first_page, kv_len = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
@@ -115,17 +114,12 @@ def copy_tiles(
             for i in gl.static_range(BLOCK_N // BOX):
                 box = min(max(tile * (BLOCK_N // BOX) + i, first_box), last_box)
                 page = gl.load(page_indices + first_page + box * BOX // PAGE_SIZE)
-                box_rows += (page * rows_per_page + first_row + box * BOX % PAGE_SIZE,)
-            mbarrier.wait(k_empty.index(slot), parity)
-            mbarrier.expect(k_full.index(slot), BYTES)
+                box_rows += (page * rows_per_page + first_row + box * BOX % PAGE_SIZE,)  # type: ignore[assignment]
+            mbarrier.wait(empty.index(slot), parity)
+            mbarrier.expect(full.index(slot), BYTES)
             for i in gl.static_range(BLOCK_N // BOX):
-                part = k_ring.index(slot).slice(i * BOX, BOX, dim=0)
-                tma.async_copy_global_to_shared(k, [box_rows[i], column], k_full.index(slot), part)
-            mbarrier.wait(v_empty.index(slot), parity)
-            mbarrier.expect(v_full.index(slot), BYTES)
-            for i in gl.static_range(BLOCK_N // BOX):
-                part = v_ring.index(slot).slice(i * BOX, BOX, dim=0)
-                tma.async_copy_global_to_shared(v, [box_rows[i], column], v_full.index(slot), part)
+                place = ring.index(slot).slice(i * BOX, BOX, dim=0)
+                tma.async_copy_global_to_shared(part, [box_rows[i], column], full.index(slot), place)
             count += 1
 
 
@@ -172,6 +166,20 @@ def clear_values(values, low, high, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr)
 
 
 @gluon.jit
+def load_queries(
+    q, q_strides, turn, work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HALF: gl.constexpr, LAYOUT: gl.constexpr,
+):
+    """Loads the 64 rows of a group for a piece, zero past the last row."""
+    kv_head, row_start, row_stop, q_begin, _, _, _ = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
+    row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
+    token = (q_begin + row // GROUP).to(gl.int64)
+    offset = token * q_strides[0].to(gl.uint32).to(gl.int64) + (kv_head * GROUP + row % GROUP) * q_strides[1]
+    dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
+    return gl.load(q + offset[:, None] + dim[None, :], mask=(row < row_stop)[:, None], other=0.0)
+
+
+@gluon.jit
 def attend_pieces(
     q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows, ring, barriers,
     PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
@@ -188,20 +196,19 @@ def attend_pieces(
     k_ring, v_ring = ring
     k_full, k_empty, v_full, v_empty = barriers
     no_scores = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ROW_LAYOUT))
+    turn_count = turns(work, PROGRAMS, KV_HEADS)
+    queries = gl.zeros([GROUP_ROWS, HEAD_DIM], dtype, ROW_LAYOUT)
+    if turn_count > 0:
+        queries = load_queries(q, q_strides, 0, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT)
     count = 0
-    for turn in range(turns(work, PROGRAMS, KV_HEADS)):
+    for turn in range(turn_count):
         kv_head, row_start, row_stop, q_begin, q_len, _, kv_len = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
         low, high, free_low, free_high = keys_of_block(
             kv_len, q_len, row_start, row_stop, window_left, GROUP, CAUSAL, WINDOW
         )
         start, stop, free_start, free_stop = tiles_of_keys(low, high, free_low, free_high, BLOCK_N)
 
-        io_row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROW_LAYOUT))
-        io_token = (q_begin + io_row // GROUP).to(gl.int64)
-        io_head = kv_head * GROUP + io_row % GROUP
-        dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ROW_LAYOUT))
-        q_offset = io_token * q_strides[0].to(gl.uint32).to(gl.int64) + io_head * q_strides[1]
-        queries = gl.load(q + q_offset[:, None] + dim[None, :], mask=(io_row < row_stop)[:, None], other=0.0)
         synchronize_group()  # the results of the piece before have been read from here
         q_rows.store(queries)
         fence_async_shared()
@@ -266,6 +273,11 @@ def attend_pieces(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(slot), count=1)
 
+        following = min(turn + 1, turn_count - 1)  # after the last piece its queries are loaded once more
+        if HEAD_DIM < 256:  # they are on their way while results are written, where there are registers for both
+            queries = load_queries(
+                q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
+            )
         nothing = row_sum == 0.0
         row_sum = gl.where(nothing, 1.0, row_sum)
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -283,6 +295,10 @@ def attend_pieces(
             out + (out_row * HEAD_DIM)[:, None] + dim[None, :], q_rows.load(ROW_LAYOUT),
             mask=(io_row < row_stop)[:, None],
         )
+        if HEAD_DIM >= 256:
+            queries = load_queries(
+                q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
+            )
 
 
 @gluon.jit(
@@ -325,6 +341,7 @@ def prefill_hopper_kernel(
     ring = (k_ring, v_ring)
     barriers = (k_full, k_empty, v_full, v_empty)
     q_strides = (stride_q_token, stride_q_head)
+    rows = (rows_per_page, rows_per_head, columns_per_head)
     gl.warp_specialize(
         [
             (attend_pieces, (
@@ -336,12 +353,16 @@ def prefill_hopper_kernel(
                 PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 1,
             )),
             (copy_tiles, (
-                k, v, page_indices, work, window_left, (rows_per_page, rows_per_head, columns_per_head), ring, barriers,
+                k, page_indices, work, window_left, rows, k_ring, k_full, k_empty,
+                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW,
+            )),
+            (copy_tiles, (
+                v, page_indices, work, window_left, rows, v_ring, v_full, v_empty,
                 PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW,
             )),
         ],
-        [4, 1],
-        [232, 40],
+        [4, 1, 1],
+        [232, 40, 40],
     )
 # fmt: on
 
@@ -350,6 +371,7 @@ HEAD_DIMS = (64, 128, 256)
 CAPABILITY = 9
 SWITCH = "QUIRE_HOPPER"  # "0" in the environment keeps to the Triton kernels; read at each launch, to compare both
 MAXNREG = 168  # of 12 warps, so that the groups of warps can share 64,512 registers; the start of every program
+PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # of tiles of 16-bit numbers
 TMA_BYTES = 16  # addresses and strides are multiples of it
 TMA_ROWS_MAX = 2**31  # coordinates are int32
 
@@ -389,9 +411,9 @@ def page_rows(part: torch.Tensor) -> PageRows | None:
     return PageRows(page // token, per_head, columns, count, (heads - 1) * columns + head_dim)
 
 
-def keys_per_tile(head_dim: int) -> int:
-    """Returns how many keys a tile has: two tiles of K and V and the queries take 64, 160 or 192 KiB."""
-    return 64 if head_dim == 256 else 128
+def ring_of(head_dim: int) -> tuple[int, int]:
+    """Returns keys per tile, and tiles of K (and as many of V) in shared memory, with which queries and tiles fit."""
+    return (64, 2) if head_dim == 256 else (128, 3)  # 192 KiB; 112 KiB for 64, 224 KiB for 128
 
 
 def runs_on_hopper(
@@ -411,7 +433,7 @@ def fits_hopper(
     q: torch.Tensor, cache: PagedCache, options: AttentionOptions, masking: Masking, division: PrefillWork
 ) -> bool:
     """Returns whether the kernel is made for such a launch, whatever the chip."""
-    block_n = keys_per_tile(cache.head_dim)
+    block_n, _ = ring_of(cache.head_dim)
     rows = page_rows(cache.k)
     return (
         q.dtype in (torch.bfloat16, torch.float16)
@@ -436,7 +458,7 @@ def fits_hopper(
 
 
 def score_factors(options: AttentionOptions) -> tuple[float, float]:
-    """Returns scale and cap: a score in units of log2 is x * scale, or cap * tanh(x * scale / 2 / log2(e)) if capped."""
+    """Returns the kernel's scale and cap: scores in log2 are x * scale, or cap * (1 - 2 / (2^(x * scale) + 1))."""
     scale, cap = options.sm_scale * LOG2_E.value, options.logits_soft_cap
     return (2.0 * scale / cap, cap * LOG2_E.value) if cap > 0 else (scale, 0.0)
 
@@ -444,8 +466,7 @@ def score_factors(options: AttentionOptions) -> tuple[float, float]:
 def pages_by_tma(part: torch.Tensor, rows: PageRows, block_n: int) -> TensorDescriptor:
     """Returns a descriptor of K or V. It goes to the kernel by value, so a graph keeps it."""
     box = [min(part.shape[1], block_n), part.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float16 if part.dtype == torch.float16 else gl.bfloat16)
-    return TensorDescriptor(part, [rows.count, rows.width], [part.stride(1), 1], box, layout)
+    return TensorDescriptor(part, [rows.count, rows.width], [part.stride(1), 1], box, PAGE_LAYOUT)
 
 
 def launch_on_hopper(
@@ -461,7 +482,7 @@ def launch_on_hopper(
     launch: PrefillLaunch,
 ) -> None:
     """Launches what `fits_hopper` agreed to, with the arguments of `prefill_paged`, on the current device."""
-    rows, block_n = page_rows(cache.k), keys_per_tile(cache.head_dim)
+    rows, (block_n, stages) = page_rows(cache.k), ring_of(cache.head_dim)
     assert rows is not None
     programs = multiprocessor_count(q.device)  # those without work leave at once
     prefill_hopper_kernel[(programs,)](
@@ -470,7 +491,8 @@ def launch_on_hopper(
         launch.out, launch.lse, options.sinks,
         *score_factors(options), options.window_left, division.work.batch,
         rows.per_page, rows.per_head, rows.columns_per_head, q.stride(0), q.stride(1),
-        PROGRAMS=programs, KV_HEADS=cache.num_kv_heads, GROUP=division.group, PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim,
-        BLOCK_N=block_n, STAGES=2, CAUSAL=masking.causal, WINDOW=options.window_left >= 0,
-        SOFT_CAP=options.logits_soft_cap > 0, num_warps=4, maxnreg=MAXNREG,
+        PROGRAMS=programs, KV_HEADS=cache.num_kv_heads, GROUP=division.group,
+        PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim, BLOCK_N=block_n, STAGES=stages, CAUSAL=masking.causal,
+        WINDOW=options.window_left >= 0, SOFT_CAP=options.logits_soft_cap > 0,
+        num_warps=4, maxnreg=MAXNREG,
     )  # fmt: skip

@@ -25,7 +25,7 @@ def _splits(chip: str, dtype: str, v_head_dim: int) -> KernelConfiguration:
             **dict.fromkeys(("partial_out", "partial_lse", "lse"), "*fp32"),
             "unit_indptr": "*i32",
             "out": f"*{dtype}",
-            **dict.fromkeys(("heads", "stride_out_token", "stride_out_head"), "i32"),
+            **dict.fromkeys(("heads", "heads_per_program", "stride_out_token", "stride_out_head"), "i32"),
         },
         constexprs={
             "stride_out_dim": 1,

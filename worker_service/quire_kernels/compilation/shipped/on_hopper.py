@@ -1,0 +1,73 @@
+"""What ships of the kernels in Gluon, which are for compute capability 9 alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from quire_kernels.compilation.configurations import KernelConfiguration
+from quire_kernels.ops.prefill_hopper import MAXNREG, PAGE_LAYOUT, prefill_hopper_kernel, ring_of
+
+PROGRAMS = 132  # multiprocessors of an H100 or H200
+KV_HEADS = 8
+
+
+def _prefill(
+    head_dim: int = 128, *, dtype: str = "bf16", group: int = 4, page_size: int = 16, causal: bool = True,
+    options: bool = False,
+) -> KernelConfiguration:  # fmt: skip
+    block_n, stages = ring_of(head_dim)
+    signature = {
+        **dict.fromkeys(("q", "out"), f"*{dtype}"),
+        **dict.fromkeys(("k", "v"), f"tensordesc<{dtype}[{min(page_size, block_n)}, {head_dim}],{PAGE_LAYOUT!r}>"),
+        **dict.fromkeys(
+            ("qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr"),
+            "*i32",
+        ),
+        **dict.fromkeys(("lse", *(("sinks",) if options else ())), "*fp32"),
+        **dict.fromkeys(("scale", "cap"), "fp32"),
+        **dict.fromkeys(
+            ("window_left", "batch", "rows_per_page", "rows_per_head", "columns_per_head",
+             "stride_q_token", "stride_q_head"),
+            "i32",
+        ),
+    }  # fmt: skip
+    title = [dtype, f"D{head_dim}", f"G{group}", f"P{page_size}", *(["options"] if options else [])]
+    return KernelConfiguration(
+        kernel=prefill_hopper_kernel,
+        name=" ".join(title if causal else [*title, "not causal"]),
+        signature=signature,
+        constexprs={
+            **({} if options else {"sinks": None}),
+            "PROGRAMS": PROGRAMS,
+            "KV_HEADS": KV_HEADS,
+            "GROUP": group,
+            "PAGE_SIZE": page_size,
+            "HEAD_DIM": head_dim,
+            "BLOCK_N": block_n,
+            "STAGES": stages,
+            "CAUSAL": causal,
+            "WINDOW": options,
+            "SOFT_CAP": options,
+        },
+        aligned=frozenset({"q", "out", "stride_q_token", "stride_q_head"}),
+        num_stages=stages,
+        architectures=("sm_90",),
+        maxnreg=MAXNREG,
+    )
+
+
+def _prefills() -> Iterator[KernelConfiguration]:
+    """Yields head dims and pages with and without options, ratios of heads, dtypes and masks."""
+    for head_dim, page_size in itertools.product((64, 128, 256), (16, 64)):
+        yield _prefill(head_dim, page_size=page_size)
+        yield _prefill(head_dim, page_size=page_size, options=True)
+    for group in (1, 5, 7, 8):
+        yield _prefill(group=group)
+    for page_size in (8, 128):
+        yield _prefill(page_size=page_size)
+    yield _prefill(dtype="fp16")
+    yield _prefill(causal=False)
+
+
+ON_HOPPER = tuple(_prefills())

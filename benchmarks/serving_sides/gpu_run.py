@@ -118,7 +118,11 @@ def _quire_rows(
             yield {"measured": "setting", **setting, "passed": True, "first_s": round(answered.seconds, 2),
                    "start_s": round(stack.start_s, 1)}  # fmt: skip
             others_s = SIDE_S if set(sides) & set(TRANSFORMERS) else 0.0
-            yield from measure(stack, wanted, bounds, lambda: left_s() - PLAN_S, others_s=others_s)
+            try:
+                yield from measure(stack, wanted, bounds, lambda: left_s() - PLAN_S, others_s=others_s)
+            except TimeoutError as error:
+                yield {"measured": "setting", **setting, "passed": False, "why": str(error)}
+                continue
             total_bytes = _memory_bytes() if has_gpu else 2 << 30
             yield memory_row(stack, model, total_bytes, UTILIZATION, BLOCK_TOKENS)
             return

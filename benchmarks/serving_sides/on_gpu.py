@@ -74,6 +74,9 @@ def measure(
         bounds: what it is compared with.
         left_s: tells how many seconds are left.
         others_s: of them that are left to others before the last workloads are measured.
+
+    Raises:
+        TimeoutError: the worker did not answer in time.
     """
     decode = [partial(_decode, stack, each, wanted.rounds, bounds, left_s) for each in wanted.decode]
     first_tokens = [partial(_first_token, stack, each, wanted.rounds, bounds, left_s) for each in wanted.first_tokens]
@@ -84,6 +87,8 @@ def measure(
             return
         try:
             yield from step()
+        except TimeoutError:  # nothing that follows would come in time
+            raise
         except Exception as error:  # the others' rows are worth having
             yield {"measured": "nothing", "passed": False, "why": f"{type(error).__name__}: {error}"[:1000]}
 

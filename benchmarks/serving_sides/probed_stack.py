@@ -18,7 +18,7 @@ from serving_sides.process import Request
 from serving_sides.trace import Trace, read_trace
 
 STOP_S = 3.0  # that the servers have to end
-ROUND_S = 30.0  # that a round may take
+ROUND_S = 25.0  # that a round may take
 PROBE_S = 15.0  # that the worker may take to write what it has noted
 Pass = dict[str, Any]  # see `probed_worker.write`
 

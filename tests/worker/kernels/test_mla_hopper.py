@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from quire_kernels.ops import mla_hopper, mla_paged
-from quire_kernels.ops.mla_hopper import BUFFERS, HEADS, KEYS, buffer_of, fits_hopper, page_of_box
+from quire_kernels.ops.mla_hopper import BUFFERS, HEADS, KEYS, fits_hopper
 from quire_kernels.shared import mla_work
+from quire_kernels.shared.latent_tiles import buffer_of, page_of_box
 from quire_kernels.shared.launch import is_hopper
 from quire_kernels.shared.mla_work import divide_mla
 

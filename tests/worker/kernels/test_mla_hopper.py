@@ -98,7 +98,7 @@ def test_it_is_chosen_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not fits(ckv=torch.zeros(3, 8, 512, dtype=torch.bfloat16))
     assert not fits(ckv=torch.zeros(3, 48, 512, dtype=torch.bfloat16))
     assert not fits(q_nope=torch.zeros(2, 128, 512), ckv=torch.zeros(3, 16, 512))
-    monkeypatch.setattr(mla_hopper, "ENABLED", False)
+    monkeypatch.setenv(mla_hopper.SWITCH, "0")
     assert not fits()
 
 
@@ -145,7 +145,11 @@ SHAPES: tuple[tuple[list[int], dict[str, Any]], ...] = (
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("turns", ["0", "1"])
 @pytest.mark.parametrize(("lengths", "shape"), SHAPES, ids=str)
-def test_it_gives_the_softmax(lengths: list[int], shape: dict[str, Any], hopper: torch.device) -> None:
+def test_it_gives_the_softmax(
+    lengths: list[int], shape: dict[str, Any], turns: str, hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(mla_hopper.TURNS_SWITCH, turns)
     shape = {"heads": 128, "dtype": torch.bfloat16, **shape}
     latents_match(mla_paged, hopper, lengths, ckv_dim=512, kpe_dim=64, **shape)

@@ -18,6 +18,8 @@ Gluon has no interpreter: `mla_paged_kernel` is the reference, and runs wherever
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -47,8 +49,9 @@ TOGETHER = {"BUFFERS": BUFFERS, "COPY_REGISTERS": 48}
 IN_TURNS = {"COPY_REGISTERS": 40, "GROUP_REGISTERS": 232}
 PAGE_SIZE_MIN = 16
 TMA_ALIGNMENT = 16  # bytes, of addresses and strides
-ENABLED = True  # False makes `mla_paged` launch the Triton kernel, so that one process can compare both
-TAKES_TURNS = False  # True launches `mla_seesaw_kernel`
+# In the environment, read at each launch, so that one process can compare the kernels: "0" keeps to the Triton kernels,
+# as for prefill; "1" takes `mla_seesaw_kernel`.
+SWITCH, TURNS_SWITCH = "QUIRE_HOPPER", "QUIRE_HOPPER_TURNS"
 
 
 # fmt: off
@@ -224,7 +227,7 @@ def fits_hopper(parts: dict[str, torch.Tensor], division: MlaWork) -> bool:
     q_nope, ckv, kpe = parts["q_nope"], parts["ckv"], parts["kpe"]
     page_size = ckv.shape[1]
     return (
-        ENABLED
+        os.environ.get(SWITCH) != "0"
         and is_hopper(q_nope.device)
         and division.split_keys
         and division.tiling.block_m == HEADS
@@ -283,7 +286,7 @@ def launch_hopper(
         *indices, division.work.units, division.work.indptr, out, lse, division.partial_out, division.partial_lse,
         float(sm_scale), division.work.batch, *q_nope.stride()[:2], *q_pe.stride()[:2],
     )  # fmt: skip
-    if TAKES_TURNS:
+    if os.environ.get(TURNS_SWITCH) == "1":
         boxes = (describe(ckv, CKV_DIM // 2), describe(kpe, KPE_DIM))
         mla_seesaw_kernel[(programs,)](q_nope, q_pe, *boxes, *arguments, **given, **IN_TURNS, num_warps=NUM_WARPS // 2)
     else:

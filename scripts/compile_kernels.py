@@ -140,7 +140,7 @@ def compile_configuration(configuration: KernelConfiguration, architecture: str)
     compiled = triton.compile(source, target=TARGETS[architecture], options=options)
     registers, spilled = _amd_usage(compiled) if architecture.startswith("gfx") else _nvidia_usage(compiled)
     if configuration.is_gluon:
-        check_overlap(_cuobjdump(compiled, "--dump-sass"))
+        check_overlap(_cuobjdump(compiled, "--dump-sass"), in_group=configuration.has_products_in_flight)
     return Row(
         kernel=kernel.__name__,
         configuration=configuration.name,
@@ -154,8 +154,12 @@ def compile_configuration(configuration: KernelConfiguration, architecture: str)
     )
 
 
-def check_overlap(machine_code: str) -> None:
+def check_overlap(machine_code: str, *, in_group: bool) -> None:
     """Refuses a kernel for Hopper whose copies, products and exponentials run one after another.
+
+    Args:
+        machine_code: of the kernel.
+        in_group: whether a group of warps has to overlap its own products and exponentials.
 
     Raises:
         ValueError: nothing is copied by TMA, or no exponential lies between a wait that leaves a product in flight and
@@ -164,7 +168,9 @@ def check_overlap(machine_code: str) -> None:
     if "UTMALDG" not in machine_code:
         raise ValueError("nothing is copied by TMA")
     parts = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", machine_code)
-    if not any(int(left, 16) and "MUFU.EX2" in code for left, code in zip(parts[1::2], parts[2::2], strict=True)):
+    if in_group and not any(
+        int(left, 16) and "MUFU.EX2" in code for left, code in zip(parts[1::2], parts[2::2], strict=True)
+    ):
         raise ValueError("no exponential is computed while a product is in flight")
 
 

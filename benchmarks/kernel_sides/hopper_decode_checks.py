@@ -7,9 +7,11 @@ Hopper and by the one in Triton, under the same division. Without a GPU the inte
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from quire_kernels.ops import mla_hopper
@@ -43,6 +45,11 @@ GROUPED = (  # lengths of the requests, query heads, KV heads, page size
 )
 GROUPED_TINY = (([70, 3, 0], 6, 2, 16),)
 REFERENCE_KEYS = 1 << 15  # at most, of the first requests: float64 is slow
+KERNELS = {
+    "triton": {mla_hopper.SWITCH: "0"},
+    "gluon": {mla_hopper.SWITCH: "1", mla_hopper.TURNS_SWITCH: "0"},
+    "gluon in turns": {mla_hopper.SWITCH: "1", mla_hopper.TURNS_SWITCH: "1"},
+}
 ROW_TOLERANCE = 0.1  # of a row's root mean square, as in `gpu`: bfloat16 rounds elements of several times that
 ROUNDS, FLUSH_BYTES = 20, 256 << 20
 
@@ -76,15 +83,11 @@ def latent_checks(kernels: tuple[str, ...] = ("gluon", "gluon in turns")) -> Ite
         operations = 2 * heads * (512 + 576) * sum(lengths)
         parts = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv, "kpe": kpe}
         for name in kernels if has_gpu else ("triton",):
-            mla_hopper.ENABLED = name != "triton"
-            mla_hopper.TAKES_TURNS = name == "gluon in turns"
-            try:
-                if mla_hopper.ENABLED and not mla_hopper.fits_hopper(parts, division):
+            with patch.dict(os.environ, KERNELS[name]):
+                if name != "triton" and not mla_hopper.fits_hopper(parts, division):
                     continue
                 row = {"kernel": name, **_shape(lengths, page_size), "heads": heads}
                 yield row | _measured(attend, expected, operations=operations)
-            finally:
-                mla_hopper.ENABLED, mla_hopper.TAKES_TURNS = True, False
 
 
 def decode_checks() -> Iterator[Row]:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from quire_kernels.ops import mla_hopper, mla_paged
-from quire_kernels.ops.mla_hopper import BUFFERS, HEADS, KEYS, buffer_of, fits_hopper, page_of_box
+from quire_kernels.ops.mla_hopper import BUFFERS, HEADS, KEYS, fits_hopper
 from quire_kernels.shared import mla_work
+from quire_kernels.shared.latent_tiles import buffer_of, page_of_box
 from quire_kernels.shared.launch import is_hopper
 from quire_kernels.shared.mla_work import divide_mla
 
@@ -97,7 +98,7 @@ def test_it_is_chosen_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not fits(ckv=torch.zeros(3, 8, 512, dtype=torch.bfloat16))
     assert not fits(ckv=torch.zeros(3, 48, 512, dtype=torch.bfloat16))
     assert not fits(q_nope=torch.zeros(2, 128, 512), ckv=torch.zeros(3, 16, 512))
-    monkeypatch.setattr(mla_hopper, "ENABLED", False)
+    monkeypatch.setenv(mla_hopper.SWITCH, "0")
     assert not fits()
 
 
@@ -144,7 +145,11 @@ SHAPES: tuple[tuple[list[int], dict[str, Any]], ...] = (
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("turns", ["0", "1"])
 @pytest.mark.parametrize(("lengths", "shape"), SHAPES, ids=str)
-def test_it_gives_the_softmax(lengths: list[int], shape: dict[str, Any], hopper: torch.device) -> None:
+def test_it_gives_the_softmax(
+    lengths: list[int], shape: dict[str, Any], turns: str, hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(mla_hopper.TURNS_SWITCH, turns)
     shape = {"heads": 128, "dtype": torch.bfloat16, **shape}
     latents_match(mla_paged, hopper, lengths, ckv_dim=512, kpe_dim=64, **shape)

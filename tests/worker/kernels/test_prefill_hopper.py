@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_kernels.ops.prefill_hopper import CAPABILITY, fits_hopper, page_rows
+from quire_kernels.ops.prefill_hopper import CAPABILITY, fits_hopper
 from quire_kernels.shared import reference
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import unpack_paged_cache
 from quire_kernels.shared.prefill_rows import Masking
+from quire_kernels.shared.tma_pages import page_rows
 
 from tests.worker.kernels.hopper_model import Request, Sizes, attend, piece_of_turn, turns_of_program
 

@@ -30,6 +30,7 @@ class KernelConfiguration:
     num_warps: int = 4
     num_stages: int = 3
     architectures: tuple[str, ...] = ARCHITECTURES
+    has_products_in_flight: bool = True  # of a kernel in Gluon: in one group of warps, while it computes exponentials
     maxnreg: int | None = None  # registers per thread at the start of a kernel whose warps then share them unequally
 
     def __post_init__(self) -> None:

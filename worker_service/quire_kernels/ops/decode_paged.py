@@ -79,6 +79,7 @@ def decode_paged_kernel(
     if OVERLAP:
         gdc_launch_dependents()  # `merge_splits` may be put on the chip, and waits there
     blocks_per_unit: tl.constexpr = KV_HEADS * ((GROUP + BLOCK_M - 1) // BLOCK_M)
+    once_a_page: tl.constexpr = GROUP & (GROUP - 1) == 0  # with ratios such as 5 and 7 that would spill a register
     heads: tl.constexpr = KV_HEADS * GROUP
     unit = tl.program_id(0) // blocks_per_unit
     # All loads are on their way before the first is waited for; past the last unit there is a row with anything in it.
@@ -114,7 +115,7 @@ def decode_paged_kernel(
     softmax = attend_keys(
         softmax, queries, keys, Span(start, stop, load_low, stop), rows,
         Scoring(scale, soft_cap, slope, None, zero, SOFT_CAP, slopes is not None, MASK_NONE),
-        Shape(PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST, True), True,
+        Shape(PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST, once_a_page), True,
     )
     result, result_lse = finish_softmax(softmax[0], softmax[1], softmax[2], output_scale)
     if siblings == 1:

@@ -18,6 +18,8 @@ Gluon has no interpreter: `mla_paged_kernel` is the reference, and runs wherever
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -31,36 +33,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from quire_kernels.ops.mla_seesaw import mla_seesaw_kernel
+from quire_kernels.shared.latent_tiles import LOG2_E, buffer_of, clear_rows, load_heads, page_of_box, synchronize
 from quire_kernels.shared.launch import is_hopper
 from quire_kernels.shared.mla_work import HOPPER_HEADS, HOPPER_KEYS, MlaWork
-
-synchronize = getattr(gl, "barrier", None) or gl.thread_barrier  # the name in Triton 3.7 and in 3.6
 
 # Of a program. Two buffers of 64 x 576 latents and as many queries, of 2 bytes, are 216 of the chip's 227 KiB.
 HEADS, KEYS, BUFFERS = HOPPER_HEADS, HOPPER_KEYS, 2
 CKV_DIM, KPE_DIM = 512, 64
 NUM_WARPS = 8  # that multiply
-COPY_REGISTERS = 48  # per thread of the warp that copies: with fewer, its addresses spill
 REGISTERS = 168  # per thread of all 12 warps; what the copying ones leave goes to the others
+# Of `mla_hopper_kernel` and of `mla_seesaw_kernel`: registers per thread of the warp that copies, whose addresses would
+# spill with fewer, and of a group of warps.
+TOGETHER = {"BUFFERS": BUFFERS, "COPY_REGISTERS": 48}
+IN_TURNS = {"COPY_REGISTERS": 40, "GROUP_REGISTERS": 232}
 PAGE_SIZE_MIN = 16
 TMA_ALIGNMENT = 16  # bytes, of addresses and strides
-ENABLED = True  # False makes `mla_paged` launch the Triton kernel, so that one process can compare both
-TAKES_TURNS = False  # True launches `mla_seesaw_kernel`
-LOG2_E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def buffer_of(tile, BUFFERS: gl.constexpr):
-    """Says which buffer a tile of a unit goes to, counted from the unit's first, and the phase of its barrier."""
-    return tile % BUFFERS, (tile // BUFFERS) & 1
-
-
-@gluon.jit
-def page_of_box(key, box, last_page, PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr):
-    """Says which page holds the keys from `key + box * ROWS` on, and at which slot; never past the last page."""
-    first = key + box * ROWS
-    page = first // PAGE_SIZE
-    return min(page, last_page), first % PAGE_SIZE
+# In the environment, read at each launch, so that one process can compare the kernels: "0" keeps to the Triton kernels,
+# as for prefill; "1" takes `mla_seesaw_kernel`.
+SWITCH, TURNS_SWITCH = "QUIRE_HOPPER", "QUIRE_HOPPER_TURNS"
 
 
 # fmt: off
@@ -89,25 +80,7 @@ def copy_latents(
 
 
 @gluon.jit
-def load_heads(q, token_offset, stride_head, head, heads, target, layout: gl.constexpr):
-    """Copies the queries of a block of heads to shared memory, zeros past the last head."""
-    dims = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
-    offset = token_offset + head.to(gl.int64) * stride_head
-    target.store(gl.load(q + offset[:, None] + dims[None, :], mask=(head < heads)[:, None], other=0.0))
-
-
-@gluon.jit
-def clear_rows(latents, first, layout: gl.constexpr):
-    """Clears the rows of a tile from `first` on: slots without a token may hold NaN, and 0 * NaN is NaN."""
-    rows = gl.arange(0, latents.shape[0], gl.SliceLayout(1, layout))
-    for box in gl.static_range(latents.shape[1] // 64):
-        part = latents.slice(box * 64, 64, dim=1)
-        values = part.load(layout)
-        part.store(gl.where((rows < first)[:, None], values, gl.zeros_like(values)))
-
-
-@gluon.jit
-def attend_latents(  # noqa: PLR0915
+def attend_latents(
     q_nope, q_pe, q_nope_offset, q_pe_offset, stride_q_nope_head, stride_q_pe_head,
     latents, ropes, full, empty, queries, query_ropes, weights, out, lse, partial_out, partial_lse,
     q_row, unit, siblings, start, stop, head_start, scale,
@@ -254,7 +227,7 @@ def fits_hopper(parts: dict[str, torch.Tensor], division: MlaWork) -> bool:
     q_nope, ckv, kpe = parts["q_nope"], parts["ckv"], parts["kpe"]
     page_size = ckv.shape[1]
     return (
-        ENABLED
+        os.environ.get(SWITCH) != "0"
         and is_hopper(q_nope.device)
         and division.split_keys
         and division.tiling.block_m == HEADS
@@ -308,19 +281,14 @@ def launch_hopper(
     q_nope, q_pe, ckv, kpe = parts.values()
     heads = q_nope.shape[1]
     programs = division.work.capacity * triton.cdiv(heads, HEADS)
-    if TAKES_TURNS:
-        from quire_kernels.ops.mla_seesaw import mla_seesaw_kernel
-
-        mla_seesaw_kernel[(programs,)](
-            q_nope, q_pe, describe(ckv, CKV_DIM // 2), describe(kpe, KPE_DIM), *indices, division.work.units,
-            division.work.indptr, out, lse, division.partial_out, division.partial_lse, float(sm_scale),
-            division.work.batch, *q_nope.stride()[:2], *q_pe.stride()[:2], HEADS=heads, PAGE_SIZE=ckv.shape[1],
-            BLOCK=HEADS, KEYS=KEYS, COPY_REGISTERS=40, GROUP_REGISTERS=232, num_warps=4, maxnreg=REGISTERS,
-        )  # fmt: skip
-        return
-    mla_hopper_kernel[(programs,)](
-        q_nope, q_pe, describe(ckv, CKV_DIM), describe(kpe, KPE_DIM), *indices, division.work.units, division.work.indptr, out, lse,
-        division.partial_out, division.partial_lse, float(sm_scale), division.work.batch,
-        *q_nope.stride()[:2], *q_pe.stride()[:2], HEADS=heads, PAGE_SIZE=ckv.shape[1], BLOCK=HEADS, KEYS=KEYS,
-        BUFFERS=BUFFERS, COPY_REGISTERS=COPY_REGISTERS, num_warps=NUM_WARPS, maxnreg=REGISTERS,
+    given = {"HEADS": heads, "PAGE_SIZE": ckv.shape[1], "BLOCK": HEADS, "KEYS": KEYS, "maxnreg": REGISTERS}
+    arguments = (
+        *indices, division.work.units, division.work.indptr, out, lse, division.partial_out, division.partial_lse,
+        float(sm_scale), division.work.batch, *q_nope.stride()[:2], *q_pe.stride()[:2],
     )  # fmt: skip
+    if os.environ.get(TURNS_SWITCH) == "1":
+        boxes = (describe(ckv, CKV_DIM // 2), describe(kpe, KPE_DIM))
+        mla_seesaw_kernel[(programs,)](q_nope, q_pe, *boxes, *arguments, **given, **IN_TURNS, num_warps=NUM_WARPS // 2)
+    else:
+        boxes = (describe(ckv, CKV_DIM), describe(kpe, KPE_DIM))
+        mla_hopper_kernel[(programs,)](q_nope, q_pe, *boxes, *arguments, **given, **TOGETHER, num_warps=NUM_WARPS)

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire_kernels.ops.mla_hopper import LOG2_E, load_heads, page_of_box, synchronize
+from quire_kernels.shared.latent_tiles import LOG2_E, clear_rows, load_heads, page_of_box, synchronize
 
 
 # fmt: off
@@ -82,16 +82,6 @@ def copy_pairs(
         mbarrier.expect(full.index(2), FAR_BYTES)
         copy_piece(ckv, HALF, rows0, far.index(0), full.index(2), ROWS)
         copy_piece(kpe, 0, rows0, ropes.index(0), full.index(2), ROWS)
-
-
-@gluon.jit
-def clear_rows(values, first, layout: gl.constexpr):
-    """Clears the rows of a part of a tile from `first` on: slots without a token may hold NaN, and 0 * NaN is NaN."""
-    rows = gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
-    for box in gl.static_range(values.shape[1] // 64):
-        part = values.slice(box * 64, 64, dim=1)
-        old = part.load(layout)
-        part.store(gl.where((rows < first)[:, None], old, gl.zeros_like(old)))
 
 
 @gluon.jit
@@ -216,7 +206,8 @@ def attend_second(
         zero = pair >> 30  # addresses that do not change would be kept in registers, forty of them, and spill
         seen = stop - start - (2 * pair + 1) * KEYS
         s = scores_of_tile(queries.index(1 + zero), queries.index(zero), query_ropes, near.index(1 + zero),
-                           far.index(1 + zero), ropes.index(1 + zero), full.index(1), full.index(3), phase, scale, KEYS, SCORES)
+                           far.index(1 + zero), ropes.index(1 + zero), full.index(1), full.index(3), phase, scale,
+                           KEYS, SCORES)
         synchronize()  # all warps have their scores: the rope and the rows to clear are not read any more
         if seen < KEYS:
             clear_rows(near.index(1), seen, NARROW)

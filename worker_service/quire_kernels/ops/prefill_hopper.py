@@ -29,7 +29,6 @@ The wait for the V of the next step ends the block of the softmax, so the wait f
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -41,7 +40,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire_kernels.shared.launch import multiprocessor_count
 from quire_kernels.shared.options import AttentionOptions
@@ -49,11 +47,11 @@ from quire_kernels.shared.paged_cache import PagedCache
 from quire_kernels.shared.prefill_launch import PrefillLaunch
 from quire_kernels.shared.prefill_rows import Masking, PrefillWork
 from quire_kernels.shared.prefill_tiles import keys_of_block, piece_of_turn, tiles_of_keys, turns_of_program
+from quire_kernels.shared.tma_pages import BOX_ROWS_MIN, TMA_BYTES, page_rows, pages_by_tma
 
 GROUP_ROWS = gl.constexpr(64)  # of a group of warps: the rows of one wgmma
 BLOCK_M = gl.constexpr(128)
 LOG2_E = gl.constexpr(1.4426950408889634)
-BOX_ROWS_MIN = 8  # of a TMA box: the pattern of swizzled shared memory repeats every 8 rows
 CLEARED_ROWS = gl.constexpr(16)  # zeroed at once, to stay within the registers
 
 # Triton 3.6 has one name for it, 3.7 another. It synchronizes the warps of a group, not those of the program.
@@ -371,44 +369,6 @@ HEAD_DIMS = (64, 128, 256)
 CAPABILITY = 9
 SWITCH = "QUIRE_HOPPER"  # "0" in the environment keeps to the Triton kernels; read at each launch, to compare both
 MAXNREG = 168  # of 12 warps, so that the groups of warps can share 64,512 registers; the start of every program
-PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # of tiles of 16-bit numbers
-TMA_BYTES = 16  # addresses and strides are multiples of it
-TMA_ROWS_MAX = 2**31  # coordinates are int32
-
-
-@dataclass(frozen=True, slots=True)
-class PageRows:
-    """Where keys lie if the cache is taken for a matrix whose rows are as far apart as two tokens of a page."""
-
-    per_page: int  # rows from a page to the next
-    per_head: int  # rows from a KV head to the next, where heads lie apart by whole rows (HND)
-    columns_per_head: int  # columns from a KV head to the next, where they lie side by side (NHD)
-    count: int
-    width: int  # columns in use
-
-
-def page_rows(part: torch.Tensor) -> PageRows | None:
-    """Returns how TMA can address `[pages, page_size, kv_heads, head_dim]`; None where it cannot.
-
-    NHD pages of 16 tokens, 8 heads of 128, keys and values interleaved: rows of 1024, 32 rows from page to page, heads
-    128 columns apart. HND: rows of 128, 256 rows from page to page, heads 16 rows apart.
-    """
-    (pages, page_size, heads, head_dim), (page, token, head, element) = part.shape, part.stride()
-    head = head if heads > 1 else 0
-    page = page if pages > 1 else 0
-    aligned = (token * part.element_size()) % TMA_BYTES == 0 and part.data_ptr() % TMA_BYTES == 0
-    if element != 1 or not aligned or token < head_dim or page < 0 or head < 0 or page % token:
-        return None
-    if head % token == 0:
-        per_head, columns = head // token, 0
-    elif head * part.element_size() % TMA_BYTES == 0 and (heads - 1) * head + head_dim <= token:
-        per_head, columns = 0, head
-    else:
-        return None
-    count = (pages - 1) * (page // token) + (heads - 1) * per_head + page_size
-    if count >= TMA_ROWS_MAX:
-        return None
-    return PageRows(page // token, per_head, columns, count, (heads - 1) * columns + head_dim)
 
 
 def ring_of(head_dim: int) -> tuple[int, int]:
@@ -461,12 +421,6 @@ def score_factors(options: AttentionOptions) -> tuple[float, float]:
     """Returns the kernel's scale and cap: scores in log2 are x * scale, or cap * (1 - 2 / (2^(x * scale) + 1))."""
     scale, cap = options.sm_scale * LOG2_E.value, options.logits_soft_cap
     return (2.0 * scale / cap, cap * LOG2_E.value) if cap > 0 else (scale, 0.0)
-
-
-def pages_by_tma(part: torch.Tensor, rows: PageRows, block_n: int) -> TensorDescriptor:
-    """Returns a descriptor of K or V. It goes to the kernel by value, so a graph keeps it."""
-    box = [min(part.shape[1], block_n), part.shape[3]]
-    return TensorDescriptor(part, [rows.count, rows.width], [part.stride(1), 1], box, PAGE_LAYOUT)
 
 
 def launch_on_hopper(

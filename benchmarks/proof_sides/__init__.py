@@ -2,7 +2,6 @@
 
 rows          how a part writes what it found
 goals         what was promised, read off the rows
-machine correctness text tests kernels serving    the parts
+machine correctness text tests kernels serving   the parts
 pytest_rows   a plugin: a row for each test
-hopper        one kernel against the one that it replaces
 """

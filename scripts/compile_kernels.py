@@ -5,9 +5,11 @@
     python scripts/compile_kernels.py --only append   those whose title contains a word: print them, write nothing
 
 Fails if a kernel spills registers or needs more shared memory than the chip has: both compile without complaint, and
-the second fails only at the launch. Registers and spills are what ptxas and LLVM of the installed Triton give, so the
-table names the Triton it was made with, and `--check` compares numbers only with the same one; the set of kernels it
-compares always.
+the second fails only at the launch. A kernel in Gluon must also copy by TMA, and compute exponentials while a product
+runs: nothing but its machine code says whether the assembler kept that order.
+
+Registers and spills are what ptxas and LLVM of the installed Triton give, so the table names the Triton it was made
+with, and `--check` compares numbers only with the same one; the set of kernels it compares always.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from quire_kernels.compilation.configurations import ARCHITECTURES, SHARED_MEMOR
 from quire_kernels.compilation.shipped import SHIPPED
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 TABLE = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "kernels_compiled.csv"
 TARGETS = {
@@ -125,15 +128,19 @@ def compile_configuration(configuration: KernelConfiguration, architecture: str)
     """Compiles one specialisation for one architecture."""
     kernel = configuration.kernel
     places = {name: (number,) for number, name in enumerate(kernel.arg_names)}
-    source = ASTSource(
+    source = (GluonASTSource if configuration.is_gluon else ASTSource)(
         fn=kernel,
         signature={name: configuration.signature.get(name, "constexpr") for name in kernel.arg_names},
         constexprs={places[name]: value for name, value in configuration.constexprs.items()},
         attrs={places[name]: [["tt.divisibility", 16]] for name in configuration.aligned},
     )
     options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    if configuration.maxnreg is not None:
+        options["maxnreg"] = configuration.maxnreg
     compiled = triton.compile(source, target=TARGETS[architecture], options=options)
     registers, spilled = _amd_usage(compiled) if architecture.startswith("gfx") else _nvidia_usage(compiled)
+    if configuration.is_gluon:
+        check_overlap(_cuobjdump(compiled, "--dump-sass"), in_group=configuration.has_products_in_flight)
     return Row(
         kernel=kernel.__name__,
         configuration=configuration.name,
@@ -147,13 +154,37 @@ def compile_configuration(configuration: KernelConfiguration, architecture: str)
     )
 
 
-def _nvidia_usage(compiled: Any) -> tuple[int, int]:
-    """Registers per thread and bytes of local memory (spills, and a stack if there is one), from the cubin."""
+def check_overlap(machine_code: str, *, in_group: bool) -> None:
+    """Refuses a kernel for Hopper whose copies, products and exponentials run one after another.
+
+    Args:
+        machine_code: of the kernel.
+        in_group: whether a group of warps has to overlap its own products and exponentials.
+
+    Raises:
+        ValueError: nothing is copied by TMA, or no exponential lies between a wait that leaves a product in flight and
+            the wait that follows.
+    """
+    if "UTMALDG" not in machine_code:
+        raise ValueError("nothing is copied by TMA")
+    parts = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", machine_code)
+    if in_group and not any(
+        int(left, 16) and "MUFU.EX2" in code for left, code in zip(parts[1::2], parts[2::2], strict=True)
+    ):
+        raise ValueError("no exponential is computed while a product is in flight")
+
+
+def _cuobjdump(compiled: Any, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _nvidia_usage(compiled: Any) -> tuple[int, int]:
+    """Registers per thread and bytes of local memory (spills, and a stack if there is one), from the cubin."""
+    text = _cuobjdump(compiled, "--dump-resource-usage")
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return usage["REG"], usage["STACK"] + usage["LOCAL"]
 

@@ -26,7 +26,7 @@ from kernel_sides.gpu_cases import Case, Latent, left_out, side_left_out
 from kernel_sides.gpu_goals import Row
 from kernel_sides.gpu_scenes import Scene, scene_of
 
-PEERS = ("vllm", "sdpa", "flex", "torch")
+PEERS = ("vllm", "sdpa", "flex", "torch", "triton")
 ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # of a case, after one that is not counted
 FLUSH_BYTES, COPY_BYTES, MATRIX_SIZE = 2 << 30, 4 << 30, 8192
 COMPARED_TOKENS = 1 << 14  # at once, so that temporaries stay small

@@ -5,6 +5,7 @@
     sdpa     scaled_dot_product_attention on dense keys, gathered beforehand: what attention costs without pages
     flex     compiled flex attention, which reads the pages where they lie
     torch    latent attention as two matrix products around a softmax, on dense keys gathered beforehand
+    triton   the kernel that Quire takes on other chips, where it has one of its own for this one
 
 Every side gives `[tokens, heads, dim]`. `reference` is plain float32 for a few of the tokens.
 """
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernel_sides import vllm_peers
+from kernel_sides import hopper, vllm_peers
 from kernel_sides.flex import Side, flex_side
 from kernel_sides.gpu_cases import Case, Grouped, Latent
 
@@ -34,6 +35,24 @@ LATENT_SCALE = 192**-0.5  # of a head of 128 + 64, before absorption
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 Builder = Callable[[], Side]
+
+
+def _without_hopper(quire: Builder, device: torch.device) -> dict[str, Builder]:
+    """Returns the side "triton", where it is another one than Quire's."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return {}
+
+    def triton() -> Side:
+        with hopper.left_out():
+            launch = quire()
+
+        def run() -> torch.Tensor:
+            with hopper.left_out():
+                return launch()
+
+        return run
+
+    return {"triton": triton}
 
 
 class Pool:
@@ -59,7 +78,9 @@ class GroupedScene:
         self.pool = Pool(case, (2, case.page_size, shape.kv_heads, shape.head_dim), device, dtype)
         tokens = case.batch * case.queries
         self.query = torch.randn(tokens, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
-        self.peers: dict[str, Builder] = {"vllm": self.vllm, "sdpa": self.sdpa, "flex": self.flex}
+        self.peers: dict[str, Builder] = {
+            "vllm": self.vllm, "sdpa": self.sdpa, "flex": self.flex, **_without_hopper(self.quire, device),
+        }  # fmt: skip
 
     def quire(self) -> Side:
         """See the top of the file."""
@@ -127,7 +148,9 @@ class LatentScene:
         self.pool = Pool(case, (case.page_size, shape.latent + shape.positional), device, dtype)
         dim = shape.latent + shape.positional
         self.query = torch.randn(case.batch, shape.query_heads, dim, device=device, dtype=dtype)
-        self.peers: dict[str, Builder] = {"vllm": self.vllm, "torch": self.torch}
+        self.peers: dict[str, Builder] = {
+            "vllm": self.vllm, "torch": self.torch, **_without_hopper(self.quire, device),
+        }  # fmt: skip
 
     def quire(self) -> Side:
         """See the top of the file."""

@@ -1,46 +1,82 @@
-"""What a GPU's memory allows: every decode pass reads all weights and all keys and values once."""
+"""What a GPU allows: a decode pass reads all weights, keys and values once, and a prompt is multiplied through."""
 
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-COPY_BYTES = 1 << 30
+COPY_BYTES, MATRIX_SIZE, ROUNDS = 1 << 30, 8192, 20
 
 
-def copied_bytes_per_s() -> float:
-    """Reads and writes of a large copy on the GPU, in bytes a second; the best of ten."""
+class Chip(NamedTuple):
+    """What a GPU does.
+
+    Attributes:
+        copied_bytes_per_s: of a large copy, bytes read and written.
+        multiplied_per_s: operations of a large matrix product in bfloat16.
+    """
+
+    copied_bytes_per_s: float
+    multiplied_per_s: float
+
+
+def chip() -> Chip:
+    """Measures this machine's first GPU: medians of 20."""
     import torch
 
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    best = 0.0
-    for _ in range(10):
+    a, b = torch.randn(2, MATRIX_SIZE, MATRIX_SIZE, device="cuda", dtype=torch.bfloat16)
+    product = torch.empty_like(a)
+    copy_s = _seconds(lambda: target.copy_(source))
+    product_s = _seconds(lambda: torch.mm(a, b, out=product))
+    return Chip(2 * COPY_BYTES / copy_s, 2 * MATRIX_SIZE**3 / product_s)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    import torch
+
+    times_ms = []
+    for _ in range(ROUNDS + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        target.copy_(source)
+        run()
         end.record()
         torch.cuda.synchronize()
-        best = max(best, 2e3 * COPY_BYTES / begin.elapsed_time(end))
-    return best
+        times_ms.append(begin.elapsed_time(end))
+    return statistics.median(times_ms[2:]) / 1e3
 
 
-def decode_bytes(folder: Path, *, sequences: int, tokens: int, element_bytes: int) -> int:
-    """Bytes that one decode pass of a Llama has to read.
+class Bounds:
+    """The least time that a Llama's passes take on a chip. The embedding's rows for new tokens count as nothing; the
+    head is read whole, and multiplied with a prompt's last token alone."""
 
-    The embedding's rows for the new tokens count as nothing; the head is read whole.
+    def __init__(self, folder: Path, speed: Chip, *, element_bytes: int) -> None:
+        """Reads a checkpoint's configuration; `element_bytes` are those of a weight, a key and a value."""
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        head_dim = config.get("head_dim") or hidden // heads
+        kv = config["num_key_value_heads"] * head_dim
+        self._speed = speed
+        self._element_bytes = element_bytes
+        self._layers: int = config["num_hidden_layers"]
+        self._query = heads * head_dim  # elements of one token
+        self._kept = 2 * kv  # elements that one token leaves in one layer
+        self._layer = hidden * (2 * self._query + 2 * kv + 3 * config["intermediate_size"])  # parameters
+        self._head = config["vocab_size"] * hidden
 
-    Args:
-        folder: of the checkpoint.
-        sequences: in the batch.
-        tokens: of each sequence, on average while it decodes.
-        element_bytes: of a weight, a key and a value.
-    """
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    kv = config["num_key_value_heads"] * head_dim
-    layer = hidden * (heads * head_dim * 2 + 2 * kv + 3 * config["intermediate_size"])
-    weights = layers * layer + config["vocab_size"] * hidden
-    return element_bytes * (weights + sequences * tokens * layers * 2 * kv)
+    def decode_s(self, sequences: int, tokens: int) -> float:
+        """Returns how long one decode pass takes to read what it has to, of sequences of so many tokens on average."""
+        pages = sequences * tokens * self._layers * self._kept
+        read = self._element_bytes * (self._layers * self._layer + self._head + pages)
+        return read / self._speed.copied_bytes_per_s
+
+    def prompt_s(self, tokens: int) -> float:
+        """Returns how long a prompt's operations take: two for each parameter and token, four for each pair of a
+        query's and a key's element that a causal mask leaves."""
+        pairs = tokens * (tokens + 1) // 2
+        products = 2 * (self._layers * self._layer * tokens + self._head)
+        return (products + 4 * self._layers * self._query * pairs) / self._speed.multiplied_per_s

@@ -41,7 +41,7 @@ _8B: dict[str, Any] = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 65_536,
     "rope_theta": 500_000.0,
 }
 MADE: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -75,9 +75,56 @@ def make_model(name: str, folder: Path) -> Path:
         getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
     finally:
         torch.set_default_dtype(default)
+    _copy_tokenizer(folder)
+    return folder
+
+
+def describe_model(name: str, folder: Path) -> Path:
+    """Writes one of `MADE` without its weights, which `dummy` draws on a GPU: 16 GB take minutes on their way through
+    files, and a second there."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    family, shape, dtype = MADE[name]
+    config = getattr(transformers, f"{family}Config")(
+        **shape, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, dtype=dtype,
+        architectures=[f"{family}ForCausalLM"],
+    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    transformers.GenerationConfig(eos_token_id=None).save_pretrained(folder)
+    save_file({"dummy": torch.zeros(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+    _copy_tokenizer(folder)
+    return folder
+
+
+def weight_bytes(folder: Path) -> int:
+    """Counts the bytes of the weights of a model that was described."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters()) * config.dtype.itemsize
+
+
+def dummy(folder: Path, device: str, dtype: Any, implementation: str) -> Any:
+    """Returns the model of a folder with random weights, drawn on a device as transformers draws them."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+    return model.eval()
+
+
+def _copy_tokenizer(folder: Path) -> None:
     for name_of_file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name_of_file, folder / name_of_file)
-    return folder
 
 
 def make_llama_32m(folder: Path) -> Path:

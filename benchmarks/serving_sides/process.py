@@ -35,7 +35,15 @@ class Side:
         RuntimeError: it ended; the message has the last line that it wrote.
     """
 
-    def __init__(self, command: list[str], *, log: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        on_start: Callable[[Side], None] = lambda _side: None,
+    ) -> None:
+        """Waits until it is ready; `on_start` is called before that."""
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -47,6 +55,7 @@ class Side:
                 text=True,
                 env={**os.environ, **(environment or {})},
             )
+        on_start(self)
         self._read()
 
     def generate(self, requests: list[Request]) -> Answer:
@@ -63,6 +72,10 @@ class Side:
             raise RuntimeError(f"it ended with {self._process.wait()}: {said[-1] if said else 'it said nothing'}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def kill(self) -> None:
+        """Ends the process at once; whoever waits for its answer gets a RuntimeError."""
+        self._process.kill()
 
     def close(self) -> None:
         """Ends the process, which answers until its input does."""

@@ -1,7 +1,8 @@
 """transformers: `python -m serving_sides.transformers_side FOLDER DTYPE DEVICE generate|generate_batch`.
 
 `generate` is asked for the longest output of a batch, since it knows one length for all; what is beyond a request's own
-counts neither as time saved nor as a token. Requests with `num_beams` are beam searches, answered with the best text.
+counts neither as time saved nor as a token. On a GPU its cache is a static one, so that transformers compiles the pass
+and captures it. Requests with `num_beams` are beam searches, answered with the best text.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from serving_sides.models import dummy
 from serving_sides.process import Generate, Request, serve
 
 
@@ -51,6 +55,7 @@ def padded(model: Any) -> Generate:
             do_sample=False,
             num_beams=beam_count,
             pad_token_id=0,
+            cache_implementation="static" if model.device.type == "cuda" and beam_count == 1 else None,
             streamer=First(on_first) if may_stream else None,
         )
         rows: list[list[int]] = output[:, longest:].tolist()
@@ -66,7 +71,10 @@ def continuous(model: Any) -> Generate:
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    config = ContinuousBatchingConfig(page_size=16, num_blocks=1024, max_batch_tokens=2048)
+    known = {each.name for each in fields(ContinuousBatchingConfig)}
+    size = "page_size" if "page_size" in known else "block_size"  # as 5.17 calls it
+    sizes = {} if model.device.type == "cuda" else {size: 16, "num_blocks": 1024, "max_batch_tokens": 2048}
+    config = ContinuousBatchingConfig(**sizes)
     wanted = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def generate(requests: list[Request], on_first: Callable[[], None]) -> list[list[int]]:
@@ -96,9 +104,13 @@ def load() -> Generate:
     folder, dtype, device, kind = sys.argv[1:]
     torch.set_num_threads(1)
     implementation = "sdpa" if kind == "generate" else "paged|sdpa"
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation=implementation
-    )
+    model: Any
+    if device == "cuda":  # of a model that was described
+        model = dummy(Path(folder), device, getattr(torch, dtype), implementation)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation=implementation
+        )
     model.eval().to(device)
     model.generation_config.eos_token_id = None
     return {"generate": padded, "generate_batch": continuous}[kind](model)

@@ -22,6 +22,7 @@ from quire_worker.scheduling.request import Request
 
 from tests.worker.broken_models import break_decoder, poison, single_character_token
 from tests.worker.engine_harness import Harness, paged_model, reference_text, running
+from tests.worker.launching import launch_passes
 from tests.worker.tiny_models import write_tiny_qwen3
 
 POISON = 5
@@ -47,11 +48,13 @@ def poisoned(healthy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["a kernel looks at logits", "torch does"])
+@pytest.fixture(params=["a kernel looks at logits", "torch does", "passes are launched"])
 def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to find out what is finite and likeliest."""
+    """All ways to find out what is finite and likeliest."""
     if request.param == "torch does":
         monkeypatch.setattr(CpuPagedAttention, "look", lambda *_: None)
+    if request.param == "passes are launched":
+        launch_passes(monkeypatch)
 
 
 class Company:

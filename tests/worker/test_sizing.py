@@ -226,3 +226,11 @@ def test_the_status_of_a_worker_has_what_its_pool_was_sized_from(folder: Path, t
     assert (memory.budget_bytes, memory.pool_bytes) == (1 << 20, 1 << 20)
     assert (memory.kv_cache_dtype, memory.kv_head_count, memory.head_dim) == ("float8_e4m3fn", 2, 16)
     assert memory.device is None
+
+
+def test_a_gpu_computes_more_at_a_time_unless_told_otherwise() -> None:
+    on_cpu, on_gpu = (parse_arguments(["--model", "m", "--device", device]) for device in ("cpu", "cuda"))
+    assert (on_cpu.max_batch_tokens, on_cpu.max_running) == (512, 64)
+    assert (on_gpu.max_batch_tokens, on_gpu.max_running) == (4096, 256)
+    told = parse_arguments(["--model", "m", "--device", "cuda", "--max-running", "7"])
+    assert (told.max_batch_tokens, told.max_running) == (4096, 7)

@@ -23,6 +23,10 @@ BLOCK_SIZE = 16  # tokens, if nothing is said
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
+# If nothing is said. Hundreds of tokens take a GPU no longer than reading the weights does, and a prompt of 4 k tokens
+# in one pass has them read once.
+ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
+ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
 DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _COUNTS = (
@@ -42,6 +46,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Reads the command line of the worker."""
     parser = make_parser()
     options = parser.parse_args(arguments)
+    for name, size in (ON_CPU if options.device == "cpu" else ON_GPU).items():
+        if getattr(options, name) is None:
+            setattr(options, name, size)
     if options.block_size is None:
         options.block_size = math.gcd(BLOCK_SIZE, attention_chunk_of(Path(options.model)))
     _check(parser, options)
@@ -68,10 +75,13 @@ def make_parser() -> argparse.ArgumentParser:
     _add_tls(parser)
     add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
     _add_pool(parser)
-    parser.add_argument(
-        "--max-batch-tokens", type=int, default=512, help="tokens per forward pass (default: %(default)s)"
-    )
-    parser.add_argument("--max-running", type=int, default=64, help="samples computed at a time (default: %(default)s)")
+    for option, text in (
+        ("--max-batch-tokens", "tokens per forward pass"),
+        ("--max-running", "samples computed at a time"),
+    ):
+        name = option[2:].replace("-", "_")
+        default = " and ".join(f"{sizes[name]} on a {place}" for place, sizes in (("CPU", ON_CPU), ("GPU", ON_GPU)))
+        parser.add_argument(option, type=int, help=f"{text} (default: {default})")
     parser.add_argument(
         "--max-waiting", type=int, default=1024, help="requests queued before more are refused (default: %(default)s)"
     )

@@ -164,8 +164,8 @@ def test_a_decoding_layer_makes_ten_launches(
         decode(model)
     start, stop = bounds
     assert launches.names[start:stop] == [
-        "rms_norm_kernel", "linear", "rotate_append_kernel", "decode_paged_kernel", "merge_splits_kernel", "addmm",
-        "rms_norm_kernel", "linear", "gated_activation_kernel", "addmm",
+        "rms_norm_kernel", "linear", "rotate_append_kernel", "decode_paged_kernel", "merge_splits_kernel", "addmm_",
+        "rms_norm_kernel", "linear", "gated_activation_kernel", "addmm_",
     ]  # fmt: skip
 
 
@@ -191,4 +191,7 @@ def test_products_that_are_merged_add_biases_and_residuals(device: torch.device)
         torch.testing.assert_close(MergedLinear(first, second)(x), expected)
         torch.testing.assert_close(MergedLinear(first, second)(x, residual), expected + residual)
         torch.testing.assert_close(MergedLinear(second)(x), second(x))
+        added = residual.clone()
+        assert MergedLinear(first, second).add_to(added, x).data_ptr() == added.data_ptr()
+        torch.testing.assert_close(added, expected + residual)
     assert MergedLinear(second).weight.data_ptr() == second.weight.data_ptr(), "one by itself is not copied"

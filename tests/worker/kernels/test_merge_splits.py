@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quire_kernels.ops import merge_splits as merge_splits_module
 from quire_kernels.ops.merge_splits import merge_splits, merge_splits_reference
 from quire_kernels.shared.work_units import WorkUnits
 
@@ -16,13 +17,25 @@ def work_of(indptr: list[int], device: torch.device) -> WorkUnits:
 
 
 @pytest.mark.parametrize("v_head_dim", [64, 80, 128])
-@pytest.mark.parametrize("count", [2, 15, 16, 17, 50])
+@pytest.mark.parametrize("count", [2, 16, 31, 32, 33, 70])
 def test_any_number_of_units_is_merged(count: int, v_head_dim: int, device: torch.device) -> None:
     indptr = [0, count, count + 3]
     partial = torch.randn(count + 3, 2, v_head_dim, device=device)
     lse = torch.randn(count + 3, 2, device=device) * 20
     lse[::2, 0] = -torch.inf  # units that saw no key
     out, merged = torch.zeros(2, 2, v_head_dim, device=device), torch.zeros(2, 2, device=device)
+    merge_splits(partial, lse, work_of(indptr, device), out, merged)
+    assert_close((out, merged), merge_splits_reference(partial, lse, indptr))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 5])
+def test_a_program_merges_several_heads_of_a_large_batch(
+    heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge_splits_module, "PROGRAMS_MAX", 6)
+    indptr = [0, 2, 6, 9, 12]
+    partial, lse = torch.randn(12, heads, 64, device=device), torch.randn(12, heads, device=device)
+    out, merged = torch.zeros(4, heads, 64, device=device), torch.zeros(4, heads, device=device)
     merge_splits(partial, lse, work_of(indptr, device), out, merged)
     assert_close((out, merged), merge_splits_reference(partial, lse, indptr))
 

@@ -82,11 +82,11 @@ def divides(device: torch.device) -> None:
 
 
 def merges(device: torch.device) -> None:
-    indptr = [0, 20, 21, 24]
-    out, lse = torch.randn(24, 2, 64, device=device), torch.randn(24, 2, device=device)
-    lse[16:20] += 20  # the second block of units outweighs the first
+    indptr = [0, 40, 41, 44]
+    out, lse = torch.randn(44, 2, 64, device=device), torch.randn(44, 2, device=device)
+    lse[32:40] += 20  # the second block of units outweighs the first
     merged, merged_lse = torch.zeros(3, 2, 64, device=device), torch.zeros(3, 2, device=device)
-    units = torch.zeros(24, 4, dtype=torch.int32, device=device)
+    units = torch.zeros(44, 4, dtype=torch.int32, device=device)
     work = work_units.WorkUnits(units, torch.tensor(indptr, dtype=torch.int32, device=device))
     merge_splits.merge_splits(out, lse, work, merged, merged_lse)
     expected = merge_splits.merge_splits_reference(out, lse, indptr)
@@ -168,7 +168,12 @@ FAULTS: list[tuple[Fault, Check]] = [
          "kv_len = tl.load(kv_indptr + request + 1) - kv_begin",
          "kv_len = tl.load(kv_indptr + request + 1) - kv_begin - 1", prefills_ragged),
         ("tile", "a page is looked up one key late", "tl.load(page_ids + keys // PAGE_SIZE, mask=valid, other=0)",
-         "tl.load(page_ids + (keys + 1) // PAGE_SIZE, mask=valid & (keys + 1 < load_high), other=0)", decodes([30])),
+         "tl.load(page_ids + (keys + 1) // PAGE_SIZE, mask=valid & (keys + 1 < load_high), other=0)",
+         prefills([30], [9])),
+        ("tile", "keys are looked up in the next page",
+         "tl.load(page_ids + first // PAGE_SIZE, mask=valid, other=0)",
+         "tl.load(page_ids + (first + PAGE_SIZE) // PAGE_SIZE, mask=valid & (first + PAGE_SIZE < load_high), other=0)",
+         decodes([30])),
         ("decode_paged", "the window is one too small", "length - 1 - window_left", "length - window_left",
          decodes([90], window_left=20)),
         ("decode_paged", "the window is one too large", "length - 1 - window_left", "length - 2 - window_left",
@@ -178,7 +183,7 @@ FAULTS: list[tuple[Fault, Check]] = [
          decodes([30])),
         ("decode_paged", "every unit starts at the first key", "start = tl.load(units + unit * 4 + 1)",
          "start = tl.load(units + unit * 4 + 1) * 0", decodes([700])),
-        ("work_units", "units are not aligned", "(size + alignment - 1) // alignment * alignment, ",
+        ("work_units", "units are not aligned", "(size + step - 1) // step * step, ",
          "size, ", divides),
         ("work_units", "nobody writes the zeros of an empty request",
          "count = tl.maximum((stop - start + size - 1) // size, units_min)",
@@ -189,7 +194,7 @@ FAULTS: list[tuple[Fault, Check]] = [
          "unit_start = index * size", divides),
         ("merge_splits", "weights are natural", "weight = tl.exp2(part_lse - base)", "weight = tl.exp(part_lse - base)",
          merges),
-        ("merge_splits", "only the first sixteen units are merged", "for block in range(0, count, BLOCK_SPLITS)",
+        ("merge_splits", "only the first block of units is merged", "for block in range(0, count, BLOCK_SPLITS)",
          "for block in range(0, BLOCK_SPLITS, BLOCK_SPLITS)", merges),
         ("merge_splits", "a later block does not rescale", "acc = acc * alpha + ", "acc = acc + ", merges),
         ("prefill_rows", "queries are left-aligned", "position = kv_len - q_len + token",

@@ -49,6 +49,13 @@ def test_a_long_request_is_cut_finely_although_others_are_short(device: torch.de
     assert counts[1:] == [1] * 31
 
 
+def test_equal_requests_leave_no_sliver(device: torch.device) -> None:
+    last = int32([8192] * 32, device)
+    work = divide_work(torch.zeros_like(last), last, unit_target=66, size_min=64, alignment=64, units_min=1)
+    assert work.indptr.tolist() == list(range(0, 66, 2))
+    assert (work.units[:64, 2] - work.units[:64, 1] == 4096).all()
+
+
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     one, two = int32([1], device), int32([1, 2], device)
     for message, first, last, changes in (

@@ -22,14 +22,16 @@ class KernelConfiguration:
         ValueError: an argument of the kernel has neither a type nor a value, or a name is none of its arguments.
     """
 
-    kernel: Any  # what @triton.jit made
+    kernel: Any  # what @triton.jit or @gluon.jit made
     name: str  # unique among the kernel's, such as "bf16 D128"
-    signature: Mapping[str, str]  # type of each run-time argument: "*bf16", "i32", "i64", "fp32"
+    signature: Mapping[str, str]  # type of each run-time argument: "*bf16", "i32", "i64", "fp32", "tensordesc<...>"
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     aligned: frozenset[str] = frozenset()  # arguments known to be divisible by 16
     num_warps: int = 4
     num_stages: int = 3
     architectures: tuple[str, ...] = ARCHITECTURES
+    has_products_in_flight: bool = True  # of a kernel in Gluon: in one group of warps, while it computes exponentials
+    maxnreg: int | None = None  # registers per thread at the start of a kernel whose warps then share them unequally
 
     def __post_init__(self) -> None:
         arguments = list(self.kernel.arg_names)
@@ -38,6 +40,11 @@ class KernelConfiguration:
             raise ValueError(f"{self.kernel.__name__} takes {sorted(arguments)}, {self.name} gives {sorted(given)}")
         if not self.aligned <= set(self.signature):
             raise ValueError(f"aligned: {sorted(self.aligned - set(self.signature))} are no run-time arguments")
+
+    @property
+    def is_gluon(self) -> bool:
+        """Returns whether the kernel is written in Gluon: such kernels are for one architecture."""
+        return bool(self.kernel.is_gluon())
 
     @property
     def title(self) -> str:

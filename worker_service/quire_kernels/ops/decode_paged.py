@@ -14,11 +14,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from quire_kernels.ops.merge_splits import merge_splits
 from quire_kernels.shared.decode_work import DecodeWork
 from quire_kernels.shared.launch import (
     as_kernel_sees,
+    can_overlap,
     check_devices,
     check_queries,
     device_of,
@@ -71,20 +73,25 @@ def decode_paged_kernel(
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_V: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Runs one program for each, unit outermost, then block of a KV head's query heads, then KV head."""
+    if OVERLAP:
+        gdc_launch_dependents()  # `merge_splits` may be put on the chip, and waits there
     blocks_per_unit: tl.constexpr = KV_HEADS * ((GROUP + BLOCK_M - 1) // BLOCK_M)
+    once_a_page: tl.constexpr = GROUP & (GROUP - 1) == 0  # with ratios such as 5 and 7 that would spill a register
     heads: tl.constexpr = KV_HEADS * GROUP
     unit = tl.program_id(0) // blocks_per_unit
-    if unit >= tl.load(unit_indptr + batch):
-        return
-    block = tl.program_id(0) % blocks_per_unit
-    kv_head = (block % KV_HEADS).to(tl.int64)
+    # All loads are on their way before the first is waited for; past the last unit there is a row with anything in it.
+    unit_count = tl.load(unit_indptr + batch)
     request = tl.load(units + unit * 4).to(tl.int64)
     start = tl.load(units + unit * 4 + 1)
     stop = tl.load(units + unit * 4 + 2)
     siblings = tl.load(units + unit * 4 + 3)
+    if unit >= unit_count:
+        return
+    block = tl.program_id(0) % blocks_per_unit
+    kv_head = (block % KV_HEADS).to(tl.int64)
     first_page = tl.load(page_indptr + request)
     page_count = tl.load(page_indptr + request + 1) - first_page
     length = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)
@@ -108,7 +115,7 @@ def decode_paged_kernel(
     softmax = attend_keys(
         softmax, queries, keys, Span(start, stop, load_low, stop), rows,
         Scoring(scale, soft_cap, slope, None, zero, SOFT_CAP, slopes is not None, MASK_NONE),
-        Shape(PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST), True,
+        Shape(PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST, once_a_page), True,
     )
     result, result_lse = finish_softmax(softmax[0], softmax[1], softmax[2], output_scale)
     if siblings == 1:
@@ -176,7 +183,8 @@ def decode_paged(
             window_left=options.window_left, batch=batch, **strides_of(q, cache),
             KV_HEADS=kv_heads, GROUP=group, PAGE_SIZE=cache.page_size, WINDOW=options.window_left >= 0,
             **head_dim_blocks(cache.head_dim, cache.v_head_dim), BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
-            UPCAST=interpreted, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+            UPCAST=interpreted, OVERLAP=can_overlap(q.device), num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
         )  # fmt: skip
     merge_splits(division.partial_out, division.partial_lse, division.work, out, lse)
     return out, lse

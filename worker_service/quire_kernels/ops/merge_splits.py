@@ -4,7 +4,8 @@ With partial outputs o_s and their base-2 log-sum-exps L_s over the units s of a
 
     L = log2(sum_s 2^L_s);   o = sum_s 2^(L_s - L) o_s
 
-A request of one unit has been written directly and is left alone. One program per request and query head.
+A request of one unit has been written directly and is left alone. One program per request and query head; in large
+batches, most of which are left alone, one for several heads.
 """
 
 from __future__ import annotations
@@ -14,16 +15,26 @@ import itertools
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from quire_kernels.shared.launch import check_devices, device_of
+from quire_kernels.shared.launch import can_overlap, check_devices, device_of
 from quire_kernels.shared.work_units import WorkUnits
 
 LOG2_E = 1.4426950408889634
-BLOCK_SPLITS = 16
+BLOCK_SPLITS_MAX, BLOCK_ELEMENTS = 32, 8192  # splits at once, and their elements: 64 registers of a thread
 NUM_WARPS = 4
+PROGRAMS_MAX = 4096  # about: 32 a multiprocessor. Each costs time, even if it finds nothing to merge
 
 
-@triton.jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["partial_lse", "unit_indptr", "lse"])
+def block_splits(block_v: int) -> int:
+    """Says how many partial results of `block_v` elements are read at once."""
+    return max(1, min(BLOCK_SPLITS_MAX, BLOCK_ELEMENTS // block_v))
+
+
+@triton.jit(
+    do_not_specialize=["heads", "heads_per_program"],
+    do_not_specialize_on_alignment=["partial_lse", "unit_indptr", "lse"],
+)
 def merge_splits_kernel(
     partial_out,  # float32 [capacity, heads, V_DIM], contiguous
     partial_lse,  # float32 [capacity, heads], contiguous
@@ -31,47 +42,54 @@ def merge_splits_kernel(
     out,  # [batch, heads, V_DIM]
     lse,  # float32 [batch, heads], contiguous, or None
     heads,
+    heads_per_program,
     stride_out_token,
     stride_out_head,
     stride_out_dim,
     V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Merges online over blocks of splits, so that any number of them may be merged."""
-    request = (tl.program_id(0) // heads).to(tl.int64)
-    head = tl.program_id(0) % heads
+    blocks = (heads + heads_per_program - 1) // heads_per_program
+    request = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.load(unit_indptr + request)
     count = tl.load(unit_indptr + request + 1) - first
+    if OVERLAP:
+        gdc_wait()  # for the partial results; the division was there before
     if count <= 1:
         return
     dims = tl.arange(0, BLOCK_V)
     lane = tl.arange(0, BLOCK_SPLITS)
-    acc = tl.zeros((BLOCK_V,), dtype=tl.float32)
-    running_max = tl.full((), float("-inf"), dtype=tl.float32)
-    running_sum = tl.zeros((), dtype=tl.float32)
-    for block in range(0, count, BLOCK_SPLITS):
-        valid = block + lane < count
-        row = (first + block + lane).to(tl.int64) * heads + head
-        part_lse = tl.load(partial_lse + row, mask=valid, other=float("-inf"))
-        part = tl.load(
-            partial_out + row[:, None] * V_DIM + dims[None, :],
-            mask=valid[:, None] & (dims < V_DIM)[None, :],
-            other=0.0,
-        )
-        new_max = tl.maximum(running_max, tl.max(part_lse, 0))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = tl.exp2(part_lse - base)
-        alpha = tl.exp2(running_max - base)
-        acc = acc * alpha + tl.sum(part * weight[:, None], 0)
-        running_sum = running_sum * alpha + tl.sum(weight, 0)
-        running_max = new_max
-    nothing = running_sum == 0.0
-    safe_sum = tl.where(nothing, 1.0, running_sum)
-    target = out + request * stride_out_token + head.to(tl.int64) * stride_out_head + dims.to(tl.int64) * stride_out_dim
-    tl.store(target, (acc / safe_sum).to(out.dtype.element_ty), mask=dims < V_DIM)
-    if lse is not None:
-        tl.store(lse + request * heads + head, tl.where(nothing, float("-inf"), running_max + tl.log2(safe_sum)))
+    head_start = tl.program_id(0) % blocks * heads_per_program
+    for head in range(head_start, tl.minimum(head_start + heads_per_program, heads)):
+        acc = tl.zeros((BLOCK_V,), dtype=tl.float32)
+        running_max = tl.full((), float("-inf"), dtype=tl.float32)
+        running_sum = tl.zeros((), dtype=tl.float32)
+        for block in range(0, count, BLOCK_SPLITS):
+            valid = block + lane < count
+            row = (first + block + lane).to(tl.int64) * heads + head
+            part_lse = tl.load(partial_lse + row, mask=valid, other=float("-inf"))
+            part = tl.load(
+                partial_out + row[:, None] * V_DIM + dims[None, :],
+                mask=valid[:, None] & (dims < V_DIM)[None, :],
+                other=0.0,
+            )
+            new_max = tl.maximum(running_max, tl.max(part_lse, 0))
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weight = tl.exp2(part_lse - base)
+            alpha = tl.exp2(running_max - base)
+            acc = acc * alpha + tl.sum(part * weight[:, None], 0)
+            running_sum = running_sum * alpha + tl.sum(weight, 0)
+            running_max = new_max
+        nothing = running_sum == 0.0
+        safe_sum = tl.where(nothing, 1.0, running_sum)
+        target = out + request * stride_out_token + (request * 0 + head) * stride_out_head  # int64
+        target += dims.to(tl.int64) * stride_out_dim
+        tl.store(target, (acc / safe_sum).to(out.dtype.element_ty), mask=dims < V_DIM)
+        if lse is not None:
+            tl.store(lse + request * heads + head, tl.where(nothing, float("-inf"), running_max + tl.log2(safe_sum)))
 
 
 def merge_splits(
@@ -108,11 +126,13 @@ def merge_splits(
     check_devices(out.device, partial_out=partial_out, partial_lse=partial_lse, lse=lse, units=work.units)
     if batch == 0:
         return
+    block_v, overlap = triton.next_power_of_2(v_head_dim), can_overlap(out.device)
+    heads_per_program = min(heads, triton.cdiv(batch * heads, PROGRAMS_MAX))
     with device_of(merge_splits_kernel, out=out):
-        merge_splits_kernel[(batch * heads,)](
-            partial_out, partial_lse, work.indptr, out, lse, heads, *out.stride(),
-            V_DIM=v_head_dim, BLOCK_V=triton.next_power_of_2(v_head_dim), BLOCK_SPLITS=BLOCK_SPLITS,
-            num_warps=NUM_WARPS,
+        merge_splits_kernel[(batch * triton.cdiv(heads, heads_per_program),)](
+            partial_out, partial_lse, work.indptr, out, lse, heads, heads_per_program, *out.stride(),
+            V_DIM=v_head_dim, BLOCK_V=block_v, BLOCK_SPLITS=block_splits(block_v), OVERLAP=overlap,
+            num_warps=NUM_WARPS, **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from quire_kernels.ops.merge_splits import merge_splits
+from quire_kernels.ops.mla_hopper import fits_hopper, launch_hopper
 from quire_kernels.shared.launch import check_devices, device_of, is_interpreted, output_like
 from quire_kernels.shared.mla_work import MlaWork
 from quire_kernels.shared.options import AttentionOptions
@@ -195,14 +196,17 @@ def mla_paged(
     strides = [stride for tensor in parts.values() for stride in tensor.stride()[:2]]
     programs = division.work.capacity * (triton.cdiv(heads, tiling.block_m) if division.split_keys else 1)
     with device_of(mla_paged_kernel, q_nope=q_nope):
-        mla_paged_kernel[(programs,)](
-            *parts.values(), *indices, division.work.units, division.work.indptr, out, lse,
-            division.partial_out, division.partial_lse, float(sm_scale), batch, *strides,
-            HEADS=heads, PAGE_SIZE=ckv_cache.shape[1], CKV_DIM=ckv_dim, KPE_DIM=q_pe.shape[2],
-            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, CAUSAL=causal and not division.split_keys,
-            SPLIT_KEYS=division.split_keys, UPCAST=interpreted, num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
-        )  # fmt: skip
+        if fits_hopper(parts, division):
+            launch_hopper(parts, indices[:3], division, out, lse, sm_scale)
+        else:
+            mla_paged_kernel[(programs,)](
+                *parts.values(), *indices, division.work.units, division.work.indptr, out, lse,
+                division.partial_out, division.partial_lse, float(sm_scale), batch, *strides,
+                HEADS=heads, PAGE_SIZE=ckv_cache.shape[1], CKV_DIM=ckv_dim, KPE_DIM=q_pe.shape[2],
+                BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, CAUSAL=causal and not division.split_keys,
+                SPLIT_KEYS=division.split_keys, UPCAST=interpreted, num_warps=tiling.num_warps,
+                num_stages=tiling.num_stages,
+            )  # fmt: skip
     if division.partial_out is not None and division.partial_lse is not None:
         merge_splits(division.partial_out, division.partial_lse, division.work, out, lse)
     return out, lse

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire_kernels.ops.prefill_hopper import launch_on_hopper, runs_on_hopper
 from quire_kernels.shared.launch import (
     as_kernel_sees,
     check_devices,
@@ -80,7 +81,7 @@ def prefill_paged_kernel(
         kv_len, kv_head,
         out, lse, row_start, row_stop, sinks, slopes, k_scale, v_scale, sm_scale, soft_cap, window_left, chunk_size,
         mask, mask_indptr, request,
-        Shape(PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST),
+        Shape(PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST, False),
         KV_HEADS, GROUP, BLOCK_M, CAUSAL, WINDOW, CHUNKED, MASK_KIND, SOFT_CAP,
     )
 # fmt: on
@@ -130,7 +131,10 @@ def prefill_paged(
         q, qo_indptr, cache.num_kv_heads, (cache.head_dim, cache.v_head_dim), cache.dtype, options, masking, division,
         out=out, lse=lse, interpreted=interpreted,
     )  # fmt: skip
-    if not launch.is_empty:
+    if not launch.is_empty and runs_on_hopper(q, cache, options, masking, division):
+        with torch.cuda.device(q.device):
+            launch_on_hopper(q, cache, qo_indptr, indptr, indices, last_page_len, options, masking, division, launch)
+    elif not launch.is_empty:
         with device_of(prefill_paged_kernel, q=q):
             prefill_paged_kernel[launch.grid](
                 q, as_kernel_sees(cache.k, interpreted=interpreted), as_kernel_sees(cache.v, interpreted=interpreted),

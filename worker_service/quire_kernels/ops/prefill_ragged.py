@@ -72,7 +72,7 @@ def prefill_ragged_kernel(
         kv_len, kv_head,
         out, lse, row_start, row_stop, sinks, slopes, k_scale, v_scale, sm_scale, soft_cap, window_left, chunk_size,
         mask, mask_indptr, request,
-        Shape(0, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST),
+        Shape(0, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST, False),
         KV_HEADS, GROUP, BLOCK_M, CAUSAL, WINDOW, CHUNKED, MASK_KIND, SOFT_CAP,
     )
 # fmt: on

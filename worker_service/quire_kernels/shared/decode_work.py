@@ -1,7 +1,7 @@
 """How decode is divided: sizes of tiles, and who attends to which keys.
 
 The keys of a request are cut into units (`work_units`): as many as it takes to give every multiprocessor about `WAVES`
-programs, at least two pages each.
+programs, at least two pages and `TILES_MIN` tiles each.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from quire_kernels.shared.paged_cache import check_index_tensor, kv_lengths
 from quire_kernels.shared.work_units import ITEMS_MAX, WorkUnits, divide_work
 
 WAVES = 4  # programs per multiprocessor that the division aims at: enough to hide that some end sooner
+# Of a program: it waits for memory about four times before its first tile arrives. 8192 keys of 8 KV heads are 256
+# programs then, which run at once on 132 multiprocessors.
+TILES_MIN = 4
 HEAD_BLOCK_MAX = 64  # one program attends so many query heads at most
 
 
@@ -115,7 +118,7 @@ def divide_decode(
         first,
         last,
         unit_target=capacity - batch,
-        size_min=max(2 * page_size, 2 * tiling.block_n) if split_keys else ITEMS_MAX.value,
+        size_min=max(2 * page_size, TILES_MIN * tiling.block_n) if split_keys else ITEMS_MAX.value,
         alignment=tiling.block_n,
         units_min=1,
         out=None if out is None else out.work,

@@ -39,6 +39,20 @@ def chip_of(device: torch.device) -> str:
     return "sm_90"
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Says whether a device is of compute capability 9, for which there are kernels in Gluon."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Says whether a kernel can be started while the one before it ends ("programmatic dependent launch").
+
+    A kernel launched with `launch_pdl=True` starts once every program of the kernel before it has said
+    `gdc_launch_dependents` or has ended, and has to say `gdc_wait` before it reads what that one writes.
+    """
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def is_interpreted(kernel: Any) -> bool:
     """Tells whether a kernel runs in Triton's interpreter, whose bf16 arithmetic is wrong: it then computes in
     float32."""

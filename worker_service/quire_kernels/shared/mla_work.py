@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from quire_kernels.shared.launch import Tiling, chip_of, multiprocessor_count
+from quire_kernels.shared.launch import Tiling, chip_of, is_hopper, multiprocessor_count
 from quire_kernels.shared.paged_cache import check_index_tensor
 from quire_kernels.shared.work_units import WorkUnits, divide_work
 
 WAVES = 2  # programs per multiprocessor that decode aims at
+# On Hopper, see `mla_hopper`: a program fills a multiprocessor, and each unit more is 256 KiB of partial results.
+HOPPER_WAVES, HOPPER_KEYS, HOPPER_HEADS = 1, 64, 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,10 +80,13 @@ def divide_mla(
             torch.zeros_like(rows), rows, unit_target=None, size_min=tiling.block_m, capacity=capacity, out=work
         )
         return out or MlaWork(work, tiling, split_keys, heads, token_count, None, None)
-    target = max(1, triton.cdiv(WAVES * multiprocessor_count(device), triton.cdiv(heads, tiling.block_m)))
-    size_min = max(2 * page_size, 2 * tiling.block_n)
+    waves, alignment = WAVES, tiling.block_n
+    if is_hopper(device) and tiling.block_m == HOPPER_HEADS:
+        waves, alignment = HOPPER_WAVES, HOPPER_KEYS
+    target = max(1, triton.cdiv(waves * multiprocessor_count(device), triton.cdiv(heads, tiling.block_m)))
     work = divide_work(
-        torch.zeros_like(kv_lengths), kv_lengths, unit_target=target, size_min=size_min, alignment=tiling.block_n,
+        torch.zeros_like(kv_lengths), kv_lengths, unit_target=target, size_min=2 * max(page_size, alignment),
+        alignment=alignment,
         units_min=1, out=work,
     )  # fmt: skip
     if out is not None:

@@ -119,13 +119,29 @@ def store_rows(out, lse, row, valid, result, result_lse, V_DIM: tl.constexpr, BL
 
 
 @triton.jit
-def page_ids_of_tile(page_ids, start, load_low, load_high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Loads the page ids of the keys `[start, start + BLOCK_N)`: one if pages are that large, else one a key; int64."""
+def page_ids_of_tile(
+    page_ids,
+    start,
+    load_low,
+    load_high,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ONCE_A_PAGE: tl.constexpr = False,
+):
+    """Loads the page ids of the keys `[start, start + BLOCK_N)`: one if pages are that large, else one a key; int64.
+
+    With ONCE_A_PAGE each is loaded once and spread over its keys. That saves loads where these are what takes time.
+    """
     if PAGE_SIZE == 0:
         return tl.zeros((), dtype=tl.int64)
     elif PAGE_SIZE % BLOCK_N == 0:
         valid = (start + BLOCK_N > load_low) & (start < load_high)
         return tl.load(page_ids + start // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+    elif ONCE_A_PAGE and PAGE_SIZE > 1 and BLOCK_N % PAGE_SIZE == 0:
+        first = start + tl.arange(0, BLOCK_N // PAGE_SIZE) * PAGE_SIZE
+        valid = (first + PAGE_SIZE > load_low) & (first < load_high)
+        ids = tl.load(page_ids + first // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+        return tl.reshape(tl.broadcast_to(ids[:, None], (BLOCK_N // PAGE_SIZE, PAGE_SIZE)), (BLOCK_N,))
     else:
         keys = start + tl.arange(0, BLOCK_N)
         valid = (keys >= load_low) & (keys < load_high)
@@ -261,6 +277,7 @@ class Shape(NamedTuple):
     BLOCK_TAIL: Any
     BLOCK_V: Any
     UPCAST: Any
+    ONCE_A_PAGE: Any  # see `page_ids_of_tile`
 
 
 @triton.jit
@@ -273,13 +290,16 @@ def attend_keys(softmax, q, keys, span, rows, scoring, shape, EDGE: tl.constexpr
     """
     acc, row_max, row_sum = softmax
     q_part, q_tail = q
-    pages = page_ids_of_tile(keys.page_ids, span.start, span.load_low, span.load_high, shape.PAGE_SIZE, shape.BLOCK_N)
+    pages = page_ids_of_tile(
+        keys.page_ids, span.start, span.load_low, span.load_high, shape.PAGE_SIZE, shape.BLOCK_N, shape.ONCE_A_PAGE
+    )
     for tile in range(span.start, span.stop, shape.BLOCK_N):
         key = tile + tl.arange(0, shape.BLOCK_N)
         key_valid = (key >= span.load_low) & (key < span.load_high)
         next_pages = page_ids_of_tile(
-            keys.page_ids, tile + shape.BLOCK_N, span.load_low, span.load_high, shape.PAGE_SIZE, shape.BLOCK_N
-        )
+            keys.page_ids, tile + shape.BLOCK_N, span.load_low, span.load_high, shape.PAGE_SIZE, shape.BLOCK_N,
+            shape.ONCE_A_PAGE,
+        )  # fmt: skip
         offsets = token_offsets(pages, tile, keys.k_strides, shape.PAGE_SIZE, shape.BLOCK_N)
         k_tile = load_tile(keys.k, offsets, key_valid, keys.k_strides[2], 0, shape.BLOCK_D, shape.BLOCK_D, EDGE)
         s = tl.dot(q_part, tl.trans(as_operand(k_tile, q_part, shape.UPCAST)), input_precision="ieee")

@@ -3,9 +3,10 @@
 Request i has the items `[first[i], last[i])`, at most 2^30: keys that its query sees (decode), or query rows (prefill).
 They are cut into units of `size` items,
 
-    size = round_up(max(size_min, ceil(sum(last - first) / unit_target)), alignment)
+    size = max(size_min, ceil(sum(last - first) / unit_target)), rounded up to `SIZE_BITS` bits and to the alignment
 
-(700 and 36 items, 7 units aimed at, size_min and alignment 32: ceil(736 / 7) = 106 becomes 128, so 6 units and 1),
+(700 and 36 items, 7 units aimed at, size_min and alignment 32: ceil(736 / 7) = 106 becomes 128, so 6 units and 1; 32
+requests of 8192, 66 units aimed at: 3972 becomes 4096, which is two units a request, and not two and a sliver),
 so that there are at most `unit_target + batch` units, whatever the lengths: that many programs are launched, and those
 past the last unit leave at once. A CUDA graph can be replayed with other lengths, and a long request beside short ones
 is cut into as many units as it takes to fill the chip. With `unit_target` None units have `size_min` items.
@@ -28,6 +29,7 @@ from quire_kernels.shared.paged_cache import check_index_tensor
 REQUEST, START, STOP, SIBLINGS = range(4)  # columns of `units`
 UNIT_COLUMNS = 4
 BLOCK = 256
+SIZE_BITS = tl.constexpr(4)
 NO_TARGET = 2**31 - 1  # aims at so many units that each has its fewest items
 ITEMS_MAX = tl.constexpr(2**30)  # of a request, so that sums of two fit into 32 bits; a multiple of every alignment
 
@@ -76,7 +78,9 @@ def divide_work_kernel(
         items = tl.load(last + block + lane, mask=valid, other=0) - tl.load(first + block + lane, mask=valid, other=0)
         total += tl.sum(items.to(tl.int64))
     size = tl.maximum((total + unit_target - 1) // unit_target, size_min)
-    size = tl.minimum((size + alignment - 1) // alignment * alignment, ITEMS_MAX).to(tl.int32)
+    bits = tl.sum(((size >> tl.arange(0, 64)) > 0).to(tl.int64))
+    step = tl.maximum(tl.full((), 1, tl.int64) << tl.maximum(bits - SIZE_BITS, 0), alignment)
+    size = tl.minimum((size + step - 1) // step * step, ITEMS_MAX).to(tl.int32)
     before = tl.zeros((), dtype=tl.int32)
     for block in range(0, request, BLOCK):
         valid = block + lane < request
@@ -160,7 +164,8 @@ def divide_work_reference(
     size = size_min
     if unit_target is not None:
         size = max(size, -(-sum(b - a for a, b in lengths) // unit_target))
-    size = min(-(-size // alignment) * alignment, 2**30)
+    step = max(1 << max(size.bit_length() - 4, 0), alignment)
+    size = min(-(-size // step) * step, 2**30)
     rows: list[tuple[int, int, int, int]] = []
     indptr = [0]
     for request, (a, b) in enumerate(lengths):

@@ -139,6 +139,15 @@ class PagedAttention(Protocol):
         """
         return None
 
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Returns the greedy choice of each row without waiting for it, int32 `[rows]` on the device of the logits,
+        negative where a row is not finite; None where the host waits for each pass anyway.
+
+        Args:
+            logits: float32 `[rows, vocabulary]`; of no rows, to ask which of both it is.
+        """
+        return None
+
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> torch.Tensor:

@@ -59,6 +59,10 @@ class TritonPagedAttention(PagedAttention):
         """See `PagedAttention.copy_blocks`; one launch for all buffers."""
         copy_blocks(buffers, sources, destinations)
 
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `PagedAttention.likeliest`; one launch."""
+        return greedy(logits)
+
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> torch.Tensor:

@@ -28,6 +28,7 @@ from quire_kernels.shared.upload import upload_tensor
 from quire_worker.attention.decode_in_place import DecodeInPlace
 from quire_worker.attention.triton_path import TritonPagedAttention
 from quire_worker.cache import KVCache
+from quire_worker.execution.launched import TokensToCome
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.transformers_seam import PagedStep, run
@@ -100,7 +101,7 @@ class _Graph:
         model = self._model
         self._replay = capture(lambda: run(model.module, self._inputs, self._step, model.lengths))
 
-    def logits_of(self, batch: ForwardBatch) -> torch.Tensor:
+    def logits_of(self, batch: ForwardBatch, to_come: TokensToCome | None) -> torch.Tensor:
         """Computes a batch; see `DecodeGraphs.logits_of`."""
         assert self._replay is not None, "it was not captured"
         count = batch.input_ids.shape[1]
@@ -110,10 +111,12 @@ class _Graph:
             (self._inputs.lengths, batch.lengths),
         ):
             upload_tensor(given, place.device, into=place[:count])
+        if to_come is not None:
+            to_come.put_into(self._inputs.input_ids[0])
         for group, plan in zip(self._groups, self._plans, strict=True):
             plan.follow(batch.attention[group])
         self._replay.run()
-        return self._replay.result[:count].clone()  # the next replay writes over it
+        return self._replay.result[:count]
 
 
 class DecodeGraphs:
@@ -155,22 +158,23 @@ class DecodeGraphs:
         if progress is not None:
             progress(len(sizes), len(sizes), "done")
 
-    def logits_of(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """Computes a batch of decoding sequences by one replay.
+    def logits_of(self, batch: ForwardBatch, to_come: TokensToCome | None = None) -> torch.Tensor | None:
+        """Computes a batch of decoding sequences by one replay. Waits for nothing.
 
         Args:
             batch: its inputs may be on the host; its pages are those of the cache.
+            to_come: tokens that take the place of the batch's own, on the device.
 
         Returns:
-            float32 `[rows, vocabulary]`, as `PagedModel.forward`; None where no graph takes the batch: a chunk of it
-            has several tokens or wants no logits, or it is larger than all graphs.
+            float32 `[rows, vocabulary]`, as `PagedModel.forward`, until the next replay writes over it. None where no
+            graph takes the batch: a chunk of it has several tokens or wants no logits, or it is larger than all graphs.
         """
         count = batch.input_ids.shape[1]
         is_decode = all(each.query_length_max == 1 and each.sequence_count == count for each in batch.attention)
         size = next((size for size in self._sizes if size >= count), None)
         if size is None or not is_decode or batch.logits_index.shape[0] != count:
             return None
-        return self._graphs[size].logits_of(batch)
+        return self._graphs[size].logits_of(batch, to_come)
 
 
 def ladder(size_max: int) -> list[int]:

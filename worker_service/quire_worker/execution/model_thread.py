@@ -14,6 +14,9 @@ tensor, gets it back when the event loop is done with its turn.
 The event loop gives way where somebody waits for a first token: a pass that comes to an idle thread begins before it
 plans the next one (`begun`). The model's thread gives way for the first tokens themselves: while a pass has brought
 nothing else, the next one begins when they are on their way (`go_on`).
+
+A pass that was launched on a GPU and is not waited for (`launched.py`) is finished by another thread, in order, which
+tells the event loop at once.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ from typing import NamedTuple, TypeAlias
 
 from quire_worker.execution.lane import Lane
 from quire_worker.execution.parts import Computed
-from quire_worker.execution.prepared import PlainTokens, Prepared
+from quire_worker.execution.prepared import Later, PlainTokens, Prepared
 from quire_worker.scheduling.plan import Work
 
 # Computes a batch. The function that it is given is to be called before its kernels, if one call runs most of them.
 Result: TypeAlias = Computed | PlainTokens
-Compute: TypeAlias = Callable[[Prepared, Callable[[], None]], Result]
+Compute: TypeAlias = Callable[[Prepared, Callable[[], None]], Result | Later]
 
 GIVES_WAY_S = 0.001  # at most; first tokens take the event loop a third of it
 
@@ -71,6 +74,7 @@ class ModelThread:
 
     def __init__(self, lane: Lane | None = None) -> None:
         self._lane = lane or Lane("model")
+        self._reader: Lane | None = None  # where passes are finished that were launched; made for the first of them
         self._submitted_count = self._begun_count = 0
         self._done = deque[Done]()
         self._is_owed = False  # the event loop was not told of what is done; for the model's thread alone
@@ -111,6 +115,8 @@ class ModelThread:
     def close(self) -> None:
         """Waits for the thread, and closes the pipe."""
         self._lane.close()
+        if self._reader is not None:
+            self._reader.close()
         if self._loop is None:
             return
         if not self._loop.is_closed():
@@ -128,13 +134,17 @@ class ModelThread:
         if future.cancelled():  # nobody waits any more
             self._tell()
             return
-        result: Result | BaseException
+        result: Result | Later | BaseException
         try:
             result, goes_first = compute(prepared, self._before_kernels), prepared.has_first_tokens
             gives_way = prepared.has_first_tokens_alone
         except BaseException as error:
             result, goes_first, gives_way = error, True, False
         self._announces_kernels = self._has_kernels
+        if isinstance(result, Later):
+            self._reader = self._reader or Lane("reader")
+            self._reader.submit(self._finish, result, prepared, future)
+            return
         self._done.append(Done(future, result, prepared))
         self._is_owed = True
         if goes_first:
@@ -146,6 +156,17 @@ class ModelThread:
                 self._may_go_on.wait(GIVES_WAY_S)
         elif not self._has_kernels or self._submitted_count == self._begun_count:
             self._tell()
+
+    def _finish(self, later: Later, prepared: Prepared, future: asyncio.Future[Result]) -> None:
+        """Waits for a pass, on the reader's thread."""
+        result: Result | BaseException
+        try:
+            result = later.finish()
+        except BaseException as error:
+            result = error
+        self._done.append(Done(future, result, prepared))
+        with contextlib.suppress(BlockingIOError):  # full: it has been told
+            os.write(self._write_end, b"\0")
 
     def _before_kernels(self) -> None:
         self._has_kernels = True

@@ -8,12 +8,12 @@ likeliest token after each of their parts and nothing else (`is_plain`), and wha
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from quire_worker.execution.parts import Awaiting, Part, Restore
+from quire_worker.execution.parts import Awaiting, Computed, Part, Restore
 from quire_worker.execution.run import Run
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.scheduling.plan import Batch, Draw
@@ -50,6 +50,16 @@ class Prepared(NamedTuple):
     is_plain: bool
     has_first_tokens: bool
     has_first_tokens_alone: bool
+
+
+class Later(NamedTuple):
+    """A batch that is launched, and not waited for (`launched.py`).
+
+    Attributes:
+        finish: waits for it, on any thread, and returns what came of it.
+    """
+
+    finish: Callable[[], Computed | PlainTokens]
 
 
 class PlainTokens(NamedTuple):

@@ -40,6 +40,7 @@ from quire_worker.execution.failures import (
 )
 from quire_worker.execution.finiteness import Finiteness, not_finite
 from quire_worker.execution.host_pages import HostPages
+from quire_worker.execution.launched import TokensToCome
 from quire_worker.execution.parts import (
     Awaiting,
     Before,
@@ -66,8 +67,9 @@ from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.swap import SwapOut
 
 log = structlog.get_logger()
-# Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch.
-Shortcut: TypeAlias = Callable[[ForwardBatch], torch.Tensor | None]
+# Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch. The
+# logits are there until the next call. Tokens that the batch lacks may be on the device alone, or to come there.
+Shortcut: TypeAlias = Callable[[ForwardBatch, TokensToCome | None], torch.Tensor | None]
 NOT_LOOKED: Final[tuple[list[int] | None, Sequence[int] | None]] = None, None
 OfSample = TypeVar("OfSample", Part, Draw, Work, CandidateLogprobs, Continuations)
 
@@ -142,6 +144,29 @@ class Run:
             tokens[0] = token
             if ids is not None:
                 ids[place] = token
+
+    def launch(self, layout: ForwardBatch, to_come: TokensToCome | None) -> torch.Tensor | None:
+        """Has the device compute a batch and the likeliest token after each of its parts, and waits for neither.
+
+        Args:
+            layout: of the batch, on the host.
+            to_come: tokens of the batch before that the host does not know.
+
+        Returns:
+            What `PagedAttention.likeliest` does.
+        """
+        shortcut = None if layout.adapters else self._shortcut
+        logits = None if shortcut is None else shortcut(layout, to_come)
+        if logits is None:
+            batch = layout.on(self._model.device)
+            if to_come is not None:
+                to_come.put_into(batch.input_ids[0])
+            logits = self._model.forward(batch, self._cache)
+        return self._model.attention.likeliest(logits)
+
+    def leave_out(self, requests: Iterable[Request]) -> None:
+        """Notes that the batch before has failed requests."""
+        self._left_out.update(requests)
 
     def move(self, moves: Sequence[Copy | SwapOut], restores: Sequence[Restore]) -> None:
         """Copies pages and swaps them out, in order; then swaps in."""
@@ -280,9 +305,11 @@ class Run:
         try:
             forward = layout or layout_of(parts, self._cache)
             shortcut = None if forward.adapters else self._shortcut  # which knows of none
-            logits = None if shortcut is None else shortcut(forward)  # [rows, vocabulary]
-            if logits is None:
+            short = None if shortcut is None else shortcut(forward, None)  # [rows, vocabulary]
+            if short is None:
                 logits = self._model.forward(forward.on(self._model.device), self._cache, self.before_kernels)
+            else:
+                logits = short.clone()  # another part of this batch may take the shortcut, too
             likeliest, flags = self._model.attention.look(logits) or NOT_LOOKED
             if is_greedy and flags is not None and 0 not in flags:
                 self.likeliest = likeliest

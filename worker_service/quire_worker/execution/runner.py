@@ -9,16 +9,20 @@ Where a second model drafts (`drafter.py`), it reads along at the end of each ba
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import repeat
 from typing import Final
 
+import torch
 from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
 from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import Failure
 from quire_worker.execution.host_pages import HostPages
+from quire_worker.execution.launched import Launched, TokensToCome
 from quire_worker.execution.layouts import Layouts
 from quire_worker.execution.parts import (
     Awaiting,
@@ -28,7 +32,7 @@ from quire_worker.execution.parts import (
     Restore,
     Token,
 )
-from quire_worker.execution.prepared import PlainTokens, Prepared, first_tokens_of, is_greedy, tables_of
+from quire_worker.execution.prepared import Later, PlainTokens, Prepared, first_tokens_of, is_greedy, tables_of
 from quire_worker.execution.run import Run, Shortcut
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.scheduling.plan import Batch, Draw
@@ -60,7 +64,10 @@ class Runner:
         self._shortcut = shortcut
         self._host_pages = HostPages(cache, swap.slot_count) if swap.slot_count else None
         self._drafter = drafter
-        self._before = Before([], NOBODY, NOTHING)
+        knows_likeliest = model.attention.likeliest(torch.empty(0, model.vocab_size)) is not None
+        self._launches = knows_likeliest and os.environ.get("QUIRE_LAUNCH_AHEAD", "1") != "0"
+        self._before: Before | Launched = Before([], NOBODY, NOTHING)
+        self._settled_s = 0.0  # when the tokens of the last pass came that was launched; for who finishes such passes
         self._draws: list[Draw] = []  # of the last batch that was prepared
         self._layouts = Layouts(cache)
 
@@ -111,16 +118,23 @@ class Runner:
         with contextlib.suppress(Exception):  # who is to blame is found where the batch is computed
             self._layouts.sketch(parts)
 
-    def compute(self, prepared: Prepared, before_kernels: Callable[[], None] | None = None) -> Computed | PlainTokens:
-        """Runs a batch. Blocks; for the model's thread. `before_kernels` is that of `PagedModel.forward`.
+    def compute(
+        self, prepared: Prepared, before_kernels: Callable[[], None] | None = None
+    ) -> Computed | PlainTokens | Later:
+        """Runs a batch. Blocks, but where it is launched and finished `Later`; for the model's thread. `before_kernels`
+        is that of `PagedModel.forward`.
 
         Raises:
             DeviceLostError: nothing can be computed any more.
         """
         started, run = self._clock(), prepared.run
+        later = self._launch(prepared, started) if self._launches and prepared.is_plain else None
+        if later is not None:
+            return later
+        before = self._before = self._before.settle() if isinstance(self._before, Launched) else self._before
         run.before_kernels = before_kernels
         if prepared.is_behind:
-            run.follow(self._before, prepared.parts, prepared.awaiting, prepared.ids)
+            run.follow(before, prepared.parts, prepared.awaiting, prepared.ids)
         if not prepared.is_plain:
             run.move(prepared.batch.moves, prepared.restores)
             run.drop_holders_of_lost_blocks(prepared.parts)
@@ -149,6 +163,41 @@ class Runner:
             run.swap_s,
             proposals,
         )
+
+    def _launch(self, prepared: Prepared, started_s: float) -> Later | None:
+        """Launches a plain batch behind the one before; None where that must be known first, or it cannot be done."""
+        run, before, to_come = prepared.run, self._before, None
+        if prepared.layout is None:
+            return None
+        if isinstance(before, Before):
+            if prepared.is_behind and (before.failures or before.lost_blocks):
+                return None
+            if prepared.is_behind:
+                run.follow(before, prepared.parts, prepared.awaiting, prepared.ids)
+        elif prepared.awaiting:
+            to_come = TokensToCome.of(before.tokens, prepared.awaiting)
+        try:
+            tokens = run.launch(prepared.layout, to_come)
+        except Exception:  # who is to blame is found where it is computed and waited for
+            return None
+        assert tokens is not None, "it was asked whether there is such a kernel"
+        behind = before if isinstance(before, Launched) and prepared.is_behind else None
+        launched = self._before = Launched(prepared.parts, tokens, behind)
+        return Later(partial(self._finish, prepared, launched, started_s))
+
+    def _finish(self, prepared: Prepared, launched: Launched, started_s: float) -> Computed | PlainTokens:
+        """Waits for a batch that was launched. For one thread, in the order of the batches."""
+        found = launched.settle()
+        now_s = self._clock()
+        seconds, self._settled_s = now_s - max(started_s, self._settled_s), now_s
+        if not found.failures and not launched.left_out:
+            return PlainTokens(prepared, found.token_ids, seconds)
+        run = prepared.run
+        run.failures.update(found.failures)
+        run.leave_out(launched.left_out)
+        tokens = list(map(Token, prepared.draws, found.token_ids, repeat(None)))
+        work, drawn = run.unharmed(prepared.batch.work), [each for each in tokens if run.is_unharmed(each.draw.sample)]
+        return Computed(work, drawn, [], [], [], run.failures, {}, 0, seconds)
 
     def computed(self, result: Computed | PlainTokens) -> Computed:
         """Returns the result of `compute` spelled out. For the event loop's thread."""

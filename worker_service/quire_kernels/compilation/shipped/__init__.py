@@ -16,8 +16,9 @@ from quire_kernels.compilation.shipped.around_attention import AROUND_ATTENTION
 from quire_kernels.compilation.shipped.around_products import AROUND_PRODUCTS
 from quire_kernels.compilation.shipped.attention import ATTENTION
 from quire_kernels.compilation.shipped.moving import MOVING
+from quire_kernels.compilation.shipped.on_hopper import ON_HOPPER
 
 # Two choices of a launcher may lead to one specialisation; it is compiled once.
 SHIPPED: tuple[KernelConfiguration, ...] = unique(
-    (*APPENDING, *ATTENTION, *AROUND_ATTENTION, *AROUND_PRODUCTS, *MOVING)
+    (*APPENDING, *ATTENTION, *AROUND_ATTENTION, *AROUND_PRODUCTS, *MOVING, *ON_HOPPER)
 )

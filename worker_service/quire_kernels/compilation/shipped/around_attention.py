@@ -6,7 +6,7 @@ from typing import Any
 
 import triton
 
-from quire_kernels.compilation.configurations import KernelConfiguration
+from quire_kernels.compilation.configurations import ARCHITECTURES, KernelConfiguration
 from quire_kernels.ops import merge_splits, merge_states, pack_mask, sampling
 from quire_kernels.ops.merge_splits import merge_splits_kernel
 from quire_kernels.ops.merge_states import merge_state_kernel, merge_states_kernel
@@ -16,24 +16,27 @@ from quire_kernels.shared import work_units
 from quire_kernels.shared.work_units import divide_work_kernel
 
 
-def _splits(dtype: str, v_head_dim: int) -> KernelConfiguration:
+def _splits(chip: str, dtype: str, v_head_dim: int) -> KernelConfiguration:
+    block_v = triton.next_power_of_2(v_head_dim)
     return KernelConfiguration(
         kernel=merge_splits_kernel,
-        name=f"{dtype} V{v_head_dim}",
+        name=f"{chip} {dtype} V{v_head_dim}",
         signature={
             **dict.fromkeys(("partial_out", "partial_lse", "lse"), "*fp32"),
             "unit_indptr": "*i32",
             "out": f"*{dtype}",
-            **dict.fromkeys(("heads", "stride_out_token", "stride_out_head"), "i32"),
+            **dict.fromkeys(("heads", "heads_per_program", "stride_out_token", "stride_out_head"), "i32"),
         },
         constexprs={
             "stride_out_dim": 1,
             "V_DIM": v_head_dim,
-            "BLOCK_V": triton.next_power_of_2(v_head_dim),
-            "BLOCK_SPLITS": merge_splits.BLOCK_SPLITS,
+            "BLOCK_V": block_v,
+            "BLOCK_SPLITS": merge_splits.block_splits(block_v),
+            "OVERLAP": chip == "sm_90",
         },
         aligned=frozenset({"partial_out", "out", "stride_out_token", "stride_out_head"}),
         num_warps=merge_splits.NUM_WARPS,
+        architectures=(chip,),
     )
 
 
@@ -117,7 +120,12 @@ STATE_DIMS = {"bf16": (64, 80, 96, 128, 256, 512), "fp16": (128, 512), "fp32": (
 
 AROUND_ATTENTION = (
     DIVISION,
-    *(_splits(dtype, v_head_dim) for dtype in ("bf16", "fp16", "fp32") for v_head_dim in (64, 96, 128, 256, 512)),
+    *(
+        _splits(chip, dtype, v_head_dim)
+        for chip in ARCHITECTURES
+        for dtype in ("bf16", "fp16", "fp32")
+        for v_head_dim in (64, 96, 128, 256, 512)
+    ),
     *(_states(dtype, dim) for dtype, dims in STATE_DIMS.items() for dim in dims),
     *(_two_states(dtype, dim) for dtype in ("bf16", "fp32") for dim in (64, 128, 256, 512)),
     _two_states("fp16", 128),

@@ -62,6 +62,7 @@ def _decode(
             "WINDOW": options,
             "SOFT_CAP": options,
             "UPCAST": False,
+            "OVERLAP": chip == "sm_90",
             **head_dim_blocks(*dims),
         },
         aligned=frozenset({"q", "k", "v", "out", "partial_out", *strides}),

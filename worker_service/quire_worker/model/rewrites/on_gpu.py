@@ -5,6 +5,8 @@ A decoding layer of Llama's kind makes some 30 launches in transformers' modules
     norm | q/k/v product | turn and append | attend, merge its parts | product + residual
     norm | gate/up product | activation | product + residual
 
+Products are added to the residual where it lies: elsewhere, cuBLAS would have it copied first.
+
 What the kernels cannot do (pages of fp8, layers that read another layer's keys) takes the parts one by one.
 """
 
@@ -20,7 +22,7 @@ from quire_kernels.ops.rotate_append import HeadNorms
 
 from quire_worker.attention.triton_path import TritonAttentionPlan
 from quire_worker.model.rewrites.attention import PROJECTIONS
-from quire_worker.model.rewrites.decoder_layer import DecoderLayerRewrite
+from quire_worker.model.rewrites.decoder_layer import DecoderLayer, DecoderLayerRewrite
 from quire_worker.model.rewrites.gated_mlp import PROJECTIONS as GATED_PROJECTIONS
 from quire_worker.model.rewrites.interface import Rewrite, child_names, is_plain_linear, own_parameter_names
 from quire_worker.model.rewrites.norm import weight_and_epsilon
@@ -57,6 +59,13 @@ class MergedLinear:
             added = added + self.bias
         return torch.addmm(added, rows, self.weight.t()).view(residual.shape)
 
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Adds the product to `residual`, which is contiguous, and returns it. Otherwise it would be copied first."""
+        rows, added = x.reshape(-1, x.shape[-1]), residual.view(-1, residual.shape[-1])
+        if self.bias is not None:
+            added += self.bias
+        return added.addmm_(rows, self.weight.t()).view(residual.shape)
+
 
 class GpuNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * weight, or weight + 1 where `is_from_one`."""
@@ -92,8 +101,9 @@ class GpuGatedMlp(torch.nn.Module):
         self.activation = activation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Takes `[..., hidden]` to the same, plus `residual` if there is one."""
-        return self.down(self.activation(self.gate_up(x)), residual)
+        """Takes `[..., hidden]` to the same, plus `residual` if there is one, whose memory is the result's then."""
+        inner = self.activation(self.gate_up(x))
+        return self.down(inner) if residual is None else self.down.add_to(residual, inner)
 
 
 class GpuGatedMlpRewrite(Rewrite):
@@ -129,6 +139,7 @@ class GpuAttention(torch.nn.Module):
         self.query_heads, self.kv_heads = head_counts
         self.norms = norms
         self.scoring = scoring
+        self.adds_in_place = False  # whether the memory of a residual becomes the result's
 
     def forward(
         self,
@@ -147,7 +158,10 @@ class GpuAttention(torch.nn.Module):
         if attended is None:
             query, key, value = turned(heads, tables, self.query_heads, self.norms)
             attended = quire_step.attend(self.layer_index, query, key, value, self.scoring)
-        return self.output(attended.reshape(1, heads.shape[0], -1), residual), None
+        rows = attended.reshape(1, heads.shape[0], -1)
+        if residual is not None and self.adds_in_place and residual.is_contiguous():
+            return self.output.add_to(residual, rows), None
+        return self.output(rows, residual), None
 
     def _in_one_launch(
         self, heads: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], step: Step
@@ -216,6 +230,9 @@ def rewrite_for_gpu(module: torch.nn.Module, run: Callable[[Recording], object])
         parts = (GpuAttentionRewrite(recording), GpuGatedMlpRewrite(), GpuNormRewrite())
         done = Pass(recording, parts, [DecoderLayerRewrite(LAYER_PARTS)])
         done.visit(module)
+    for part in module.modules():  # nobody tries a layer on what was recorded any more
+        if isinstance(part, DecoderLayer):
+            part.attention.adds_in_place = True
     return Rewritten(module, done.counts)
 
 

@@ -1,0 +1,70 @@
+"""Attention beside what the chip does, for the cases that goals are about, what matters most first.
+
+Each row has Quire's kernel, SDPA on dense keys and, where a kernel for Hopper chips took the place of another one, that
+one too ("triton"). Without a GPU tiny cases run in Triton's interpreter, whose times mean nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is imported
+
+from kernel_sides import gpu
+from kernel_sides.gpu_cases import SHAPES, Case, Grouped, Latent
+
+from proof_sides.rows import left_s, note
+
+ROUNDS = 20
+LLAMA, QWEN3, MLA = SHAPES["llama"], SHAPES["qwen3"], SHAPES["mla"]
+CASES = (
+    Case("prefill", LLAMA, 4, 4096, 16),
+    Case("prefill", LLAMA, 16, 1024, 16),
+    Case("prefill", LLAMA, 1, 8192, 64),
+    Case("decode", MLA, 32, 8192, 64),
+    Case("decode", LLAMA, 1, 8192, 16),
+    Case("decode", LLAMA, 32, 8192, 16),
+    Case("decode", LLAMA, 1, 65_536, 16),
+    Case("decode", MLA, 256, 8192, 16),
+    Case("prefill", QWEN3, 4, 4096, 16),
+    Case("prefill", LLAMA, 16, 1024, 64),
+    Case("decode", MLA, 1, 8192, 64),
+    Case("decode", LLAMA, 256, 8192, 16),
+    Case("decode", LLAMA, 1, 1024, 16),
+    Case("decode", LLAMA, 32, 1024, 16),
+    Case("decode", QWEN3, 32, 8192, 16),
+    Case("prefill", LLAMA, 1, 32_768, 16),
+    Case("decode", MLA, 256, 1024, 16),
+)
+TINY = (
+    Case("prefill", Grouped("heads", 4, 2, 32), 1, 40, 16),
+    Case("decode", Grouped("heads", 4, 2, 32), 2, 40, 16),
+    Case("decode", Latent("latent", 16, 32, 16), 2, 40, 16),
+)
+
+
+def main() -> None:
+    """Notes a row for each case."""
+    if torch.cuda.is_available():
+        bench, cases, without = gpu.cuda_bench(ROUNDS), CASES, ["flex", "torch", "vllm"]
+    else:
+        device = torch.device("cpu")
+        bench = gpu.Bench(device, torch.float32, _launched, lambda: None, 1e12, 1e9, 1e12, 1)
+        cases, without = TINY, ["flex", "vllm"]
+    for case in cases:
+        for row in gpu.measure_all(
+            [case], bench, operations_max=1e15, budget_s=max(0.0, left_s() - 5), without=without, progress=print
+        ):
+            note(row)
+
+
+def _launched(side: gpu.Side) -> float:
+    side()
+    return 1.0
+
+
+if __name__ == "__main__":
+    main()

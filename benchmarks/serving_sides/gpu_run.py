@@ -1,0 +1,200 @@
+"""Serving measured on a GPU, from a checkpoint to rows: `serving.py --device cuda`, a part of `scripts/gpu_proof.py`.
+
+    1. the chip        a copy and a matrix product
+    2. the model       a configuration; each side draws random weights on the GPU
+    3. Quire           allocator, worker and client, as `on_gpu` says
+    4. transformers    each side alone on the GPU, on the workloads of Quire's rows
+
+Without a GPU the demo model is served on the CPU instead: no figure of that means anything, but every step is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from report import machine
+
+from serving_sides.ceiling import Bounds, Chip, chip
+from serving_sides.gpu_goals import TRANSFORMERS
+from serving_sides.models import DEMO, describe_model
+from serving_sides.on_gpu import ALL, TINY, Measurement, measure, memory_row
+from serving_sides.probed_stack import ProbedStack
+from serving_sides.process import Side
+from serving_sides.workload import KINDS, Workload
+
+Row = dict[str, Any]
+MODEL = "llama-8b"
+UTILIZATION, BLOCK_TOKENS = 0.9, 16
+ON_GPU = (
+    "--device", "cuda", "--dtype", "bfloat16", "--gpu-memory-utilization", str(UTILIZATION),
+    "--block-size", str(BLOCK_TOKENS),
+)  # fmt: skip
+ON_CPU = ("--blocks", "512")
+TRANSFORMERS_ORDER = {32: 0, 1: 1, 128: 2}  # which workload each of their sides gets first, by requests
+SIDE_S = 60.0  # that one of transformers' sides may take
+VOCABULARY = 256  # of their prompts
+# Environments of the worker that are tried in turn until it answers.
+SETTINGS: tuple[dict[str, str], ...] = (
+    {"QUIRE_LAUNCH_AHEAD": "1"},
+    {"QUIRE_LAUNCH_AHEAD": "0"},
+    {"QUIRE_LAUNCH_AHEAD": "0", "QUIRE_HOPPER": "0"},
+)
+FIRST, FIRST_S = (64, 8), 15.0  # tokens of the first requests' prompts and outputs, and how long they may take
+PLAN_S = 8.0  # that `quire plan` may take
+START_S = 110.0  # that a side may take to serve
+
+
+def rows(
+    *,
+    has_gpu: bool,
+    sides: Collection[str],
+    left_s: Callable[[], float],
+    logs: Path,
+    wanted: Measurement | None = None,
+) -> Iterator[Row]:
+    """Yields rows as they are measured; a side that fails is a row that says so.
+
+    Args:
+        has_gpu: whether to use it; else the CPU, on tiny workloads.
+        sides: of "quire", "generate" and "generate_batch".
+        left_s: tells how many seconds are left; what there is no time for is left out.
+        logs: folder of the servers' logs; exists.
+        wanted: what to measure, if not what goes with the device.
+    """
+    wanted = wanted or (ALL if has_gpu else TINY)
+    speed = chip() if has_gpu else Chip(1e10, 1e10)
+    _free()
+    yield {
+        "measured": "chip",
+        "machine": accelerator() if has_gpu else machine(),
+        "copied_tb_per_s": round(speed.copied_bytes_per_s / 1e12, 3),
+        "multiplied_tflop_per_s": round(speed.multiplied_per_s / 1e12, 1),
+    }
+    with tempfile.TemporaryDirectory() as made:
+        model = describe_model(MODEL, Path(made)) if has_gpu else DEMO
+        if "quire" in sides:
+            try:
+                yield from _quire_rows(model, wanted, speed, left_s, logs, has_gpu=has_gpu, sides=sides)
+            except Exception as error:  # the other sides' rows are worth having
+                yield {"measured": "quire", "passed": False, "why": f"{type(error).__name__}: {error}"[:2000]}
+        for side in TRANSFORMERS:
+            if side in sides and left_s() > 20:
+                yield from _transformers_rows(side, model, wanted, left_s, logs, has_gpu=has_gpu)
+
+
+def _quire_rows(
+    model: Path,
+    wanted: Measurement,
+    speed: Chip,
+    left_s: Callable[[], float],
+    logs: Path,
+    *,
+    has_gpu: bool,
+    sides: Collection[str],
+) -> Iterator[Row]:
+    """Yields the rows of the first of `SETTINGS` in which the worker answers, and which those are."""
+    bounds = Bounds(model, speed, element_bytes=2)
+    environment = {"QUIRE_PROBE_DUMMY": "1"} if has_gpu else {}
+    for setting in SETTINGS:
+        stack = ProbedStack(
+            model, logs, ON_GPU if has_gpu else ON_CPU, start_timeout_s=min(START_S, left_s()),
+            environment=environment | setting,
+        )  # fmt: skip
+        with contextlib.closing(stack):
+            try:
+                asked = Workload(KINDS[0], 4, *FIRST).draw(-9, stack.status.vocabulary_size)
+                answered = stack.round(asked, limit_s=FIRST_S)
+            except Exception as error:
+                yield {"measured": "setting", **setting, "passed": False, "why": f"{type(error).__name__}: {error}"}
+                continue
+            yield {"measured": "setting", **setting, "passed": True, "first_s": round(answered.seconds, 2),
+                   "start_s": round(stack.start_s, 1)}  # fmt: skip
+            others_s = SIDE_S if set(sides) & set(TRANSFORMERS) else 0.0
+            try:
+                yield from measure(stack, wanted, bounds, lambda: left_s() - PLAN_S, others_s=others_s)
+            except TimeoutError as error:
+                yield {"measured": "setting", **setting, "passed": False, "why": str(error)}
+                continue
+            total_bytes = _memory_bytes() if has_gpu else 2 << 30
+            yield memory_row(stack, model, total_bytes, UTILIZATION, BLOCK_TOKENS)
+            return
+
+
+def _free() -> None:
+    """Gives back what this process has of the GPU, so that the worker finds it free."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def accelerator() -> str:
+    """Returns the machine, its GPU, and what computes on it."""
+    import torch
+    import triton
+
+    return f"{machine()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+def _memory_bytes() -> int:
+    import torch
+
+    return int(torch.cuda.mem_get_info()[1])
+
+
+def _transformers_rows(
+    side: str, model: Path, wanted: Measurement, left_s: Callable[[], float], logs: Path, *, has_gpu: bool
+) -> Iterator[Row]:
+    """Yields a row for each of the first workloads of `wanted.decode` that `side` ends in time."""
+    device, dtype = ("cuda", "bfloat16") if has_gpu else ("cpu", "float32")
+    command = [sys.executable, "-m", "serving_sides.transformers_side", str(model), dtype, device, side]
+    process: Side | None = None
+    ending = contextlib.ExitStack()
+    try:
+        with ending:
+            started = time.monotonic()
+            process = Side(
+                command,
+                log=logs / f"{side}.log",
+                on_start=lambda made: _kill_after(ending, made, min(SIDE_S, left_s())),
+            )
+            start_s = time.monotonic() - started
+            for count, prompt, output in sorted(wanted.decode[:3], key=lambda each: TRANSFORMERS_ORDER.get(each[0], 3)):
+                workload = Workload(KINDS[0], count, prompt, output)
+                # What is compiled and captured goes by lengths in one case, and not in the other, which is the slower.
+                warming = workload if side == "generate" else replace(workload, output_tokens=8)
+                process.generate(warming.draw(-1, VOCABULARY))
+                answer = process.generate(workload.draw(0, VOCABULARY))
+                yield {
+                    "measured": "decode",
+                    "side": side,
+                    "requests": count,
+                    "prompt_tokens": prompt,
+                    "output_tokens": output,
+                    "rounds": 1,
+                    "whole_tokens_per_s": round(count * output / answer.seconds, 1),
+                    "start_s": round(start_s, 1),
+                }
+    except (RuntimeError, OSError) as error:
+        yield {"measured": "decode", "side": side, "ended": str(error)[:500]}
+    finally:
+        if process is not None:
+            process.kill()
+
+
+def _kill_after(ending: contextlib.ExitStack, side: Side, seconds: float) -> None:
+    timer = threading.Timer(max(0.1, seconds - 3), side.kill)
+    timer.daemon = True
+    timer.start()
+    ending.callback(timer.cancel)

@@ -1,0 +1,175 @@
+"""An allocator and a worker that notes its passes (`probed_worker`), and a client of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire import AsyncClient
+from quire.local import ServerProcess
+
+from serving_sides.process import Request
+from serving_sides.trace import Trace, read_trace
+
+STOP_S = 3.0  # that the servers have to end
+ROUND_S = 25.0  # that a round may take
+PROBE_S = 15.0  # that the worker may take to write what it has noted
+Pass = dict[str, Any]  # see `probed_worker.write`
+
+
+class Round(NamedTuple):
+    """What a round took: until all tokens were there, and until the first one was, and the passes meanwhile."""
+
+    seconds: float
+    first_token_s: float
+    passes: list[Pass]
+
+
+class ProbedStack:
+    """1. made, and serving. 2. `round` and `profile`, in any order. 3. `close`.
+
+    Raises:
+        ServerFailedError: it does not serve in time.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        worker_arguments: Sequence[str],
+        *,
+        start_timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        addresses = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
+        started, deadline = time.monotonic(), time.monotonic() + start_timeout_s
+        self._probe = folder / "probe.json"
+        self._trace = self._probe.with_suffix(".trace.json")
+        self._runner = asyncio.Runner()
+        self._worker: ServerProcess | None = None
+        self._allocator = ServerProcess("quire_allocator", addresses, folder=folder, log=folder / "allocator.log")
+        try:
+            self._allocator.wait_ready(deadline=deadline)
+            self._worker = ServerProcess(
+                "serving_sides.probed_worker",
+                ["--model", str(model), "--allocator", self._allocator.address, *addresses, *worker_arguments],
+                folder=folder,
+                log=folder / "worker.log",
+                environment={"QUIRE_PROBE": str(self._probe), **(environment or {})},
+            )
+            self._worker.wait_ready(deadline=deadline)
+            self._client = self._runner.run(self._connected(self._worker.address))
+            self.status = self._runner.run(self._client.status())
+        except BaseException:
+            self.close()
+            raise
+        self.start_s = time.monotonic() - started
+
+    @staticmethod
+    async def _connected(address: str) -> AsyncClient:
+        return await AsyncClient(address).__aenter__()  # it belongs to the loop that it is made on
+
+    def round(self, requests: list[Request], *, limit_s: float = ROUND_S) -> Round:
+        """Sends all requests at once, and waits for all of their tokens.
+
+        Raises:
+            TimeoutError: they are not there in time; the stacks of the worker are in its log.
+        """
+        self._passes()
+        return self._runner.run(self._limited(requests, limit_s))._replace(passes=self._passes())
+
+    async def _limited(self, requests: list[Request], limit_s: float) -> Round:
+        try:
+            return await asyncio.wait_for(self._round(requests), limit_s)
+        except TimeoutError:
+            self._signal(signal.SIGQUIT)
+            await asyncio.sleep(0.5)
+            raise TimeoutError(f"{len(requests)} requests were not done after {limit_s:.0f} s") from None
+
+    def profile(self, requests: list[Request], *, after_s: float, seconds: float) -> tuple[Trace, list[Pass]]:
+        """Has the worker traced for so many seconds while it answers requests, and returns the passes of that time.
+
+        Args:
+            requests: sent all at once.
+            after_s: seconds between them and the tracing; below 0: they are sent when it has begun.
+            seconds: of tracing.
+        """
+
+        async def traced() -> None:
+            asking = None
+            if after_s >= 0:
+                asking = asyncio.create_task(self._round(requests))
+                await asyncio.sleep(after_s)
+            self._signal(signal.SIGUSR2)
+            await asyncio.to_thread(self._appears, started)
+            asking = asking or asyncio.create_task(self._round(requests))
+            await asyncio.sleep(seconds)
+            self._signal(signal.SIGUSR2)
+            await asyncio.wait_for(asking, ROUND_S)
+
+        started = self._probe.with_suffix(".started")
+        for path in (started, self._trace, self._probe):
+            path.unlink(missing_ok=True)
+        self._runner.run(traced())
+        self._appears(self._trace)
+        passes: list[Pass] = json.loads(self._probe.read_text())
+        return read_trace(self._trace), passes
+
+    async def _round(self, requests: list[Request]) -> Round:
+        first: list[float] = []
+
+        async def one(request: Request) -> int:
+            count = 0
+            async with self._client.stream(
+                request["prompt"], max_tokens=request["output_tokens"], ignore_eos=True, interval_s=1.0, timeout_s=600.0
+            ) as chunks:
+                async for chunk in chunks:
+                    if not first:
+                        first.append(time.perf_counter())
+                    count += len(chunk.token_ids)
+            return count
+
+        started = time.perf_counter()
+        counts = await asyncio.gather(*map(one, requests))
+        seconds = time.perf_counter() - started
+        if counts != [request["output_tokens"] for request in requests]:
+            raise RuntimeError("not all tokens came")
+        return Round(seconds, first[0] - started, [])
+
+    def _passes(self) -> list[Pass]:
+        """Returns what the worker has noted since the last time."""
+        self._probe.unlink(missing_ok=True)
+        self._signal(signal.SIGUSR1)
+        self._appears(self._probe)
+        found: list[Pass] = json.loads(self._probe.read_text())
+        return found
+
+    def _signal(self, number: int) -> None:
+        assert self._worker is not None
+        os.kill(self._worker.process.pid, number)
+
+    def _appears(self, path: Path) -> None:
+        deadline = time.monotonic() + PROBE_S
+        while not path.exists():
+            assert self._worker is not None
+            if self._worker.process.poll() is not None:
+                raise self._worker.failure()
+            if time.monotonic() > deadline:
+                self._signal(signal.SIGQUIT)
+                raise RuntimeError("the worker does not say what it has noted")
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Ends the client, the worker and the allocator."""
+        if hasattr(self, "_client"):
+            self._runner.run(self._client.__aexit__(None, None, None))
+        self._runner.close()
+        if self._worker is not None:
+            self._worker.stop(grace_s=STOP_S)
+        self._allocator.stop(grace_s=STOP_S)

@@ -1,0 +1,154 @@
+"""A worker that notes its passes on the device: `python -m quire._child serving_sides.probed_worker ...`.
+
+It is the worker in all else. CUDA events are recorded before and after each replay of a graph and each pass that is
+launched by the host, which costs some microseconds; on a CPU the clock is read instead.
+
+    SIGUSR1    writes the passes since the last time as JSON to the file that `QUIRE_PROBE` names
+    SIGUSR2    starts torch's profiler, and writes `.started`; again: ends it, and writes the passes meanwhile as above,
+               and its trace to `.trace.json`
+    SIGQUIT    writes the stacks of all threads to standard error
+
+With `QUIRE_PROBE_DUMMY` weights are drawn on the GPU, whatever the folder has: see `models.dummy`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from quire_worker.execution import decode_graphs
+from quire_worker.model import paged_model
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.model.transformers_seam import ATTENTION_NAME
+from quire_worker.server import main
+
+from serving_sides.models import dummy
+
+HAS_GPU = torch.cuda.is_available()
+
+
+class Noted(NamedTuple):
+    """A pass: how it was launched, its sequences and tokens, and when it began and ended."""
+
+    kind: str  # "replayed" or "launched"
+    sequences: int
+    tokens: int
+    begin: Any
+    end: Any
+
+
+NOTED: list[Noted] = []
+LENGTHS: list[int] = []  # sequences of the graph that is about to be replayed
+PROFILERS: list[Any] = []
+
+
+def moment() -> Any:
+    """Returns now, on the device's own time."""
+    if not HAS_GPU:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between_ms(begin: Any, end: Any) -> float:
+    """Returns the milliseconds between two moments."""
+    return float(begin.elapsed_time(end)) if HAS_GPU else 1e3 * float(end - begin)
+
+
+def probe() -> None:
+    """Puts moments around replays and passes."""
+    forward, capture, logits_of = PagedModel.forward, decode_graphs.Capture.__call__, decode_graphs._Graph.logits_of
+
+    def noted_forward(self: PagedModel, batch: Any, *rest: Any) -> Any:
+        begin = moment()
+        logits = forward(self, batch, *rest)
+        NOTED.append(Noted("launched", batch.spans.shape[1], batch.input_ids.shape[1], begin, moment()))
+        return logits
+
+    def noted_capture(self: Any, compute: Callable[[], torch.Tensor]) -> decode_graphs.Replay:
+        replay = capture(self, compute)
+
+        def run() -> None:
+            begin = moment()
+            replay.run()
+            count = LENGTHS[-1] if LENGTHS else 0
+            NOTED.append(Noted("replayed", count, count, begin, moment()))
+
+        return replay._replace(run=run)
+
+    def noted_logits_of(self: Any, batch: Any, *rest: Any) -> Any:
+        LENGTHS[:] = [batch.input_ids.shape[1]]
+        return logits_of(self, batch, *rest)
+
+    PagedModel.forward = noted_forward  # type: ignore[method-assign,assignment]
+    decode_graphs.Capture.__call__ = noted_capture  # type: ignore[method-assign]
+    decode_graphs._Graph.logits_of = noted_logits_of  # type: ignore[method-assign]
+
+
+def write(*_: Any) -> None:
+    """Writes the passes so far, in milliseconds since the first of them began, and forgets them."""
+    count = len(NOTED)
+    while count and HAS_GPU and not NOTED[count - 1].end.query():
+        count -= 1  # it is under way
+    noted, NOTED[:count] = NOTED[:count], []
+    found = [
+        {
+            "kind": each.kind,
+            "sequences": each.sequences,
+            "tokens": each.tokens,
+            "begin_ms": between_ms(noted[0].begin, each.begin),
+            "end_ms": between_ms(noted[0].begin, each.end),
+        }
+        for each in noted
+    ]
+    replace(Path(os.environ["QUIRE_PROBE"]), lambda new: new.write_text(json.dumps(found)))
+
+
+def toggle(*_: Any) -> None:
+    """Starts the profiler, or ends it."""
+    probe_file = Path(os.environ["QUIRE_PROBE"])
+    if not PROFILERS:
+        activities = [torch.profiler.ProfilerActivity.CUDA if HAS_GPU else torch.profiler.ProfilerActivity.CPU]
+        PROFILERS.append(torch.profiler.profile(activities=activities))
+        PROFILERS[0].start()
+        NOTED.clear()
+        probe_file.with_suffix(".started").touch()  # the first time, the profiler takes seconds to start
+        return
+    profiler = PROFILERS.pop()
+    profiler.stop()
+    write()
+    replace(probe_file.with_suffix(".trace.json"), lambda new: profiler.export_chrome_trace(str(new)))
+
+
+def replace(path: Path, write_to: Callable[[Path], object]) -> None:
+    """Writes a file so that whoever finds it finds all of it."""
+    new = path.with_name("new-" + path.name)
+    write_to(new)
+    new.replace(path)
+
+
+def draw_weights() -> None:
+    """Has the worker draw its weights instead of reading them."""
+
+    def drawn(folder: Path, _loader: Any, dtype: Any) -> Any:
+        return dummy(folder, "cuda", torch.bfloat16 if dtype == "auto" else dtype, ATTENTION_NAME)
+
+    paged_model.read_weights = drawn
+
+
+if __name__ == "__main__":
+    probe()
+    if "QUIRE_PROBE_DUMMY" in os.environ:
+        draw_weights()
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
+    signal.signal(signal.SIGUSR1, write)
+    signal.signal(signal.SIGUSR2, toggle)
+    main()

@@ -1,0 +1,247 @@
+"""Checks and measures Quire on a GPU in one run: `make gpu-proof OUT=FOLDER`; this file itself where there is no venv.
+
+Each part is a process of its own, which is ended at the end of its time together with what it started. A part that
+fails or runs out of time keeps the rows that it has written by then, and the next part runs. The parts, in order:
+
+    machine      versions, memory, and what the chip does: a copy and a matrix product
+    correctness  the kernels for Hopper chips against float64
+    text         greedy text of several families: from CUDA graphs, launched by the host, and from transformers
+    tests        the tests of `make test-gpu`, the newest first, as many as the time allows
+    kernels      attention beside the speed of a copy and of a matrix product, for the cases that have goals
+    serving      tokens a second of a model with the shape of Llama 8B, its memory, and where its GPU time goes
+
+`--dry` needs no GPU: kernels run in Triton's interpreter on tiny shapes, and the demo model is served on the CPU.
+
+OUT gets `proof.json` (commit, machine, rows and goals), `log.txt` (what the parts printed) and the ends of the servers'
+logs. The exit code is 0 if every part ran to its end, whatever the goals; a dry run also fails where a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("client", "allocator_service", "gateway_service", "worker_service", "benchmarks", "")
+PARTS = {"machine": 40, "correctness": 60, "text": 60, "tests": 100, "kernels": 60, "serving": 240}
+TOGETHER = {"correctness", "text"}  # run at once where they follow one another: nothing in them is timed
+DRY_SECONDS = 170  # of each part
+ENDS_S = 5.0  # that a part has to end by itself once it is told to
+LOG_BYTES = 200_000  # of each server's log that is kept
+Row = dict[str, Any]
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-proof", help="folder of the results")
+    parser.add_argument(
+        "--parts", nargs="+", default=list(PARTS), metavar="PART[=SECONDS]", help="in order (default: all)"
+    )
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds of all parts (default: %(default)s)")
+    parser.add_argument("--dry", action="store_true", help="run what needs no GPU, on tiny shapes")
+    parser.add_argument("--commit", help="that is measured, where git does not know it")
+    parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "gpu-wheels", help="installed first, if there")
+    options = parser.parse_args()
+    options.seconds = {}
+    for part in options.parts:
+        name, _, seconds = part.partition("=")
+        if name not in PARTS:
+            parser.error(f"--parts: {name!r} is none of {', '.join(PARTS)}")
+        options.seconds[name] = float(seconds or (DRY_SECONDS if options.dry else PARTS[name]))
+    return options
+
+
+def commit_of(given: str | None) -> str:
+    """Returns what was given, or what git says, or the file COMMIT; "unknown" without any of them."""
+    if given:
+        return given
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    noted = ROOT / "COMMIT"
+    return git.stdout.strip() or (noted.read_text().strip() if noted.is_file() else "unknown")
+
+
+def install(wheels: Path, site: Path) -> None:
+    """Installs wheels to a folder, and says there that this package is installed, whose version servers ask for."""
+    found = sorted(map(str, wheels.glob("*.whl")))
+    if found and importlib.util.find_spec("quire") is None:  # else this is an environment that has all
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+        done = subprocess.run([*pip, "--target", str(site), *found], check=False)
+        print(f"{len(found)} wheels installed" if done.returncode == 0 else "wheels could not be installed", flush=True)
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None, "pyproject.toml says no version"
+    about = site / f"quire_kv-{version[1]}.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: quire-kv\nVersion: {version[1]}\n")
+
+
+def environment(site: Path, out: Path, commit: str, *, dry: bool) -> dict[str, str]:
+    """Returns the environment of the parts."""
+    paths = [str(site), *(str(ROOT / source) for source in SOURCES)]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "QUIRE_COMMIT": commit,
+        "QUIRE_PROOF_OUT": str(out),
+        "QUIRE_PROOF_DRY": "1" if dry else "",
+    }
+
+
+@dataclass
+class Ran:
+    """What became of a part."""
+
+    name: str
+    seconds: float
+    ended: str  # "done", "failed" or "out of time"
+    rows: list[Row]
+
+
+def run_part(name: str, seconds: float, env: dict[str, str], folder: Path, log: TextIO) -> Ran:
+    """Runs a part in a session of its own, for so many seconds at most."""
+    rows = folder / f"{name}.jsonl"
+    rows.unlink(missing_ok=True)
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"proof_sides.{name}"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", start_new_session=True,
+        env={**env, "QUIRE_PROOF_ROWS": str(rows), "QUIRE_PROOF_SECONDS": str(seconds)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    reader = threading.Thread(target=_forward, args=(process.stdout, log), daemon=True)
+    reader.start()
+    try:
+        ended = "done" if process.wait(seconds) == 0 else "failed"
+    except subprocess.TimeoutExpired:
+        ended = "out of time"
+    finally:
+        _end(process)
+    reader.join(ENDS_S)
+    lines = rows.read_text().splitlines() if rows.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("}")]  # the last one may have been cut
+    return Ran(name, round(time.monotonic() - started, 1), ended, found)
+
+
+def groups_of(names: list[str]) -> list[list[str]]:
+    """Returns the parts in order, those together that may run at once."""
+    groups: list[list[str]] = []
+    for name in names:
+        if groups and name in TOGETHER and groups[-1][-1] in TOGETHER:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return groups
+
+
+def say(log: TextIO, line: str) -> None:
+    """Prints a line, and keeps it."""
+    print(line, flush=True)
+    log.write(line + "\n")
+
+
+def _forward(lines: TextIO, log: TextIO) -> None:
+    for line in lines:
+        print(line, end="", flush=True)
+        log.write(line)
+        log.flush()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a part and all of its session. Servers have sessions of their own, and end when their parent does."""
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sent)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDS_S)
+
+
+def keep_ends(folder: Path, out: Path) -> None:
+    """Keeps the last part of each server's log, all in one file."""
+    kept = []
+    for path in sorted(folder.glob("**/*.log")):
+        kept.append(f"==== {path.relative_to(folder)}\n{path.read_bytes()[-LOG_BYTES:].decode(errors='replace')}\n")
+    if kept:
+        (out / "servers.txt").write_text("".join(kept))
+
+
+def main() -> None:
+    """Runs the parts, and writes what they found."""
+    options = arguments()
+    out: Path = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    commit, started = commit_of(options.commit), time.monotonic()
+    ran: list[Ran] = []
+    with contextlib.ExitStack() as ending:
+        folder = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="quire-proof-")))
+        log, site = ending.enter_context((out / "log.txt").open("w")), folder / "site"
+        install(options.wheels, site)
+        env = environment(site, folder, commit, dry=options.dry)
+        for names in groups_of(list(options.seconds)):
+            over_s = time.monotonic() - started
+            seconds = {name: min(options.seconds[name], options.budget - over_s) for name in names}
+            if max(seconds.values()) < 1:
+                ran += [Ran(name, 0.0, "no time left", []) for name in names]
+                continue
+            say(log, f"==== {', '.join(names)}: at most {max(seconds.values()):.0f} s, {over_s:.0f} s are over")
+            with ThreadPoolExecutor(len(names)) as threads:
+                begun = [threads.submit(run_part, name, seconds[name], env, folder, log) for name in names]
+                for part in (each.result() for each in begun):
+                    ran.append(part)
+                    say(log, f"==== {part.name}: {part.ended} after {part.seconds:.0f} s")
+            write(out, ran, commit)
+        keep_ends(folder, out)
+    goals = write(out, ran, commit)
+    print_summary(ran, goals)
+    failed = [part.name for part in ran if part.ended != "done"]
+    broken = [row for part in ran for row in part.rows if row.get("passed") is False] if options.dry else []
+    for row in broken:
+        print(f"failed: {row}")
+    sys.exit(1 if failed or broken else 0)
+
+
+def write(out: Path, ran: list[Ran], commit: str) -> list[Row]:
+    """Writes `proof.json`, and returns its goals."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from proof_sides.goals import goals_of
+
+    machine = next((row["machine"] for part in ran for row in part.rows if row.get("machine")), "unknown")
+    goals = goals_of([row for part in ran for row in part.rows])
+    parts = [{"part": part.name, "seconds": part.seconds, "ended": part.ended} for part in ran]
+    rows = [{"part": part.name, **row} for part in ran for row in part.rows]
+    proof = {"commit": commit, "machine": machine, "parts": parts, "rows": rows, "goals": goals}
+    (out / "proof.json").write_text(json.dumps(proof, indent=1) + "\n")
+    return goals
+
+
+def print_summary(ran: list[Ran], goals: list[Row]) -> None:
+    """Prints how each part ended, and every goal."""
+    for part in ran:
+        print(f"{part.name:12} {part.ended:12} {part.seconds:6.1f} s  {len(part.rows)} rows")
+    for goal in goals:
+        value = "no value" if goal["value"] is None else f"{goal['value']:.3g}"
+        met = "met" if goal["is_met"] else "NOT met"
+        print(f"{met:8} {goal['name']}: {value} ({goal['better']} than {goal['goal']:g} is better)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Passes that are launched and finished later, as on a GPU, on a CPU that computes each of them at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quire_worker.attention import CpuPagedAttention
+from quire_worker.sampling.choice import are_finite
+
+
+def likeliest(_: CpuPagedAttention, logits: torch.Tensor) -> torch.Tensor:
+    """What `PagedAttention.likeliest` describes."""
+    if len(logits) == 0:
+        return torch.empty(0, dtype=torch.int32)
+    return torch.where(are_finite(logits), logits.argmax(dim=-1), -1).to(torch.int32)
+
+
+def launch_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has engines that are made from now on launch what can be launched."""
+    monkeypatch.setattr(CpuPagedAttention, "likeliest", likeliest)

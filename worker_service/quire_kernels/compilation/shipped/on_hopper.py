@@ -1,0 +1,113 @@
+"""What ships of the kernels in Gluon, which are for compute capability 9 alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from quire_kernels.compilation.configurations import KernelConfiguration
+from quire_kernels.ops import mla_hopper
+from quire_kernels.ops.mla_seesaw import mla_seesaw_kernel
+from quire_kernels.ops.prefill_hopper import MAXNREG, prefill_hopper_kernel, ring_of
+from quire_kernels.shared.tma_pages import PAGE_LAYOUT
+
+PROGRAMS = 132  # multiprocessors of an H100 or H200
+KV_HEADS = 8
+
+
+def _prefill(
+    head_dim: int = 128, *, dtype: str = "bf16", group: int = 4, page_size: int = 16, causal: bool = True,
+    options: bool = False,
+) -> KernelConfiguration:  # fmt: skip
+    block_n, stages = ring_of(head_dim)
+    signature = {
+        **dict.fromkeys(("q", "out"), f"*{dtype}"),
+        **dict.fromkeys(("k", "v"), f"tensordesc<{dtype}[{min(page_size, block_n)}, {head_dim}],{PAGE_LAYOUT!r}>"),
+        **dict.fromkeys(
+            ("qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr"),
+            "*i32",
+        ),
+        **dict.fromkeys(("lse", *(("sinks",) if options else ())), "*fp32"),
+        **dict.fromkeys(("scale", "cap"), "fp32"),
+        **dict.fromkeys(
+            ("window_left", "batch", "rows_per_page", "rows_per_head", "columns_per_head",
+             "stride_q_token", "stride_q_head"),
+            "i32",
+        ),
+    }  # fmt: skip
+    title = [dtype, f"D{head_dim}", f"G{group}", f"P{page_size}", *(["options"] if options else [])]
+    return KernelConfiguration(
+        kernel=prefill_hopper_kernel,
+        name=" ".join(title if causal else [*title, "not causal"]),
+        signature=signature,
+        constexprs={
+            **({} if options else {"sinks": None}),
+            "PROGRAMS": PROGRAMS,
+            "KV_HEADS": KV_HEADS,
+            "GROUP": group,
+            "PAGE_SIZE": page_size,
+            "HEAD_DIM": head_dim,
+            "BLOCK_N": block_n,
+            "STAGES": stages,
+            "CAUSAL": causal,
+            "WINDOW": options,
+            "SOFT_CAP": options,
+        },
+        aligned=frozenset({"q", "out", "stride_q_token", "stride_q_head"}),
+        num_stages=stages,
+        architectures=("sm_90",),
+        maxnreg=MAXNREG,
+    )
+
+
+def _prefills() -> Iterator[KernelConfiguration]:
+    """Yields head dims with and without options, pages of 64, ratios of heads, float16, and no mask at all."""
+    for head_dim, options in itertools.product((64, 128, 256), (False, True)):
+        yield _prefill(head_dim, options=options)
+    yield _prefill(page_size=64)
+    for group in (5, 7):
+        yield _prefill(group=group)
+    yield _prefill(dtype="fp16")
+    yield _prefill(causal=False)
+
+
+def _latent(dtype: str, heads: int, page_size: int, *, in_turns: bool) -> KernelConfiguration:
+    """Describes either kernel of latent decode."""
+    kernel = mla_seesaw_kernel if in_turns else mla_hopper.mla_hopper_kernel
+    layout = PAGE_LAYOUT
+    columns = {"ckv": mla_hopper.CKV_DIM // 2 if in_turns else mla_hopper.CKV_DIM, "kpe": mla_hopper.KPE_DIM}
+    strides = [name for name in kernel.arg_names if name.startswith("stride_")]
+    indices = ("qo_indptr", "page_indptr", "page_indices", "units", "unit_indptr")
+    rows = min(page_size, mla_hopper.KEYS)
+    return KernelConfiguration(
+        kernel=kernel,
+        name=f"{dtype} H{heads} P{page_size}",
+        signature={
+            **dict.fromkeys(("q_nope", "q_pe", "out"), f"*{dtype}"),
+            **{name: f"tensordesc<{dtype}[{rows}, {size}],{layout!r}>" for name, size in columns.items()},
+            **dict.fromkeys(indices, "*i32"),
+            **dict.fromkeys(("lse", "partial_out", "partial_lse"), "*fp32"),
+            "sm_scale": "fp32",
+            **dict.fromkeys(("batch", *strides), "i32"),
+        },
+        constexprs={
+            "HEADS": heads,
+            "PAGE_SIZE": page_size,
+            "BLOCK": mla_hopper.HEADS,
+            "KEYS": mla_hopper.KEYS,
+            **(mla_hopper.IN_TURNS if in_turns else mla_hopper.TOGETHER),
+        },
+        aligned=frozenset({"q_nope", "q_pe", "out", "partial_out", *strides}),
+        num_warps=mla_hopper.NUM_WARPS // 2 if in_turns else mla_hopper.NUM_WARPS,
+        maxnreg=mla_hopper.REGISTERS,
+        has_products_in_flight=False,  # the groups of `mla_seesaw` overlap with each other
+        architectures=("sm_90",),
+    )
+
+
+ON_HOPPER = (
+    *_prefills(),
+    *(_latent("bf16", heads, page_size, in_turns=turns)
+      for turns in (False, True) for heads in (80, 128) for page_size in (16, 64)),
+    *(_latent("fp16", 128, 64, in_turns=turns) for turns in (False, True)),
+)  # fmt: skip

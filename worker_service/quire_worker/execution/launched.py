@@ -1,0 +1,118 @@
+"""Passes that are launched and not waited for, so that a GPU goes from one to the next without a pause.
+
+A pass of which nothing but the likeliest tokens is wanted needs nothing of the one before but tokens that lie on the
+device already. So it is launched behind it, before the host has read them:
+
+    model's thread    launch 1 | launch 2                | launch 3
+    device              |  pass 1              |  pass 2              |  pass 3
+    reader's thread        wait for 1 . . . . . tokens of 1    wait for 2 . . tokens of 2
+    event loop                                    hand out 1, plan 3            hand out 2, plan 4
+
+    1. launched   tokens are sampled on the device, and copied to the host behind that
+    2. settled    they are there; whoever comes first waits for them: the reader, or a pass that cannot be launched so
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from quire_kernels.shared.upload import upload_tensor
+
+from quire_worker.execution.failures import NOT_FINITE, DeviceLostError
+from quire_worker.execution.parts import Awaiting, Before, Part
+from quire_worker.scheduling.request import Request
+
+
+class TokensToCome(NamedTuple):
+    """Tokens of a pass that the device computes, and where the next one needs them.
+
+    Attributes:
+        tokens: int32 `[rows]` on the device; negative where logits are not finite.
+        places: int64 `[count]` on the device, of tokens in the flat batch; None: the first `rows`, in order.
+        rows: int64 `[count]` on the device, which token goes to each; None as `places`.
+    """
+
+    tokens: torch.Tensor
+    places: torch.Tensor | None
+    rows: torch.Tensor | None
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, awaiting: Sequence[Awaiting]) -> TokensToCome:
+        """Returns where `awaiting` wants tokens of the pass before."""
+        count = len(awaiting)
+        if count == len(tokens) and all(each.place == each.draw_index == i for i, each in enumerate(awaiting)):
+            return cls(tokens, None, None)
+        both = torch.tensor([[each.place, each.draw_index] for each in awaiting], dtype=torch.int64).t().contiguous()
+        places, rows = upload_tensor(both, tokens.device)
+        return cls(tokens, places, rows)
+
+    def put_into(self, ids: torch.Tensor) -> None:
+        """Writes them into the ids of a flat batch, int64 `[tokens]` on the device. What is not finite becomes token 0:
+        its request has failed, and what is computed of it is of no use."""
+        if self.places is None or self.rows is None:
+            ids[: len(self.tokens)].copy_(self.tokens.clamp_min(0))
+        else:
+            ids.index_copy_(0, self.places, self.tokens[self.rows].clamp_min(0).to(ids.dtype))
+
+
+class Launched:
+    """The tokens of a pass that is under way on the device. `settle` may be called from any thread.
+
+    Attributes:
+        tokens: int32 `[rows]` on the device, one for each part; negative where its logits are not finite.
+        left_out: requests that the pass before has failed; known once it is settled.
+    """
+
+    def __init__(self, parts: Sequence[Part], tokens: torch.Tensor, before: Launched | None) -> None:
+        """Has the tokens copied to the host behind the pass.
+
+        Args:
+            parts: of the pass, one for each token.
+            tokens: see above.
+            before: the pass before, if it was not settled when this one was launched.
+        """
+        self.tokens = tokens
+        self.left_out: frozenset[Request] = frozenset()
+        self._parts = parts
+        self._before = before
+        self._lock = threading.Lock()
+        self._settled: Before | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._on_host = tokens
+        if tokens.is_cuda:
+            self._on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._on_host.copy_(tokens, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def settle(self) -> Before:
+        """Waits for the tokens, and returns what the next pass has to know of this one.
+
+        Raises:
+            DeviceLostError: they never come.
+        """
+        with self._lock:
+            if self._settled is None:
+                self._settled = self._read()
+                self._before = None  # or every pass would hold on to all before it
+            return self._settled
+
+    def _read(self) -> Before:
+        failed = self._before.settle().failures if self._before is not None else {}
+        try:
+            if self._copied is not None:
+                self._copied.synchronize()
+        except RuntimeError as error:
+            raise DeviceLostError(f"{self.tokens.device} is lost: {error}") from error
+        token_ids: list[int] = self._on_host.tolist()
+        requests = [part.sample.request for part in self._parts]
+        self.left_out = frozenset(request for request in requests if request in failed)
+        failures = {
+            request: NOT_FINITE
+            for request, token in zip(requests, token_ids, strict=True)
+            if token < 0 and request not in self.left_out
+        }
+        return Before(token_ids, failures, {})

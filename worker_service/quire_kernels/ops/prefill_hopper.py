@@ -2,20 +2,21 @@
 
     s = q k^T;  p = 2^(s * scale - m);  out = sum p v / sum p           for the rows and keys of `prefill_rows`
 
-A program has three groups of warps. One warp copies pages into a ring of tiles by TMA. Two groups of four warps attend
-64 rows each to every tile. A group starts the product of tile j + 1 with K and that of tile j with V, and computes the
-softmax of tile j + 1 while the second runs: a wait for one product that leaves one in flight.
+Two warps of a program copy pages into rings of tiles by TMA, one K and one V: a tile in pages of 16 is 16 copies, which
+one warp alone starts too slowly. Two groups of four warps attend 64 rows each to every tile. A group starts the product
+of tile j + 1 with K and that of tile j with V, and computes the softmax of tile j + 1 while the second runs: a wait for
+one product that leaves one in flight.
 
 There are as many programs as multiprocessors. Each takes pieces (a block of rows and a KV head) in turn, and the ring
 goes on from one piece to the next: the keys of the next are on their way while this one ends.
 
     barrier     who arrives                          who waits, once a tile
     k_full      TMA, when all its bytes are there    both groups, before q k^T
-    k_empty     both groups, after q k^T             the copying warp, before it fills the slot again
+    k_empty     both groups, after q k^T             a copying warp, before it fills the slot again
     v_full, v_empty                                  the same for V
 
 Tile n of a program (counted over all its pieces) is in slot n % STAGES, and is that slot's round n // STAGES, whose
-parity is what a wait names. All three groups compute the same tiles of a piece (`prefill_tiles`), so they count alike.
+parity is what a wait names. All warps compute the same tiles of a piece (`prefill_tiles`), so they count alike.
 
 TMA copies whole pages, or boxes of BLOCK_N keys of a larger page. A slot that no row may see can hold NaN. The mask
 removes it from the scores. V is multiplied with p = 0, and 0 * NaN is NaN, so both groups zero such rows of the first
@@ -86,17 +87,15 @@ def turns(work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def copy_tiles(
-    k, v, page_indices, work, window_left, rows, ring, barriers,
+    part, page_indices, work, window_left, rows, ring, full, empty,
     PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):
-    """Copies the tiles of all pieces into the ring. One warp."""
-    BOX: gl.constexpr = k.block_shape[0]
+    """Copies the tiles of K, or of V, of all pieces into their ring. One warp."""
+    BOX: gl.constexpr = part.block_shape[0]
     BYTES: gl.constexpr = BLOCK_N * HEAD_DIM * 2
     rows_per_page, rows_per_head, columns_per_head = rows
-    k_ring, v_ring = ring
-    k_full, k_empty, v_full, v_empty = barriers
     count = 0
     for turn in range(turns(work, PROGRAMS, KV_HEADS)):
         kv_head, row_start, row_stop, _, q_len, first_page, kv_len = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
@@ -115,17 +114,12 @@ def copy_tiles(
             for i in gl.static_range(BLOCK_N // BOX):
                 box = min(max(tile * (BLOCK_N // BOX) + i, first_box), last_box)
                 page = gl.load(page_indices + first_page + box * BOX // PAGE_SIZE)
-                box_rows += (page * rows_per_page + first_row + box * BOX % PAGE_SIZE,)
-            mbarrier.wait(k_empty.index(slot), parity)
-            mbarrier.expect(k_full.index(slot), BYTES)
+                box_rows += (page * rows_per_page + first_row + box * BOX % PAGE_SIZE,)  # type: ignore[assignment]
+            mbarrier.wait(empty.index(slot), parity)
+            mbarrier.expect(full.index(slot), BYTES)
             for i in gl.static_range(BLOCK_N // BOX):
-                part = k_ring.index(slot).slice(i * BOX, BOX, dim=0)
-                tma.async_copy_global_to_shared(k, [box_rows[i], column], k_full.index(slot), part)
-            mbarrier.wait(v_empty.index(slot), parity)
-            mbarrier.expect(v_full.index(slot), BYTES)
-            for i in gl.static_range(BLOCK_N // BOX):
-                part = v_ring.index(slot).slice(i * BOX, BOX, dim=0)
-                tma.async_copy_global_to_shared(v, [box_rows[i], column], v_full.index(slot), part)
+                place = ring.index(slot).slice(i * BOX, BOX, dim=0)
+                tma.async_copy_global_to_shared(part, [box_rows[i], column], full.index(slot), place)
             count += 1
 
 
@@ -187,11 +181,10 @@ def load_queries(
 
 @gluon.jit
 def attend_pieces(
-    q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows, ring, barriers, order,
+    q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows, ring, barriers,
     PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
-    ORDERED: gl.constexpr, HALF: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, HALF: gl.constexpr,
 ):
     """Attends the rows `[HALF * 64, (HALF + 1) * 64)` of all pieces. Four warps."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -238,11 +231,7 @@ def attend_pieces(
             slot = count % STAGES
             parity = count // STAGES % 2
             mbarrier.wait(k_full.index(slot), parity)
-            if ORDERED:
-                mbarrier.wait(order.index(HALF), count + HALF + 1 & 1)
             s = warpgroup_mma(q_rows, k_ring.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            if ORDERED:
-                mbarrier.arrive(order.index(1 - HALF), count=1)
             if WINDOW:
                 if low > start * BLOCK_N:
                     mbarrier.wait(v_full.index(slot), parity)
@@ -262,13 +251,9 @@ def attend_pieces(
                 slot = count % STAGES
                 parity = count // STAGES % 2
                 mbarrier.wait(k_full.index(slot), parity)
-                if ORDERED:
-                    mbarrier.wait(order.index(HALF), count + HALF + 1 & 1)
                 s = warpgroup_mma(q_rows, k_ring.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
                 acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
                 acc = warpgroup_mma(p, v_ring.index(v_slot), acc, is_async=True)
-                if ORDERED:
-                    mbarrier.arrive(order.index(1 - HALF), count=1)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(k_empty.index(slot), count=1)
                 is_edge = (tile < free_start) | (tile >= free_stop)
@@ -335,7 +320,7 @@ def prefill_hopper_kernel(
     PROGRAMS: gl.constexpr,  # that are launched
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr,  # query heads of a KV head
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, ORDERED: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):
     """Runs a program for each multiprocessor, or fewer; see the top of the file."""
     dtype: gl.constexpr = k.dtype
@@ -346,9 +331,6 @@ def prefill_hopper_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for half in gl.static_range(2):
-        mbarrier.init(order.index(half), count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_full.index(slot), count=1)
         mbarrier.init(v_full.index(slot), count=1)
@@ -359,25 +341,28 @@ def prefill_hopper_kernel(
     ring = (k_ring, v_ring)
     barriers = (k_full, k_empty, v_full, v_empty)
     q_strides = (stride_q_token, stride_q_head)
+    rows = (rows_per_page, rows_per_head, columns_per_head)
     gl.warp_specialize(
         [
             (attend_pieces, (
                 q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows.index(0), ring, barriers,
-                order,
-                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, ORDERED, 0,
+                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 0,
             )),
             (attend_pieces, (
                 q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows.index(1), ring, barriers,
-                order,
-                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, ORDERED, 1,
+                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 1,
             )),
             (copy_tiles, (
-                k, v, page_indices, work, window_left, (rows_per_page, rows_per_head, columns_per_head), ring, barriers,
+                k, page_indices, work, window_left, rows, k_ring, k_full, k_empty,
+                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW,
+            )),
+            (copy_tiles, (
+                v, page_indices, work, window_left, rows, v_ring, v_full, v_empty,
                 PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW,
             )),
         ],
-        [4, 1],
-        [232, 40],
+        [4, 1, 1],
+        [232, 40, 40],
     )
 # fmt: on
 
@@ -385,11 +370,8 @@ def prefill_hopper_kernel(
 HEAD_DIMS = (64, 128, 256)
 CAPABILITY = 9
 SWITCH = "QUIRE_HOPPER"  # "0" in the environment keeps to the Triton kernels; read at each launch, to compare both
-STAGES = 2  # tiles of K, and of V, in shared memory
-ORDERED = (
-    False  # whether the groups take turns to start products: one then computes its softmax under those of the other
-)
 MAXNREG = 168  # of 12 warps, so that the groups of warps can share 64,512 registers; the start of every program
+PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # of tiles of 16-bit numbers
 TMA_BYTES = 16  # addresses and strides are multiples of it
 TMA_ROWS_MAX = 2**31  # coordinates are int32
 
@@ -429,9 +411,9 @@ def page_rows(part: torch.Tensor) -> PageRows | None:
     return PageRows(page // token, per_head, columns, count, (heads - 1) * columns + head_dim)
 
 
-def keys_per_tile(head_dim: int) -> int:
-    """Returns how many keys a tile has: two tiles of K and V and the queries take 64, 160 or 192 KiB."""
-    return 64 if head_dim == 256 else 128
+def ring_of(head_dim: int) -> tuple[int, int]:
+    """Returns keys per tile, and tiles of K (and as many of V) in shared memory, with which queries and tiles fit."""
+    return (64, 2) if head_dim == 256 else (128, 3)  # 192 KiB; 112 KiB for 64, 224 KiB for 128
 
 
 def runs_on_hopper(
@@ -451,7 +433,7 @@ def fits_hopper(
     q: torch.Tensor, cache: PagedCache, options: AttentionOptions, masking: Masking, division: PrefillWork
 ) -> bool:
     """Returns whether the kernel is made for such a launch, whatever the chip."""
-    block_n = keys_per_tile(cache.head_dim)
+    block_n, _ = ring_of(cache.head_dim)
     rows = page_rows(cache.k)
     return (
         q.dtype in (torch.bfloat16, torch.float16)
@@ -484,8 +466,7 @@ def score_factors(options: AttentionOptions) -> tuple[float, float]:
 def pages_by_tma(part: torch.Tensor, rows: PageRows, block_n: int) -> TensorDescriptor:
     """Returns a descriptor of K or V. It goes to the kernel by value, so a graph keeps it."""
     box = [min(part.shape[1], block_n), part.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float16 if part.dtype == torch.float16 else gl.bfloat16)
-    return TensorDescriptor(part, [rows.count, rows.width], [part.stride(1), 1], box, layout)
+    return TensorDescriptor(part, [rows.count, rows.width], [part.stride(1), 1], box, PAGE_LAYOUT)
 
 
 def launch_on_hopper(
@@ -501,7 +482,7 @@ def launch_on_hopper(
     launch: PrefillLaunch,
 ) -> None:
     """Launches what `fits_hopper` agreed to, with the arguments of `prefill_paged`, on the current device."""
-    rows, block_n = page_rows(cache.k), keys_per_tile(cache.head_dim)
+    rows, (block_n, stages) = page_rows(cache.k), ring_of(cache.head_dim)
     assert rows is not None
     programs = multiprocessor_count(q.device)  # those without work leave at once
     prefill_hopper_kernel[(programs,)](
@@ -511,7 +492,7 @@ def launch_on_hopper(
         *score_factors(options), options.window_left, division.work.batch,
         rows.per_page, rows.per_head, rows.columns_per_head, q.stride(0), q.stride(1),
         PROGRAMS=programs, KV_HEADS=cache.num_kv_heads, GROUP=division.group,
-        PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim, BLOCK_N=block_n, STAGES=STAGES, CAUSAL=masking.causal,
-        WINDOW=options.window_left >= 0, SOFT_CAP=options.logits_soft_cap > 0, ORDERED=ORDERED,
+        PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim, BLOCK_N=block_n, STAGES=stages, CAUSAL=masking.causal,
+        WINDOW=options.window_left >= 0, SOFT_CAP=options.logits_soft_cap > 0,
         num_warps=4, maxnreg=MAXNREG,
     )  # fmt: skip

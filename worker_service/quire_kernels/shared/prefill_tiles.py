@@ -42,8 +42,8 @@ def tiles_of_keys(low, high, free_low, free_high, BLOCK_N: gl.constexpr):
 def turns_of_program(total, program, programs):
     """Returns how many of `total` pieces of work a program does: one a round, the last round may be short."""
     rounds = total // programs
-    rest = total - rounds * programs
-    return rounds + (piece_of_turn(rounds, program, programs) - rounds * programs < rest)
+    backwards = rounds % 2
+    return rounds + (rounds * programs + program + backwards * (programs - 1 - 2 * program) < total)
 
 
 @gluon.jit

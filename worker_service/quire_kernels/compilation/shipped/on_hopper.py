@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from triton.experimental.gluon.language import NVMMASharedLayout
-
 from quire_kernels.compilation.configurations import KernelConfiguration
 from quire_kernels.ops import mla_hopper
 from quire_kernels.ops.mla_seesaw import mla_seesaw_kernel
-from quire_kernels.ops.prefill_hopper import MAXNREG, ORDERED, STAGES, keys_per_tile, prefill_hopper_kernel
+from quire_kernels.ops.prefill_hopper import MAXNREG, PAGE_LAYOUT, prefill_hopper_kernel, ring_of
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 KV_HEADS = 8
@@ -20,11 +18,10 @@ def _prefill(
     head_dim: int = 128, *, dtype: str = "bf16", group: int = 4, page_size: int = 16, causal: bool = True,
     options: bool = False,
 ) -> KernelConfiguration:  # fmt: skip
-    block_n = keys_per_tile(head_dim)
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    block_n, stages = ring_of(head_dim)
     signature = {
         **dict.fromkeys(("q", "out"), f"*{dtype}"),
-        **dict.fromkeys(("k", "v"), f"tensordesc<{dtype}[{min(page_size, block_n)}, {head_dim}],{layout!r}>"),
+        **dict.fromkeys(("k", "v"), f"tensordesc<{dtype}[{min(page_size, block_n)}, {head_dim}],{PAGE_LAYOUT!r}>"),
         **dict.fromkeys(
             ("qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr"),
             "*i32",
@@ -50,14 +47,13 @@ def _prefill(
             "PAGE_SIZE": page_size,
             "HEAD_DIM": head_dim,
             "BLOCK_N": block_n,
-            "STAGES": STAGES,
+            "STAGES": stages,
             "CAUSAL": causal,
             "WINDOW": options,
             "SOFT_CAP": options,
-            "ORDERED": ORDERED,
         },
         aligned=frozenset({"q", "out", "stride_q_token", "stride_q_head"}),
-        num_stages=STAGES,
+        num_stages=stages,
         architectures=("sm_90",),
         maxnreg=MAXNREG,
     )
@@ -79,7 +75,6 @@ def _prefills() -> Iterator[KernelConfiguration]:
 def _latent(dtype: str, heads: int, page_size: int, *, in_turns: bool) -> KernelConfiguration:
     """Describes either kernel of latent decode."""
     kernel = mla_seesaw_kernel if in_turns else mla_hopper.mla_hopper_kernel
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     columns = {"ckv": mla_hopper.CKV_DIM // 2 if in_turns else mla_hopper.CKV_DIM, "kpe": mla_hopper.KPE_DIM}
     strides = [name for name in kernel.arg_names if name.startswith("stride_")]
     indices = ("qo_indptr", "page_indptr", "page_indices", "units", "unit_indptr")
@@ -89,7 +84,7 @@ def _latent(dtype: str, heads: int, page_size: int, *, in_turns: bool) -> Kernel
         name=f"{dtype} H{heads} P{page_size}",
         signature={
             **dict.fromkeys(("q_nope", "q_pe", "out"), f"*{dtype}"),
-            **{name: f"tensordesc<{dtype}[{rows}, {size}],{layout!r}>" for name, size in columns.items()},
+            **{name: f"tensordesc<{dtype}[{rows}, {size}],{PAGE_LAYOUT!r}>" for name, size in columns.items()},
             **dict.fromkeys(indices, "*i32"),
             **dict.fromkeys(("lse", "partial_out", "partial_lse"), "*fp32"),
             "sm_scale": "fp32",

@@ -400,6 +400,7 @@ def fits_hopper(
         and cache.dtype == q.dtype
         and cache.head_dim == cache.v_head_dim
         and cache.head_dim in HEAD_DIMS
+        and not (cache.head_dim == 256 and options.logits_soft_cap > 0)  # would spill
         and division.tiling.block_m == BLOCK_M.value
         and masking.custom_mask is None
         and masking.chunk_size == 0

@@ -365,7 +365,7 @@ def prefill_hopper_kernel(
 # fmt: on
 
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128)
 CAPABILITY = 9
 SWITCH = "QUIRE_HOPPER"  # "0" in the environment keeps to the Triton kernels; read at each launch, to compare both
 MAXNREG = 168  # of 12 warps, so that the groups of warps can share 64,512 registers; the start of every program
@@ -400,7 +400,6 @@ def fits_hopper(
         and cache.dtype == q.dtype
         and cache.head_dim == cache.v_head_dim
         and cache.head_dim in HEAD_DIMS
-        and not (cache.head_dim == 256 and options.logits_soft_cap > 0)  # would spill
         and division.tiling.block_m == BLOCK_M.value
         and masking.custom_mask is None
         and masking.chunk_size == 0

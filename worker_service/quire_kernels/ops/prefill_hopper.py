@@ -365,7 +365,7 @@ def prefill_hopper_kernel(
 # fmt: on
 
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128)
 CAPABILITY = 9
 SWITCH = "QUIRE_HOPPER"  # "0" in the environment keeps to the Triton kernels; read at each launch, to compare both
 MAXNREG = 168  # of 12 warps, so that the groups of warps can share 64,512 registers; the start of every program

@@ -218,8 +218,7 @@ def prefill_tiling(
     if chip == "gfx942":
         return Tiling(min(block_m, 32 if widest > 192 else 64), 32, num_warps=4, num_stages=2)
     if widest > 192:
-        is_tall = chip == "sm_90" and not masked  # as the kernel for Hopper needs it
-        block_m = min(block_m, 32 if is_fp8 or (masked and chip == "sm_80") else 128 if is_tall else 64)
+        block_m = min(block_m, 32 if is_fp8 or (masked and chip == "sm_80") else 64)
         num_warps = 8 if is_fp8 or block_m > 16 else 4
         return Tiling(block_m, 16 if is_fp8 and masked else 32, num_warps, num_stages=3)
     if chip == "sm_80" and (is_fp8 or block_m > 16):

@@ -62,7 +62,7 @@ def _prefill(
 
 def _prefills() -> Iterator[KernelConfiguration]:
     """Yields head dims with and without options, pages of 64, ratios of heads, float16, and no mask at all."""
-    for head_dim, options in itertools.product((64, 128, 256), (False, True)):
+    for head_dim, options in itertools.product((64, 128), (False, True)):
         yield _prefill(head_dim, options=options)
     yield _prefill(page_size=64)
     for group in (5, 7):

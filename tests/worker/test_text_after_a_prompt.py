@@ -34,7 +34,7 @@ def test_an_answer_is_what_decoding_prompt_and_answer_together_adds(kind: str, t
         assert at_once.push(answer) + at_once.flush() == together[len(before) :]
 
 
-@pytest.mark.parametrize("kind", set(KINDS) - {"word_ends"})
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "word_ends"])
 def test_the_bytes_of_an_answers_tokens_are_its_text(kind: str, tmp_path: Path) -> None:
     tokenizer, backend = built(kind, tmp_path)
     special = set(backend.get_added_tokens_decoder()) - {backend.token_to_id("é"), backend.token_to_id("<think> ")}

@@ -32,9 +32,9 @@ from quire_worker.door import Door
 from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.lane import Lane
+from quire_worker.execution.launched import Shortcut
 from quire_worker.execution.model_thread import ModelThread, Pass
 from quire_worker.execution.parts import Computed
-from quire_worker.execution.run import Shortcut
 from quire_worker.execution.runner import Runner
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel

@@ -34,8 +34,8 @@ from quire_worker.drafting import drafting_of, load_draft_model
 from quire_worker.engine import Engine
 from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import DeviceLostError
+from quire_worker.execution.launched import Shortcut
 from quire_worker.execution.leader import Leader
-from quire_worker.execution.run import Shortcut
 from quire_worker.execution.sizing import PoolMemory, memory_of, size_pool, warn_of_short_sequences
 from quire_worker.host_memory import size
 from quire_worker.model.adapters.peft_folder import AdapterLimits

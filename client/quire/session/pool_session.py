@@ -66,8 +66,7 @@ class PoolSession:
         spec: its specification.
         metadata: sent with the call, such as a bearer token.
         on_wait: told why, whenever attaching has to be tried again; without it each reason is logged once.
-        reconnect: gives another stub, on a new connection, where the old one, which is the session's alone, is silent;
-            without it a connection whose other end vanished is left only when TCP gives it up.
+        reconnect: returns a stub on a new connection where this session's own is silent; without it TCP alone ends it.
         disconnect: called at the end of `close`.
         window: steps that may be unanswered at a time, 1 to 8.
         ahead_tokens: for which a sequence that decodes is to have room beyond its next token.
@@ -101,8 +100,7 @@ class PoolSession:
         self._call: SessionCall | None = None
         self._asks = False  # whoever sent the last step waits for its answer before anything else
         self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
-        self._fell_silent = False  # the last stream was left because it was silent
-        self._has_served = False  # the current stream has brought a message since it was up
+        self._fell_silent = self._has_served = False  # the last stream was silent; this one has brought a message
         self._refusal: QuireError | None = None
         self._refused_for: Reason | None = None  # why it was refused last; each reason is logged once
         self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
@@ -223,10 +221,8 @@ class PoolSession:
 
     async def close(self) -> None:
         """Detaches, so that the pool is dropped at once; where no allocator answers, its lease ends by itself."""
-        if os.getpid() == self._pid:  # else a forked child leaves it to its parent
-            await self._close()
-
-    async def _close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child leaves it to its parent
         if self._tasks and not self._connected and self._refusal is None:  # a stream that broke just now is soon back
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wait_for_change(), BACK_S)

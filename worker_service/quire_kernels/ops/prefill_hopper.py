@@ -41,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire_kernels.shared.hopper_tile import LOG2_E, clear_values, score_factors, softmax_tile, synchronize_group
 from quire_kernels.shared.launch import multiprocessor_count
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import PagedCache
@@ -51,11 +52,6 @@ from quire_kernels.shared.tma_pages import BOX_ROWS_MIN, TMA_BYTES, page_rows, p
 
 GROUP_ROWS = gl.constexpr(64)  # of a group of warps: the rows of one wgmma
 BLOCK_M = gl.constexpr(128)
-LOG2_E = gl.constexpr(1.4426950408889634)
-CLEARED_ROWS = gl.constexpr(16)  # zeroed at once, to stay within the registers
-
-# Triton 3.6 has one name for it, 3.7 another. It synchronizes the warps of a group, not those of the program.
-synchronize_group = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 # fmt: off
@@ -119,48 +115,6 @@ def copy_tiles(
                 place = ring.index(slot).slice(i * BOX, BOX, dim=0)
                 tma.async_copy_global_to_shared(part, [box_rows[i], column], full.index(slot), place)
             count += 1
-
-
-@gluon.jit
-def softmax_tile(
-    s, row_max, row_sum, scale, cap, tile, row_low, row_high, is_edge,
-    LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
-):
-    """Takes a tile of products into the online softmax. Returns p, row_max, row_sum and the factor of what was there.
-
-    Scores and row_max are in units of log2. `scale` is positive: the largest product gives the largest score.
-    """
-    if SOFT_CAP:
-        s = cap * (1.0 - 2.0 / (gl.exp2(s * scale) + 1.0))  # cap * tanh
-    if is_edge:
-        key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-        seen = key[None, :] < row_high[:, None]
-        if WINDOW:
-            seen = seen & (key[None, :] >= row_low[:, None])
-        s = gl.where(seen, s, float("-inf"))
-    if SOFT_CAP:
-        factor = 1.0
-    else:
-        factor = scale
-    new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
-    base = gl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf would be NaN
-    p = gl.exp2(s * factor - base[:, None])
-    alpha = gl.exp2(row_max - base)
-    return p, new_max, row_sum * alpha + gl.sum(p, 1), alpha
-
-
-@gluon.jit
-def clear_values(values, low, high, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Zeroes the rows of a tile outside `[low, high)`. Both groups do, with equal results, so neither waits."""
-    for i in gl.static_range(BLOCK_N // CLEARED_ROWS):
-        if (i * CLEARED_ROWS < low) | ((i + 1) * CLEARED_ROWS > high):
-            part = values.slice(i * CLEARED_ROWS, CLEARED_ROWS, dim=0)
-            row = i * CLEARED_ROWS + gl.arange(0, CLEARED_ROWS, gl.SliceLayout(1, LAYOUT))
-            valid = (row >= low) & (row < high)
-            numbers = part.load(LAYOUT)
-            part.store(gl.where(valid[:, None], numbers, gl.zeros_like(numbers)))
-    fence_async_shared()
-    synchronize_group()
 
 
 @gluon.jit
@@ -415,12 +369,6 @@ def fits_hopper(
         and rows is not None
         and rows == page_rows(cache.v)
     )
-
-
-def score_factors(options: AttentionOptions) -> tuple[float, float]:
-    """Returns the kernel's scale and cap: scores in log2 are x * scale, or cap * (1 - 2 / (2^(x * scale) + 1))."""
-    scale, cap = options.sm_scale * LOG2_E.value, options.logits_soft_cap
-    return (2.0 * scale / cap, cap * LOG2_E.value) if cap > 0 else (scale, 0.0)
 
 
 def launch_on_hopper(

@@ -15,14 +15,15 @@ device already. So it is launched behind it, before the host has read them:
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from quire_kernels.shared.upload import upload_tensor
 
 from quire_worker.execution.failures import NOT_FINITE, DeviceLostError
 from quire_worker.execution.parts import Awaiting, Before, Part
+from quire_worker.model.batch import ForwardBatch
 from quire_worker.scheduling.request import Request
 
 
@@ -56,6 +57,11 @@ class TokensToCome(NamedTuple):
             ids[: len(self.tokens)].copy_(self.tokens.clamp_min(0))
         else:
             ids.index_copy_(0, self.places, self.tokens[self.rows].clamp_min(0).to(ids.dtype))
+
+
+# Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch. The
+# logits are there until the next call. Tokens that the batch lacks may be on the device alone, or to come there.
+Shortcut: TypeAlias = Callable[[ForwardBatch, TokensToCome | None], torch.Tensor | None]
 
 
 class Launched:

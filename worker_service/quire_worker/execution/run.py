@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import structlog
@@ -40,7 +40,7 @@ from quire_worker.execution.failures import (
 )
 from quire_worker.execution.finiteness import Finiteness, not_finite
 from quire_worker.execution.host_pages import HostPages
-from quire_worker.execution.launched import TokensToCome
+from quire_worker.execution.launched import Shortcut
 from quire_worker.execution.parts import (
     Awaiting,
     Before,
@@ -67,9 +67,6 @@ from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.swap import SwapOut
 
 log = structlog.get_logger()
-# Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch. The
-# logits are there until the next call. Tokens that the batch lacks may be on the device alone, or to come there.
-Shortcut: TypeAlias = Callable[[ForwardBatch, TokensToCome | None], torch.Tensor | None]
 NOT_LOOKED: Final[tuple[list[int] | None, Sequence[int] | None]] = None, None
 OfSample = TypeVar("OfSample", Part, Draw, Work, CandidateLogprobs, Continuations)
 
@@ -144,25 +141,6 @@ class Run:
             tokens[0] = token
             if ids is not None:
                 ids[place] = token
-
-    def launch(self, layout: ForwardBatch, to_come: TokensToCome | None) -> torch.Tensor | None:
-        """Has the device compute a batch and the likeliest token after each of its parts, and waits for neither.
-
-        Args:
-            layout: of the batch, on the host.
-            to_come: tokens of the batch before that the host does not know.
-
-        Returns:
-            What `PagedAttention.likeliest` does.
-        """
-        shortcut = None if layout.adapters else self._shortcut
-        logits = None if shortcut is None else shortcut(layout, to_come)
-        if logits is None:
-            batch = layout.on(self._model.device)
-            if to_come is not None:
-                to_come.put_into(batch.input_ids[0])
-            logits = self._model.forward(batch, self._cache)
-        return self._model.attention.likeliest(logits)
 
     def leave_out(self, requests: Iterable[Request]) -> None:
         """Notes that the batch before has failed requests."""

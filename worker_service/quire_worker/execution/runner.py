@@ -22,7 +22,7 @@ from quire_worker.cache import KVCache
 from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import Failure
 from quire_worker.execution.host_pages import HostPages
-from quire_worker.execution.launched import Launched, TokensToCome
+from quire_worker.execution.launched import Launched, Shortcut, TokensToCome
 from quire_worker.execution.layouts import Layouts
 from quire_worker.execution.parts import (
     Awaiting,
@@ -33,7 +33,8 @@ from quire_worker.execution.parts import (
     Token,
 )
 from quire_worker.execution.prepared import Later, PlainTokens, Prepared, first_tokens_of, is_greedy, tables_of
-from quire_worker.execution.run import Run, Shortcut
+from quire_worker.execution.run import Run
+from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.scheduling.plan import Batch, Draw
 from quire_worker.scheduling.request import Proposal, Request, Sample
@@ -177,13 +178,24 @@ class Runner:
         elif prepared.awaiting:
             to_come = TokensToCome.of(before.tokens, prepared.awaiting)
         try:
-            tokens = run.launch(prepared.layout, to_come)
+            tokens = self._likeliest(prepared.layout, to_come)
         except Exception:  # who is to blame is found where it is computed and waited for
             return None
         assert tokens is not None, "it was asked whether there is such a kernel"
         behind = before if isinstance(before, Launched) and prepared.is_behind else None
         launched = self._before = Launched(prepared.parts, tokens, behind)
         return Later(partial(self._finish, prepared, launched, started_s))
+
+    def _likeliest(self, layout: ForwardBatch, to_come: TokensToCome | None) -> torch.Tensor | None:
+        """Has the device compute a batch and the likeliest token after each of its parts, and waits for neither."""
+        shortcut = None if layout.adapters else self._shortcut
+        logits = None if shortcut is None else shortcut(layout, to_come)
+        if logits is None:
+            batch = layout.on(self._model.device)
+            if to_come is not None:
+                to_come.put_into(batch.input_ids[0])
+            logits = self._model.forward(batch, self._cache)
+        return self._model.attention.likeliest(logits)
 
     def _finish(self, prepared: Prepared, launched: Launched, started_s: float) -> Computed | PlainTokens:
         """Waits for a batch that was launched. For one thread, in the order of the batches."""

@@ -12,7 +12,6 @@ import pytest
 import torch
 from quire_worker.execution.launched import Launched, TokensToCome
 from quire_worker.execution.parts import Awaiting
-from quire_worker.execution.run import Run
 from quire_worker.execution.runner import Runner
 
 from tests.worker.engine_harness import prompt, reference_text, running
@@ -37,13 +36,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launched_count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each launched pass awaits of the one before it."""
     counts: list[int] = []
-    launch = Run.launch
+    launch = Runner._likeliest
 
-    def noted(self: Run, layout: Any, to_come: TokensToCome | None) -> torch.Tensor | None:
+    def noted(self: Runner, layout: Any, to_come: TokensToCome | None) -> torch.Tensor | None:
         counts.append(0 if to_come is None else len(to_come.tokens))
         return launch(self, layout, to_come)
 
-    monkeypatch.setattr(Run, "launch", noted)
+    monkeypatch.setattr(Runner, "_likeliest", noted)
     return counts
 
 
@@ -62,10 +61,10 @@ async def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_read(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     behind = threading.Semaphore(0)  # passes that were launched behind another one
-    finish, launch = Runner._finish, Run.launch
+    finish, launch = Runner._finish, Runner._likeliest
     waited: list[bool] = []
 
-    def launched(self: Run, layout: Any, to_come: TokensToCome | None) -> torch.Tensor | None:
+    def launched(self: Runner, layout: Any, to_come: TokensToCome | None) -> torch.Tensor | None:
         if to_come is not None:
             behind.release()
         return launch(self, layout, to_come)
@@ -75,7 +74,7 @@ async def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_read(
             waited.append(behind.acquire(timeout=WAIT_S))
         return finish(self, *of_pass)
 
-    monkeypatch.setattr(Run, "launch", launched)
+    monkeypatch.setattr(Runner, "_likeliest", launched)
     monkeypatch.setattr(Runner, "_finish", finished)
     tokens = prompt(20)
     async with running(llama) as harness:

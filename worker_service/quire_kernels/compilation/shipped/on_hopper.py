@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from quire_kernels.compilation.configurations import KernelConfiguration
 from quire_kernels.ops import mla_hopper
-from quire_kernels.ops.mla_seesaw import mla_seesaw_kernel
 from quire_kernels.ops.prefill_hopper import MAXNREG, prefill_hopper_kernel, ring_of
 from quire_kernels.shared.tma_pages import PAGE_LAYOUT
 
@@ -71,11 +70,9 @@ def _prefills() -> Iterator[KernelConfiguration]:
     yield _prefill(causal=False)
 
 
-def _latent(dtype: str, heads: int, page_size: int, *, in_turns: bool) -> KernelConfiguration:
-    """Describes either kernel of latent decode."""
-    kernel = mla_seesaw_kernel if in_turns else mla_hopper.mla_hopper_kernel
-    layout = PAGE_LAYOUT
-    columns = {"ckv": mla_hopper.CKV_DIM // 2 if in_turns else mla_hopper.CKV_DIM, "kpe": mla_hopper.KPE_DIM}
+def _latent(dtype: str, heads: int, page_size: int) -> KernelConfiguration:
+    kernel = mla_hopper.mla_hopper_kernel
+    columns = {"ckv": mla_hopper.CKV_DIM // 2, "kpe": mla_hopper.KPE_DIM}
     strides = [name for name in kernel.arg_names if name.startswith("stride_")]
     indices = ("qo_indptr", "page_indptr", "page_indices", "units", "unit_indptr")
     rows = min(page_size, mla_hopper.KEYS)
@@ -84,7 +81,7 @@ def _latent(dtype: str, heads: int, page_size: int, *, in_turns: bool) -> Kernel
         name=f"{dtype} H{heads} P{page_size}",
         signature={
             **dict.fromkeys(("q_nope", "q_pe", "out"), f"*{dtype}"),
-            **{name: f"tensordesc<{dtype}[{rows}, {size}],{layout!r}>" for name, size in columns.items()},
+            **{name: f"tensordesc<{dtype}[{rows}, {size}],{PAGE_LAYOUT!r}>" for name, size in columns.items()},
             **dict.fromkeys(indices, "*i32"),
             **dict.fromkeys(("lse", "partial_out", "partial_lse"), "*fp32"),
             "sm_scale": "fp32",
@@ -95,19 +92,19 @@ def _latent(dtype: str, heads: int, page_size: int, *, in_turns: bool) -> Kernel
             "PAGE_SIZE": page_size,
             "BLOCK": mla_hopper.HEADS,
             "KEYS": mla_hopper.KEYS,
-            **(mla_hopper.IN_TURNS if in_turns else mla_hopper.TOGETHER),
+            "COPY_REGISTERS": mla_hopper.COPY_REGISTERS,
+            "GROUP_REGISTERS": mla_hopper.GROUP_REGISTERS,
         },
         aligned=frozenset({"q_nope", "q_pe", "out", "partial_out", *strides}),
-        num_warps=mla_hopper.NUM_WARPS // 2 if in_turns else mla_hopper.NUM_WARPS,
+        num_warps=mla_hopper.NUM_WARPS,
         maxnreg=mla_hopper.REGISTERS,
-        has_products_in_flight=False,  # the groups of `mla_seesaw` overlap with each other
+        has_products_in_flight=False,  # the two groups overlap with each other
         architectures=("sm_90",),
     )
 
 
 ON_HOPPER = (
     *_prefills(),
-    *(_latent("bf16", heads, page_size, in_turns=turns)
-      for turns in (False, True) for heads in (80, 128) for page_size in (16, 64)),
-    *(_latent("fp16", 128, 64, in_turns=turns) for turns in (False, True)),
-)  # fmt: skip
+    *(_latent("bf16", heads, page_size) for heads in (80, 128) for page_size in (16, 64)),
+    _latent("fp16", 128, 64),
+)

@@ -120,7 +120,7 @@ def write() -> None:
 
 
 def start_profiler() -> None:
-    """Starts the profiler."""
+    """Starts the profiler, and says so in a file."""
     activities = [torch.profiler.ProfilerActivity.CUDA if HAS_GPU else torch.profiler.ProfilerActivity.CPU]
     PROFILERS.append(torch.profiler.profile(activities=activities))
     PROFILERS[0].start()
@@ -129,7 +129,7 @@ def start_profiler() -> None:
 
 
 def end_profiler() -> None:
-    """Ends the profiler."""
+    """Ends the profiler, and writes its trace."""
     profiler = PROFILERS.pop()
     profiler.stop()
     write()

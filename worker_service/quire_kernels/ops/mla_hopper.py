@@ -97,7 +97,7 @@ def attend_first(
     sources, shared, bars, result, start, stop, head_start, scale,
     HEADS: gl.constexpr, KEYS: gl.constexpr, HALF: gl.constexpr,
 ):
-    """Is group 0."""
+    """Attends to the first tile of each pair, and computes the first half of the dims: group 0."""
     near, far, ropes, queries, query_ropes, maxima, sums = shared
     full, empty, ready = bars
     BLOCK: gl.constexpr = query_ropes.shape[0]
@@ -162,7 +162,7 @@ def attend_second(
     sources, shared, bars, result, start, stop, head_start, scale,
     HEADS: gl.constexpr, KEYS: gl.constexpr, HALF: gl.constexpr,
 ):
-    """Is group 1."""
+    """Attends to the second tile of each pair, and computes the second half of the dims: group 1."""
     near, far, ropes, queries, query_ropes, maxima, sums = shared
     full, empty, ready = bars
     BLOCK: gl.constexpr = query_ropes.shape[0]

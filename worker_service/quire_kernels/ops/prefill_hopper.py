@@ -36,7 +36,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -45,11 +44,11 @@ from quire_kernels.shared.launch import multiprocessor_count
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import PagedCache
 from quire_kernels.shared.prefill_launch import PrefillLaunch
+from quire_kernels.shared.prefill_pieces import GROUP_ROWS, copy_tiles, load_queries, piece, turns
 from quire_kernels.shared.prefill_rows import Masking, PrefillWork
-from quire_kernels.shared.prefill_tiles import keys_of_block, piece_of_turn, tiles_of_keys, turns_of_program
+from quire_kernels.shared.prefill_tiles import keys_of_block, tiles_of_keys
 from quire_kernels.shared.tma_pages import BOX_ROWS_MIN, TMA_BYTES, page_rows, pages_by_tma
 
-GROUP_ROWS = gl.constexpr(64)  # of a group of warps: the rows of one wgmma
 BLOCK_M = gl.constexpr(128)
 LOG2_E = gl.constexpr(1.4426950408889634)
 CLEARED_ROWS = gl.constexpr(16)  # zeroed at once, to stay within the registers
@@ -59,68 +58,6 @@ synchronize_group = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 # fmt: off
-@gluon.jit
-def piece(turn, work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Loads what a turn is about: the last blocks of rows first, the KV heads of a block side by side."""
-    units, unit_count, qo_indptr, page_indptr, last_page_len = work
-    number = piece_of_turn(turn, gl.program_id(0), PROGRAMS)
-    unit = unit_count - 1 - number // KV_HEADS
-    request = gl.load(units + unit * 4)
-    row_start = gl.load(units + unit * 4 + 1)
-    row_stop = gl.load(units + unit * 4 + 2)
-    q_begin = gl.load(qo_indptr + request)
-    q_len = gl.load(qo_indptr + request + 1) - q_begin
-    first_page = gl.load(page_indptr + request)
-    page_count = gl.load(page_indptr + request + 1) - first_page
-    kv_len = (page_count - 1) * PAGE_SIZE + gl.load(last_page_len + request)
-    kv_len = gl.where(page_count > 0, kv_len, 0)
-    return number % KV_HEADS, row_start, row_stop, q_begin, q_len, first_page, kv_len
-
-
-@gluon.jit
-def turns(work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr):
-    """Returns how many pieces this program does."""
-    return turns_of_program(work[1] * KV_HEADS, gl.program_id(0), PROGRAMS)
-
-
-@gluon.jit
-def copy_tiles(
-    part, page_indices, work, window_left, rows, ring, full, empty,
-    PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-):
-    """Copies the tiles of K, or of V, of all pieces into their ring. One warp."""
-    BOX: gl.constexpr = part.block_shape[0]
-    BYTES: gl.constexpr = BLOCK_N * HEAD_DIM * 2
-    rows_per_page, rows_per_head, columns_per_head = rows
-    count = 0
-    for turn in range(turns(work, PROGRAMS, KV_HEADS)):
-        kv_head, row_start, row_stop, _, q_len, first_page, kv_len = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
-        low, high, free_low, free_high = keys_of_block(
-            kv_len, q_len, row_start, row_stop, window_left, GROUP, CAUSAL, WINDOW
-        )
-        start, stop, _, _ = tiles_of_keys(low, high, free_low, free_high, BLOCK_N)
-        first_box = low // BOX
-        last_box = (high - 1) // BOX
-        column = kv_head * columns_per_head
-        first_row = kv_head * rows_per_head
-        for tile in range(start, stop):
-            slot = count % STAGES
-            parity = count // STAGES % 2 ^ 1
-            box_rows = ()
-            for i in gl.static_range(BLOCK_N // BOX):
-                box = min(max(tile * (BLOCK_N // BOX) + i, first_box), last_box)
-                page = gl.load(page_indices + first_page + box * BOX // PAGE_SIZE)
-                box_rows += (page * rows_per_page + first_row + box * BOX % PAGE_SIZE,)  # type: ignore[assignment]
-            mbarrier.wait(empty.index(slot), parity)
-            mbarrier.expect(full.index(slot), BYTES)
-            for i in gl.static_range(BLOCK_N // BOX):
-                place = ring.index(slot).slice(i * BOX, BOX, dim=0)
-                tma.async_copy_global_to_shared(part, [box_rows[i], column], full.index(slot), place)
-            count += 1
-
-
 @gluon.jit
 def softmax_tile(
     s, row_max, row_sum, scale, cap, tile, row_low, row_high, is_edge,
@@ -161,20 +98,6 @@ def clear_values(values, low, high, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr)
             part.store(gl.where(valid[:, None], numbers, gl.zeros_like(numbers)))
     fence_async_shared()
     synchronize_group()
-
-
-@gluon.jit
-def load_queries(
-    q, q_strides, turn, work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HALF: gl.constexpr, LAYOUT: gl.constexpr,
-):
-    """Loads the 64 rows of a group for a piece, zero past the last row."""
-    kv_head, row_start, row_stop, q_begin, _, _, _ = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
-    row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
-    token = (q_begin + row // GROUP).to(gl.int64)
-    offset = token * q_strides[0].to(gl.uint32).to(gl.int64) + (kv_head * GROUP + row % GROUP) * q_strides[1]
-    dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
-    return gl.load(q + offset[:, None] + dim[None, :], mask=(row < row_stop)[:, None], other=0.0)
 
 
 @gluon.jit
@@ -368,12 +291,8 @@ def prefill_hopper_kernel(
 HEAD_DIMS = (64, 128)
 CAPABILITY = 9
 SWITCH = "QUIRE_HOPPER"  # "0" in the environment keeps to the Triton kernels; read at each launch, to compare both
+BLOCK_N, STAGES = 128, 3  # keys of a tile; tiles of K, and as many of V: 224 KiB with queries, 112 for head dim 64
 MAXNREG = 168  # of 12 warps, so that the groups of warps can share 64,512 registers; the start of every program
-
-
-def ring_of(head_dim: int) -> tuple[int, int]:
-    """Returns keys per tile, and tiles of K (and as many of V) in shared memory, with which queries and tiles fit."""
-    return (64, 2) if head_dim == 256 else (128, 3)  # 192 KiB; 112 KiB for 64, 224 KiB for 128
 
 
 def runs_on_hopper(
@@ -393,7 +312,6 @@ def fits_hopper(
     q: torch.Tensor, cache: PagedCache, options: AttentionOptions, masking: Masking, division: PrefillWork
 ) -> bool:
     """Returns whether the kernel is made for such a launch, whatever the chip."""
-    block_n, _ = ring_of(cache.head_dim)
     rows = page_rows(cache.k)
     return (
         q.dtype in (torch.bfloat16, torch.float16)
@@ -408,7 +326,7 @@ def fits_hopper(
         and options.v_scale is None
         and options.sm_scale > 0
         and cache.page_size >= BOX_ROWS_MIN
-        and (block_n % cache.page_size == 0 or cache.page_size % block_n == 0)
+        and (BLOCK_N % cache.page_size == 0 or cache.page_size % BLOCK_N == 0)
         and all(stride * q.element_size() % TMA_BYTES == 0 for stride in q.stride()[:2])
         and q.stride(2) == 1
         and q.data_ptr() % TMA_BYTES == 0
@@ -436,17 +354,17 @@ def launch_on_hopper(
     launch: PrefillLaunch,
 ) -> None:
     """Launches what `fits_hopper` agreed to, with the arguments of `prefill_paged`, on the current device."""
-    rows, (block_n, stages) = page_rows(cache.k), ring_of(cache.head_dim)
+    rows = page_rows(cache.k)
     assert rows is not None
     programs = multiprocessor_count(q.device)  # those without work leave at once
     prefill_hopper_kernel[(programs,)](
-        q, pages_by_tma(cache.k, rows, block_n), pages_by_tma(cache.v, rows, block_n),
+        q, pages_by_tma(cache.k, rows, BLOCK_N), pages_by_tma(cache.v, rows, BLOCK_N),
         qo_indptr, indptr, indices, last_page_len, division.work.units, division.work.indptr,
         launch.out, launch.lse, options.sinks,
         *score_factors(options), options.window_left, division.work.batch,
         rows.per_page, rows.per_head, rows.columns_per_head, q.stride(0), q.stride(1),
         PROGRAMS=programs, KV_HEADS=cache.num_kv_heads, GROUP=division.group,
-        PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim, BLOCK_N=block_n, STAGES=stages, CAUSAL=masking.causal,
+        PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim, BLOCK_N=BLOCK_N, STAGES=STAGES, CAUSAL=masking.causal,
         WINDOW=options.window_left >= 0, SOFT_CAP=options.logits_soft_cap > 0,
         num_warps=4, maxnreg=MAXNREG,
     )  # fmt: skip

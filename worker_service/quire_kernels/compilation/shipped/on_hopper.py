@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from quire_kernels.compilation.configurations import KernelConfiguration
 from quire_kernels.ops import mla_hopper
-from quire_kernels.ops.prefill_hopper import MAXNREG, prefill_hopper_kernel, ring_of
+from quire_kernels.ops.prefill_hopper import BLOCK_N, MAXNREG, STAGES, prefill_hopper_kernel
 from quire_kernels.shared.tma_pages import PAGE_LAYOUT
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200
@@ -18,10 +18,9 @@ def _prefill(
     head_dim: int = 128, *, dtype: str = "bf16", group: int = 4, page_size: int = 16, causal: bool = True,
     options: bool = False,
 ) -> KernelConfiguration:  # fmt: skip
-    block_n, stages = ring_of(head_dim)
     signature = {
         **dict.fromkeys(("q", "out"), f"*{dtype}"),
-        **dict.fromkeys(("k", "v"), f"tensordesc<{dtype}[{min(page_size, block_n)}, {head_dim}],{PAGE_LAYOUT!r}>"),
+        **dict.fromkeys(("k", "v"), f"tensordesc<{dtype}[{min(page_size, BLOCK_N)}, {head_dim}],{PAGE_LAYOUT!r}>"),
         **dict.fromkeys(
             ("qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr"),
             "*i32",
@@ -46,14 +45,14 @@ def _prefill(
             "GROUP": group,
             "PAGE_SIZE": page_size,
             "HEAD_DIM": head_dim,
-            "BLOCK_N": block_n,
-            "STAGES": stages,
+            "BLOCK_N": BLOCK_N,
+            "STAGES": STAGES,
             "CAUSAL": causal,
             "WINDOW": options,
             "SOFT_CAP": options,
         },
         aligned=frozenset({"q", "out", "stride_q_token", "stride_q_head"}),
-        num_stages=stages,
+        num_stages=STAGES,
         architectures=("sm_90",),
         maxnreg=MAXNREG,
     )

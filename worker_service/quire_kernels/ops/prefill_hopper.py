@@ -101,6 +101,69 @@ def clear_values(values, low, high, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr)
 
 
 @gluon.jit
+def attend_tiles(
+    acc, row_max, row_sum, count, tiles, limits, scale, cap, q_rows, no_scores, ring, barriers,
+    P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+):
+    """Attends the rows of a group to the tiles of a piece. Returns acc, row_max, row_sum, and the count of tiles so
+    far."""
+    O_LAYOUT: gl.constexpr = P_LAYOUT.parent
+    S_LAYOUT: gl.constexpr = no_scores.type.layout
+    dtype: gl.constexpr = q_rows.dtype
+    start, stop, free_start, free_stop, low, kv_len = tiles
+    row_low, row_high = limits
+    k_ring, v_ring = ring
+    k_full, k_empty, v_full, v_empty = barriers
+    if start < stop:
+        slot = count % STAGES
+        parity = count // STAGES % 2
+        mbarrier.wait(k_full.index(slot), parity)
+        s = warpgroup_mma(q_rows, k_ring.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if WINDOW:
+            if low > start * BLOCK_N:
+                mbarrier.wait(v_full.index(slot), parity)
+                clear_values(v_ring.index(slot), low - start * BLOCK_N, BLOCK_N, ROW_LAYOUT, BLOCK_N)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        is_edge = (start < free_start) | (start >= free_stop)
+        p, row_max, row_sum, alpha = softmax_tile(
+            s, row_max, row_sum, scale, cap, start, row_low, row_high, is_edge,
+            S_LAYOUT, BLOCK_N, WINDOW, SOFT_CAP,
+        )
+        p = gl.convert_layout(p.to(dtype), P_LAYOUT)
+        mbarrier.wait(v_full.index(slot), parity)
+        for tile in range(start + 1, stop):
+            v_slot = slot
+            count += 1
+            slot = count % STAGES
+            parity = count // STAGES % 2
+            mbarrier.wait(k_full.index(slot), parity)
+            s = warpgroup_mma(q_rows, k_ring.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            acc = warpgroup_mma(p, v_ring.index(v_slot), acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            is_edge = (tile < free_start) | (tile >= free_stop)
+            weights, row_max, row_sum, alpha = softmax_tile(
+                s, row_max, row_sum, scale, cap, tile, row_low, row_high, is_edge,
+                S_LAYOUT, BLOCK_N, WINDOW, SOFT_CAP,
+            )
+            mbarrier.wait(v_full.index(slot), parity)
+            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+            mbarrier.arrive(v_empty.index(v_slot), count=1)
+            p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
+        count += 1
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        if stop * BLOCK_N > kv_len:
+            clear_values(v_ring.index(slot), 0, kv_len - (stop - 1) * BLOCK_N, ROW_LAYOUT, BLOCK_N)
+        acc = warpgroup_mma(p, v_ring.index(slot), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(slot), count=1)
+    return acc, row_max, row_sum, count
+
+
+@gluon.jit
 def attend_pieces(
     q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows, ring, barriers,
     PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
@@ -114,8 +177,6 @@ def attend_pieces(
     LANES: gl.constexpr = min(HEAD_DIM // 8, 32)  # that read a row of 8 elements each
     ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     dtype: gl.constexpr = q.dtype.element_ty
-    k_ring, v_ring = ring
-    k_full, k_empty, v_full, v_empty = barriers
     no_scores = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ROW_LAYOUT))
     turn_count = turns(work, PROGRAMS, KV_HEADS)
@@ -148,57 +209,14 @@ def attend_pieces(
             row_max = gl.load(sinks + head) * LOG2_E
             row_sum += 1.0
         acc = gl.zeros([GROUP_ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
-        if start < stop:
-            slot = count % STAGES
-            parity = count // STAGES % 2
-            mbarrier.wait(k_full.index(slot), parity)
-            s = warpgroup_mma(q_rows, k_ring.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            if WINDOW:
-                if low > start * BLOCK_N:
-                    mbarrier.wait(v_full.index(slot), parity)
-                    clear_values(v_ring.index(slot), low - start * BLOCK_N, BLOCK_N, ROW_LAYOUT, BLOCK_N)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            is_edge = (start < free_start) | (start >= free_stop)
-            p, row_max, row_sum, alpha = softmax_tile(
-                s, row_max, row_sum, scale, cap, start, row_low, row_high, is_edge,
-                S_LAYOUT, BLOCK_N, WINDOW, SOFT_CAP,
-            )
-            p = gl.convert_layout(p.to(dtype), P_LAYOUT)
-            mbarrier.wait(v_full.index(slot), parity)
-            for tile in range(start + 1, stop):
-                v_slot = slot
-                count += 1
-                slot = count % STAGES
-                parity = count // STAGES % 2
-                mbarrier.wait(k_full.index(slot), parity)
-                s = warpgroup_mma(q_rows, k_ring.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                acc = warpgroup_mma(p, v_ring.index(v_slot), acc, is_async=True)
-                s = warpgroup_mma_wait(1, deps=(s,))
-                mbarrier.arrive(k_empty.index(slot), count=1)
-                is_edge = (tile < free_start) | (tile >= free_stop)
-                weights, row_max, row_sum, alpha = softmax_tile(
-                    s, row_max, row_sum, scale, cap, tile, row_low, row_high, is_edge,
-                    S_LAYOUT, BLOCK_N, WINDOW, SOFT_CAP,
-                )
-                mbarrier.wait(v_full.index(slot), parity)
-                acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-                mbarrier.arrive(v_empty.index(v_slot), count=1)
-                p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
-            count += 1
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-            if stop * BLOCK_N > kv_len:
-                clear_values(v_ring.index(slot), 0, kv_len - (stop - 1) * BLOCK_N, ROW_LAYOUT, BLOCK_N)
-            acc = warpgroup_mma(p, v_ring.index(slot), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index(slot), count=1)
-
+        acc, row_max, row_sum, count = attend_tiles(
+            acc, row_max, row_sum, count, (start, stop, free_start, free_stop, low, kv_len), (row_low, row_high),
+            scale, cap, q_rows, no_scores, ring, barriers, P_LAYOUT, ROW_LAYOUT, BLOCK_N, STAGES, WINDOW, SOFT_CAP,
+        )
         following = min(turn + 1, turn_count - 1)  # after the last piece its queries are loaded once more
-        if HEAD_DIM < 256:  # they are on their way while results are written, where there are registers for both
-            queries = load_queries(
-                q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
-            )
+        queries = load_queries(  # they are on their way while results are written
+            q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
+        )
         nothing = row_sum == 0.0
         row_sum = gl.where(nothing, 1.0, row_sum)
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -216,10 +234,6 @@ def attend_pieces(
             out + (out_row * HEAD_DIM)[:, None] + dim[None, :], q_rows.load(ROW_LAYOUT),
             mask=(io_row < row_stop)[:, None],
         )
-        if HEAD_DIM >= 256:
-            queries = load_queries(
-                q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
-            )
 
 
 @gluon.jit(

@@ -20,6 +20,7 @@ from serving_sides.workload import KINDS, Workload
 def test_an_idle_worker_answers_as_soon_as_it_serves_and_after_each_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the tests of kernels: the worker would interpret, too
     benchmarks = str(Path(__file__).resolve().parents[1] / "benchmarks")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([benchmarks, *filter(None, [os.environ.get("PYTHONPATH")])]))
     stack = ProbedStack(DEMO, tmp_path, ["--blocks", "256"], start_timeout_s=120)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import statistics
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 README: Final = ROOT / "README.md"
 CHART: Final = ROOT / "docs" / "figures.svg"
+GPU_PROOF: Final = "benchmarks/results/gpu_proof.json"
 BEGIN, END = "<!-- figures: python benchmarks/figures.py --write -->\n", "<!-- end of figures -->\n"
 Row = dict[str, str]
 
@@ -28,8 +30,8 @@ class Figure(NamedTuple):
         what: is measured.
         value: of Quire, with its unit.
         beside: of what it is compared with, named.
-        script: prints the row.
-        results: file of the row, where it has another name than the script.
+        script: prints the row; of `benchmarks/`, or a path.
+        results: file of the row, where it has another name than the script; of `benchmarks/results/`, or a path.
     """
 
     what: str
@@ -40,7 +42,11 @@ class Figure(NamedTuple):
 
     def line(self) -> str:
         """Returns the line as Markdown."""
-        script, results = f"benchmarks/{self.script}.py", f"benchmarks/results/{self.results or self.script}.csv"
+        script, results = self.script, self.results or self.script
+        if "/" not in script:
+            script = f"benchmarks/{script}.py"
+        if "/" not in results:
+            results = f"benchmarks/results/{results}.csv"
         source = f"[`{script}`]({script}), [rows]({results})"
         return f"| {self.what} | {self.value} | {self.beside} | {source} |\n"
 
@@ -226,8 +232,35 @@ def computing() -> list[Figure]:
     return [*found, Figure(what, f"{number(own['quire_ms'])} ms", beside, "kernels", "kernels_cpu")]
 
 
+def on_gpu() -> list[Figure]:
+    """Returns what was measured on a GPU, beside what the chip allows."""
+    proof = json.loads((ROOT / GPU_PROOF).read_text(encoding="utf-8"))["rows"]
+
+    def proven(**where: Any) -> dict[str, Any]:
+        found: dict[str, Any] = next(each for each in proof if where.items() <= each.items())
+        return found
+
+    found, source = [], ("scripts/gpu_proof.py", GPU_PROOF)
+    for requests, many in ((1, "one request"), (32, "32 requests"), (128, "128 requests")):
+        own = proven(measured="decode", side="quire", requests=requests)
+        what = f"tokens per second of decode on an H100, the shape of Llama 8B, bfloat16, {many}"
+        beside = f"{number(own['bound_tokens_per_s'])}: reading weights and pages at the speed of a copy"
+        found.append(Figure(what, number(own["decode_tokens_per_s"]), beside, *source))
+    own = proven(measured="first token", prompt_tokens=4096)
+    value, beside = (f"{number(own[column])} ms" for column in ("first_token_ms", "bound_ms"))
+    what = "first token of a prompt of 4,096 tokens, the same model"
+    found.append(Figure(what, value, f"{beside}: its products at the speed of one", *source))
+    for work, name, batch, context in (("decode", "decode", "32", "8192"), ("prefill", "causal prompts", "4", "4096")):
+        shape = {"shape": "Llama-8B, 32/8 heads of 128", "batch": batch, "context": context, "page_size": "16"}
+        timed = row("kernels_gpu", work=work, **shape)
+        what = f"attention on an H100, {name}, {batch} x {int(context):,} tokens, pages of 16"
+        value, beside = (f"{number(timed[column])} ms" for column in ("quire_ms", "sdpa_ms"))
+        found.append(Figure(what, value, f"{beside}: SDPA on dense keys", "kernels", "kernels_gpu"))
+    return found
+
+
 PARTS: Final[tuple[Callable[[], list[Figure]], ...]] = (
-    serving, load, trees, gateway, under_vllm, caches, memory, allocator, failures, computing,
+    serving, load, trees, gateway, under_vllm, caches, memory, allocator, failures, computing, on_gpu,
 )  # fmt: skip
 
 

@@ -47,14 +47,13 @@ GROUPED_TINY = (([70, 3, 0], 6, 2, 16),)
 REFERENCE_KEYS = 1 << 15  # at most, of the first requests: float64 is slow
 KERNELS = {
     "triton": {mla_hopper.SWITCH: "0"},
-    "gluon": {mla_hopper.SWITCH: "1", mla_hopper.TURNS_SWITCH: "0"},
-    "gluon in turns": {mla_hopper.SWITCH: "1", mla_hopper.TURNS_SWITCH: "1"},
+    "gluon": {mla_hopper.SWITCH: "1"},
 }
 ROW_TOLERANCE = 0.1  # of a row's root mean square, as in `gpu`: bfloat16 rounds elements of several times that
 ROUNDS, FLUSH_BYTES = 20, 256 << 20
 
 
-def latent_checks(kernels: tuple[str, ...] = ("gluon", "gluon in turns")) -> Iterator[Row]:
+def latent_checks(kernels: tuple[str, ...] = ("gluon",)) -> Iterator[Row]:
     """Yields a row for each shape of latents and each kernel."""
     has_gpu = torch.cuda.is_available()
     for lengths, heads, page_size in LATENT if has_gpu else LATENT_TINY:

@@ -13,7 +13,7 @@ SPARE_S = 4.0  # of the part's time, to end servers
 
 
 def main() -> None:
-    """Notes every row that is measured."""
+    """Notes every row of serving on a GPU."""
     has_gpu = torch.cuda.is_available()
     logs = Path(log_folder()) / "serving"
     logs.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ def run_tests(paths: Sequence[str], *, jobs: int, marks: str) -> int:
 
 
 def main() -> None:
-    """Runs the tests of this part."""
+    """Runs the tests that need a GPU."""
     if IS_DRY:
         sys.exit(run_tests([f"{KERNELS}/test_upload.py", f"{KERNELS}/test_work_units.py"], jobs=0, marks=MARKS))
     sys.exit(run_tests([*FIRST, *ALL], jobs=JOBS, marks=MARKS))

@@ -25,7 +25,7 @@ from report import machine
 from serving_sides.ceiling import Bounds, Chip, chip
 from serving_sides.gpu_goals import TRANSFORMERS
 from serving_sides.models import DEMO, describe_model
-from serving_sides.on_gpu import ALL, TINY, Measurement, measure, memory_row
+from serving_sides.on_gpu import ALL, TINY, Measurement, decode_rows, measure, memory_row
 from serving_sides.probed_stack import ProbedStack
 from serving_sides.process import Side
 from serving_sides.workload import KINDS, Workload
@@ -47,6 +47,9 @@ SETTINGS: tuple[dict[str, str], ...] = (
     {"QUIRE_LAUNCH_AHEAD": "0"},
     {"QUIRE_LAUNCH_AHEAD": "0", "QUIRE_HOPPER": "0"},
 )
+# What `decode` is measured in besides, and how long that may take: every pass is waited for before the next.
+WAITING: dict[str, str] = {"QUIRE_LAUNCH_AHEAD": "0"}
+WAITING_S = 60.0
 FIRST, FIRST_S = (64, 8), 15.0  # tokens of the first requests' prompts and outputs, and how long they may take
 PLAN_S = 8.0  # that `quire plan` may take
 START_S = 110.0  # that a side may take to serve
@@ -100,7 +103,9 @@ def _quire_rows(
     has_gpu: bool,
     sides: Collection[str],
 ) -> Iterator[Row]:
-    """Yields the rows of the first of `SETTINGS` in which the worker answers, and which those are."""
+    """Yields the rows of the first of `SETTINGS` in which the worker answers, and which those are; of the first setting
+    of all, rows of `decode` in `WAITING` besides, whose side is "quire, waiting", with its turn over the other's."""
+    turns_ms: dict[tuple[int, int], float | None] = {}
     bounds = Bounds(model, speed, element_bytes=2)
     environment = {"QUIRE_PROBE_DUMMY": "1"} if has_gpu else {}
     for setting in SETTINGS:
@@ -117,15 +122,29 @@ def _quire_rows(
                 continue
             yield {"measured": "setting", **setting, "passed": True, "first_s": round(answered.seconds, 2),
                    "start_s": round(stack.start_s, 1)}  # fmt: skip
-            others_s = SIDE_S if set(sides) & set(TRANSFORMERS) else 0.0
+            is_compared = setting == SETTINGS[0]
+            others_s = (SIDE_S if set(sides) & set(TRANSFORMERS) else 0.0) + (WAITING_S if is_compared else 0.0)
             try:
-                yield from measure(stack, wanted, bounds, lambda: left_s() - PLAN_S, others_s=others_s)
+                for row in measure(stack, wanted, bounds, lambda: left_s() - PLAN_S, others_s=others_s):
+                    if row["measured"] == "decode":
+                        turns_ms[row["requests"], row["prompt_tokens"]] = row["turn_ms"]
+                    yield row
             except TimeoutError as error:
                 yield {"measured": "setting", **setting, "passed": False, "why": str(error)}
                 continue
             total_bytes = _memory_bytes() if has_gpu else 2 << 30
             yield memory_row(stack, model, total_bytes, UTILIZATION, BLOCK_TOKENS)
-            return
+        if is_compared and left_s() > WAITING_S:
+            stack = ProbedStack(
+                model, logs, ON_GPU if has_gpu else ON_CPU, start_timeout_s=min(START_S, left_s()),
+                environment=environment | WAITING,
+            )  # fmt: skip
+            with contextlib.closing(stack):
+                for row in decode_rows(stack, wanted, bounds, left_s, side="quire, waiting"):
+                    ahead_ms, waiting_ms = turns_ms.get((row["requests"], row["prompt_tokens"])), row["turn_ms"]
+                    gain = round(waiting_ms / ahead_ms, 3) if ahead_ms and waiting_ms else None
+                    yield row | {"turn_over_launched_ahead": gain}
+        return
 
 
 def _free() -> None:

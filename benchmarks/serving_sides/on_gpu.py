@@ -93,6 +93,15 @@ def measure(
             yield {"measured": "nothing", "passed": False, "why": f"{type(error).__name__}: {error}"[:1000]}
 
 
+def decode_rows(
+    stack: ProbedStack, wanted: Measurement, bounds: Bounds, left_s: Callable[[], float], *, side: str
+) -> Iterator[Row]:
+    """Yields the rows of `decode` that matter most, named as those of `side`; arguments as of `measure`."""
+    for sizes in wanted.decode[:MATTERS_MOST]:
+        for row in _decode(stack, sizes, wanted.rounds, bounds, left_s):
+            yield row | {"side": side}
+
+
 def _decode(
     stack: ProbedStack, sizes: tuple[int, int, int], rounds_max: int, bounds: Bounds, left_s: Callable[[], float]
 ) -> Iterator[Row]:

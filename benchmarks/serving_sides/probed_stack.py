@@ -19,7 +19,7 @@ from serving_sides.trace import Trace, read_trace
 
 STOP_S = 3.0  # that the servers have to end
 ROUND_S = 25.0  # that a round may take
-PROBE_S = 15.0  # that the worker may take to write what it has noted
+PROBE_S, ASK_AGAIN_S = 15.0, 1.0  # that the worker may take to write what it has noted, and between askings
 Pass = dict[str, Any]  # see `probed_worker.write`
 
 
@@ -51,6 +51,11 @@ class ProbedStack:
         started, deadline = time.monotonic(), time.monotonic() + start_timeout_s
         self._probe = folder / "probe.json"
         self._trace = self._probe.with_suffix(".trace.json")
+        pipe = self._probe.with_suffix(".ask")
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)
+        self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # whether or not the worker has opened it
+        self._asked_count = 0
         self._runner = asyncio.Runner()
         self._worker: ServerProcess | None = None
         self._allocator = ServerProcess("quire_allocator", addresses, folder=folder, log=folder / "allocator.log")
@@ -81,14 +86,14 @@ class ProbedStack:
         Raises:
             TimeoutError: they are not there in time; the stacks of the worker are in its log.
         """
-        self._passes()
-        return self._runner.run(self._limited(requests, limit_s))._replace(passes=self._passes())
+        self.passes()
+        return self._runner.run(self._limited(requests, limit_s))._replace(passes=self.passes())
 
     async def _limited(self, requests: list[Request], limit_s: float) -> Round:
         try:
             return await asyncio.wait_for(self._round(requests), limit_s)
         except TimeoutError:
-            self._signal(signal.SIGQUIT)
+            self._print_stacks()
             await asyncio.sleep(0.5)
             raise TimeoutError(f"{len(requests)} requests were not done after {limit_s:.0f} s") from None
 
@@ -106,18 +111,15 @@ class ProbedStack:
             if after_s >= 0:
                 asking = asyncio.create_task(self._round(requests))
                 await asyncio.sleep(after_s)
-            self._signal(signal.SIGUSR2)
-            await asyncio.to_thread(self._appears, started)
+            await asyncio.to_thread(self._ask, "s", started)
             asking = asking or asyncio.create_task(self._round(requests))
             await asyncio.sleep(seconds)
-            self._signal(signal.SIGUSR2)
-            await asyncio.wait_for(asking, ROUND_S)
+            await asyncio.gather(asyncio.to_thread(self._ask, "e", self._trace), asyncio.wait_for(asking, ROUND_S))
 
         started = self._probe.with_suffix(".started")
         for path in (started, self._trace, self._probe):
             path.unlink(missing_ok=True)
         self._runner.run(traced())
-        self._appears(self._trace)
         passes: list[Pass] = json.loads(self._probe.read_text())
         return read_trace(self._trace), passes
 
@@ -142,27 +144,33 @@ class ProbedStack:
             raise RuntimeError("not all tokens came")
         return Round(seconds, first[0] - started, [])
 
-    def _passes(self) -> list[Pass]:
-        """Returns what the worker has noted since the last time."""
+    def passes(self) -> list[Pass]:
+        """Returns the passes that the worker has noted since the last time."""
         self._probe.unlink(missing_ok=True)
-        self._signal(signal.SIGUSR1)
-        self._appears(self._probe)
+        self._ask("n", self._probe)
         found: list[Pass] = json.loads(self._probe.read_text())
         return found
 
-    def _signal(self, number: int) -> None:
+    def _print_stacks(self) -> None:
         assert self._worker is not None
-        os.kill(self._worker.process.pid, number)
+        os.kill(self._worker.process.pid, signal.SIGQUIT)
 
-    def _appears(self, path: Path) -> None:
-        deadline = time.monotonic() + PROBE_S
+    def _ask(self, letter: str, path: Path) -> None:
+        """Asks the worker for a file until it is there; see `probed_worker`."""
+        self._asked_count += 1
+        line = f"{letter}{self._asked_count}\n".encode()
+        deadline, again = time.monotonic() + PROBE_S, 0.0
         while not path.exists():
             assert self._worker is not None
             if self._worker.process.poll() is not None:
                 raise self._worker.failure()
-            if time.monotonic() > deadline:
-                self._signal(signal.SIGQUIT)
+            now = time.monotonic()
+            if now > deadline:
+                self._print_stacks()
                 raise RuntimeError("the worker does not say what it has noted")
+            if now > again:
+                os.write(self._pipe, line)
+                again = now + ASK_AGAIN_S
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -173,3 +181,4 @@ class ProbedStack:
         if self._worker is not None:
             self._worker.stop(grace_s=STOP_S)
         self._allocator.stop(grace_s=STOP_S)
+        os.close(self._pipe)

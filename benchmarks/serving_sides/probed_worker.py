@@ -3,10 +3,15 @@
 It is the worker in all else. CUDA events are recorded before and after each replay of a graph and each pass that is
 launched by the host, which costs some microseconds; on a CPU the clock is read instead.
 
-    SIGUSR1    writes the passes since the last time as JSON to the file that `QUIRE_PROBE` names
-    SIGUSR2    starts torch's profiler, and writes `.started`; again: ends it, and writes the passes meanwhile as above,
-               and its trace to `.trace.json`
-    SIGQUIT    writes the stacks of all threads to standard error
+A thread of its own reads lines from the pipe `.ask` beside the file that `QUIRE_PROBE` names: a letter, and a number
+that goes up. A line may be sent again until it is answered; one that is done is not done again.
+
+    n    writes the passes since the last time to that file, as JSON
+    s    starts torch's profiler, and writes `.started`
+    e    ends it, and writes the passes meanwhile as above, and its trace to `.trace.json`
+
+Signals were used at first. An idle worker on a GPU sometimes never ran the handler of the first one; why is not known.
+SIGQUIT writes the stacks of all threads to standard error, without Python's help.
 
 With `QUIRE_PROBE_DUMMY` weights are drawn on the GPU, whatever the folder has: see `models.dummy`.
 """
@@ -17,7 +22,9 @@ import faulthandler
 import json
 import os
 import signal
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,7 +100,7 @@ def probe() -> None:
     decode_graphs._Graph.logits_of = noted_logits_of  # type: ignore[method-assign]
 
 
-def write(*_: Any) -> None:
+def write() -> None:
     """Writes the passes so far, in milliseconds since the first of them began, and forgets them."""
     count = len(NOTED)
     while count and HAS_GPU and not NOTED[count - 1].end.query():
@@ -112,20 +119,38 @@ def write(*_: Any) -> None:
     replace(Path(os.environ["QUIRE_PROBE"]), lambda new: new.write_text(json.dumps(found)))
 
 
-def toggle(*_: Any) -> None:
-    """Starts the profiler, or ends it."""
-    probe_file = Path(os.environ["QUIRE_PROBE"])
-    if not PROFILERS:
-        activities = [torch.profiler.ProfilerActivity.CUDA if HAS_GPU else torch.profiler.ProfilerActivity.CPU]
-        PROFILERS.append(torch.profiler.profile(activities=activities))
-        PROFILERS[0].start()
-        NOTED.clear()
-        probe_file.with_suffix(".started").touch()  # the first time, the profiler takes seconds to start
-        return
+def start_profiler() -> None:
+    """Starts the profiler, and says so in a file."""
+    activities = [torch.profiler.ProfilerActivity.CUDA if HAS_GPU else torch.profiler.ProfilerActivity.CPU]
+    PROFILERS.append(torch.profiler.profile(activities=activities))
+    PROFILERS[0].start()
+    NOTED.clear()
+    Path(os.environ["QUIRE_PROBE"]).with_suffix(".started").touch()  # the first time, it takes seconds to start
+
+
+def end_profiler() -> None:
+    """Ends the profiler, and writes its trace."""
     profiler = PROFILERS.pop()
     profiler.stop()
     write()
-    replace(probe_file.with_suffix(".trace.json"), lambda new: profiler.export_chrome_trace(str(new)))
+    trace = Path(os.environ["QUIRE_PROBE"]).with_suffix(".trace.json")
+    replace(trace, lambda new: profiler.export_chrome_trace(str(new)))
+
+
+def answer(pipe: int) -> None:
+    """Does what lines ask for, as long as this process lives. What fails is printed, and done when it is asked for
+    again."""
+    answers, done = {"n": write, "s": start_profiler, "e": end_profiler}, 0
+    with os.fdopen(pipe) as lines:
+        for line in lines:
+            number = int(line[1:])
+            if number <= done:
+                continue
+            try:
+                answers[line[0]]()
+                done = number
+            except Exception:
+                traceback.print_exc()
 
 
 def replace(path: Path, write_to: Callable[[Path], object]) -> None:
@@ -149,6 +174,6 @@ if __name__ == "__main__":
     if "QUIRE_PROBE_DUMMY" in os.environ:
         draw_weights()
     faulthandler.register(signal.SIGQUIT, all_threads=True)
-    signal.signal(signal.SIGUSR1, write)
-    signal.signal(signal.SIGUSR2, toggle)
+    asked = os.open(Path(os.environ["QUIRE_PROBE"]).with_suffix(".ask"), os.O_RDWR)  # never at its end
+    threading.Thread(target=answer, args=(asked,), name="probe", daemon=True).start()
     main()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from quire_kernels.ops import mla_hopper, mla_paged
-from quire_kernels.ops.mla_hopper import BUFFERS, HEADS, KEYS, fits_hopper
+from quire_kernels.ops.mla_hopper import HEADS, KEYS, fits_hopper
 from quire_kernels.shared import mla_work
-from quire_kernels.shared.latent_tiles import buffer_of, page_of_box
+from quire_kernels.shared.latent_tiles import page_of_box
 from quire_kernels.shared.launch import is_hopper
 from quire_kernels.shared.mla_work import divide_mla
 
@@ -18,7 +18,7 @@ from .test_mla_paged import latents_match
 
 
 def copied_rows(page_ids: list[int], start: int, stop: int, page_size: int) -> list[list[int]]:
-    """Rows of the cache in the buffer of each tile of a unit, as `copy_latents` computes them."""
+    """Rows of the cache in the buffer of each tile of a unit, as `copy_pairs` computes them."""
     rows, box_rows = [], min(page_size, KEYS)
     for tile in range(-(-(stop - start) // KEYS)):
         buffer: list[int] = []
@@ -40,30 +40,6 @@ def test_a_tile_holds_the_keys_of_its_pages_in_order(page_size: int, length: int
         expected = [page_ids[key // page_size] * page_size + key % page_size for key in range(start, stop)]
         assert rows[: stop - start] == expected
         assert {row // page_size for row in rows} <= set(page_ids)
-
-
-def test_a_buffer_is_written_when_it_was_read_and_read_when_it_was_written() -> None:
-    """Plays the two sides of the barriers in random order; a barrier has completed so many phases."""
-    rng = random.Random(0)
-    full, empty, holds = [0] * BUFFERS, [0] * BUFFERS, [-1] * BUFFERS
-    written = read = 0
-
-    def passes(completed: int, phase: int) -> bool:
-        """Whether the wait for a phase's parity returns: the one that runs has the other parity."""
-        return completed % 2 != phase
-
-    while read < 40:
-        if rng.random() < 0.5:
-            buffer, phase = buffer_of.fn(written, BUFFERS)
-            if passes(empty[buffer], phase ^ 1):
-                assert written - read < BUFFERS
-                holds[buffer], full[buffer], written = written, full[buffer] + 1, written + 1
-        else:
-            buffer, phase = buffer_of.fn(read, BUFFERS)
-            if passes(full[buffer], phase):
-                assert holds[buffer] == read
-                empty[buffer], read = empty[buffer] + 1, read + 1
-    assert written >= read
 
 
 def parts(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -145,11 +121,7 @@ SHAPES: tuple[tuple[list[int], dict[str, Any]], ...] = (
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turns", ["0", "1"])
 @pytest.mark.parametrize(("lengths", "shape"), SHAPES, ids=str)
-def test_it_gives_the_softmax(
-    lengths: list[int], shape: dict[str, Any], turns: str, hopper: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(mla_hopper.TURNS_SWITCH, turns)
+def test_it_gives_the_softmax(lengths: list[int], shape: dict[str, Any], hopper: torch.device) -> None:
     shape = {"heads": 128, "dtype": torch.bfloat16, **shape}
     latents_match(mla_paged, hopper, lengths, ckv_dim=512, kpe_dim=64, **shape)

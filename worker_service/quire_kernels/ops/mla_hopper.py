@@ -1,19 +1,27 @@
 """Latent decode for Hopper: the same result as `mla_paged` with split keys, in Gluon.
 
-One program attends 64 heads to the latents of one unit, 64 at a time. A warp of its own copies whole pages into one of
-two buffers (TMA), while eight warps multiply from the other:
+One program attends 64 heads to the latents of one unit, two tiles of 64 keys at a time. Two groups of four warps take
+turns: group 0 has the scores of the first tile and the dims [0, 256) of the result, group 1 the scores of the second
+and the dims [256, 512). While one computes its softmax, the products of the other keep the tensor cores busy:
 
-    S = Q K^T over 512 + 64 dims, 32 keys a warp group;   P = 2^(S - m);   O = O 2^(m' - m) + P V, 256 dims a warp group
+    group 0                                        group 1
+    S0 = Q K0^T;  m0 = max(m, S0)                  S1 = Q K1^T
+    P0 = 2^(S0 - m0);  O = O 2^(m - m0) + P0 V0    m1 = max(m0, S1);  P1 = 2^(S1 - m1)
+    P0' = P0 2^(m0 - m1) for the other             O = O 2^(m - m1) + P1 V1
+    O = O 2^(m0 - m1) + P1 V1                      O = O + P0' V0
+    m = m1                                         m = m1
 
-V is the first 512 dims of the buffer that holds K. P goes through shared memory, because each group needs all of it.
+Its own weights a group has in registers, those for the other go through the memory of the ropes of its tile, which
+nobody reads after the scores. What is shared, and the barriers, each of which completes once a pair of tiles:
 
-    full[b]   TMA -> consumers: buffer b holds its tile         one arrival, and the bytes of the tile
-    empty[b]  consumers -> TMA: nobody reads buffer b any more  one arrival
+    near0   K0 [0, 256)                  copied for group 0 alone        empty: group 0, after its first product with V
+    near1   K1 [256, 512)                copied for group 1 alone        empty: group 1, after its first
+    far0    K0 [256, 512) and its rope   scores of group 0, V of group 1, P0'   empty: group 1, after its second
+    far1    K1 [0, 256) and its rope     scores of group 1, V of group 0, P1    empty: group 0, after its second
+    max0_ready: m0 is there       weights1_ready: m1 and P1 are there       weights0_ready: P0' is there
 
-Tile i of a unit is in buffer i % BUFFERS, and is the (i // BUFFERS)-th to be there, which is the phase of `full`; the
-copy waits for the opposite phase of `empty`, so the first wait of a buffer passes at once.
-
-Gluon has no interpreter: `mla_paged_kernel` is the reference, and runs wherever `fits_hopper` says no.
+A warp of its own copies whole pages (TMA). Gluon has no interpreter: `mla_paged_kernel` is the reference, and runs
+wherever `fits_hopper` says no.
 """
 
 from __future__ import annotations
@@ -27,124 +35,215 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from quire_kernels.ops.mla_seesaw import mla_seesaw_kernel
-from quire_kernels.shared.latent_tiles import LOG2_E, buffer_of, clear_rows, load_heads, page_of_box, synchronize
+from quire_kernels.shared.latent_tiles import clear_rows, copy_pairs, load_heads, synchronize
 from quire_kernels.shared.launch import is_hopper
 from quire_kernels.shared.mla_work import HOPPER_HEADS, HOPPER_KEYS, MlaWork
 
-# Of a program. Two buffers of 64 x 576 latents and as many queries, of 2 bytes, are 216 of the chip's 227 KiB.
-HEADS, KEYS, BUFFERS = HOPPER_HEADS, HOPPER_KEYS, 2
+# Of a program. Two tiles of 64 x 576 latents and as many queries, of 2 bytes, are 216 of the chip's 227 KiB.
+HEADS, KEYS = HOPPER_HEADS, HOPPER_KEYS
 CKV_DIM, KPE_DIM = 512, 64
-NUM_WARPS = 8  # that multiply
+NUM_WARPS = 4  # of a group
 REGISTERS = 168  # per thread of all 12 warps; what the copying ones leave goes to the others
-# Of `mla_hopper_kernel` and of `mla_seesaw_kernel`: registers per thread of the warp that copies, whose addresses would
-# spill with fewer, and of a group of warps.
-TOGETHER = {"BUFFERS": BUFFERS, "COPY_REGISTERS": 48}
-IN_TURNS = {"COPY_REGISTERS": 40, "GROUP_REGISTERS": 232}
+# Per thread of the warp that copies, whose addresses would spill with fewer, and of a group.
+COPY_REGISTERS, GROUP_REGISTERS = 40, 232
 PAGE_SIZE_MIN = 16
 TMA_ALIGNMENT = 16  # bytes, of addresses and strides
-# In the environment, read at each launch, so that one process can compare the kernels: "0" keeps to the Triton kernels,
-# as for prefill; "1" takes `mla_seesaw_kernel`.
-SWITCH, TURNS_SWITCH = "QUIRE_HOPPER", "QUIRE_HOPPER_TURNS"
+SWITCH = "QUIRE_HOPPER"  # in the environment, read at each launch: "0" keeps to the Triton kernels, as for prefill
+LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 # fmt: off
 @gluon.jit
-def copy_latents(
-    ckv, kpe, latents, ropes, full, empty, page_ids, last_page, start, stop,
-    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, BUFFERS: gl.constexpr,
-):
-    """Copies the tiles of a unit, each into its buffer as soon as that is free."""
-    ROWS: gl.constexpr = ckv.block_shape[0]
-    for tile in range((stop - start + KEYS - 1) // KEYS):
-        buffer, phase = buffer_of(tile, BUFFERS)
-        rows = ()
-        for box in gl.static_range(KEYS // ROWS):
-            page, slot = page_of_box(start + tile * KEYS, box, last_page, PAGE_SIZE, ROWS)
-            rows = rows + (gl.load(page_ids + page) * PAGE_SIZE + slot,)  # type: ignore[assignment]  # noqa: RUF005
-        mbarrier.wait(empty.index(buffer), phase ^ 1)
-        mbarrier.expect(full.index(buffer), KEYS * (ckv.block_shape[1] + kpe.block_shape[1]) * 2)
-        for box in gl.static_range(KEYS // ROWS):
-            tma.async_copy_global_to_shared(
-                ckv, [rows[box], 0], full.index(buffer), latents.index(buffer).slice(box * ROWS, ROWS, dim=0)
-            )
-            tma.async_copy_global_to_shared(
-                kpe, [rows[box], 0], full.index(buffer), ropes.index(buffer).slice(box * ROWS, ROWS, dim=0)
-            )
+def scores_of_tile(queries_near, queries_far, query_ropes, near, far, rope, near_full, far_full, phase, scale,
+                   KEYS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Multiplies the queries with a tile of keys, piece by piece as they arrive."""
+    BLOCK: gl.constexpr = queries_near.shape[0]
+    nothing = gl.zeros([BLOCK, KEYS], gl.float32, LAYOUT)
+    mbarrier.wait(near_full, phase)
+    s = warpgroup_mma(queries_near, near.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(far_full, phase)
+    s = warpgroup_mma(queries_far, far.permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(query_ropes, rope.permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, deps=(s,)) * scale
 
 
 @gluon.jit
-def attend_latents(
-    q_nope, q_pe, q_nope_offset, q_pe_offset, stride_q_nope_head, stride_q_pe_head,
-    latents, ropes, full, empty, queries, query_ropes, weights, out, lse, partial_out, partial_lse,
-    q_row, unit, siblings, start, stop, head_start, scale,
-    HEADS: gl.constexpr, KEYS: gl.constexpr, BUFFERS: gl.constexpr,
-):
-    """Attends a block of heads to the tiles of a unit, and writes the result."""
-    BLOCK: gl.constexpr = queries.shape[0]
-    CKV_DIM: gl.constexpr = queries.shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KEYS // 2, 16])
-    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, CKV_DIM // 2, 16])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    element: gl.constexpr = queries.dtype
+def load_half(sources, queries, query_ropes, ready, head_start, GROUP: gl.constexpr, HEADS: gl.constexpr):
+    """Copies a half of the queries to shared memory, group 0 the ropes besides, and waits for the other half."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    BLOCK: gl.constexpr = query_ropes.shape[0]
+    HALF: gl.constexpr = queries.shape[2]
+    q_nope, q_pe, q_nope_offset, q_pe_offset, stride_q_nope_head, stride_q_pe_head = sources
     head = head_start + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
-    load_heads(q_nope, q_nope_offset, stride_q_nope_head, head, HEADS, queries, WIDE)
-    head = head_start + gl.arange(0, BLOCK, gl.SliceLayout(1, NARROW))
-    load_heads(q_pe, q_pe_offset, stride_q_pe_head, head, HEADS, query_ropes, NARROW)
+    offset = q_nope_offset + GROUP * HALF
+    load_heads(q_nope, offset, stride_q_nope_head, head, HEADS, queries.index(GROUP), WIDE)
+    if GROUP == 0:
+        head = head_start + gl.arange(0, BLOCK, gl.SliceLayout(1, NARROW))
+        load_heads(q_pe, q_pe_offset, stride_q_pe_head, head, HEADS, query_ropes, NARROW)
     fence_async_shared()
     synchronize()
+    mbarrier.arrive(ready, count=1)
+    mbarrier.wait(ready, 0)
+
+
+@gluon.jit
+def attend_first(
+    sources, shared, bars, result, start, stop, head_start, scale,
+    HEADS: gl.constexpr, KEYS: gl.constexpr, HALF: gl.constexpr,
+):
+    """Attends to the first tile of each pair, and computes the first half of the dims: group 0."""
+    near, far, ropes, queries, query_ropes, maxima, sums = shared
+    full, empty, ready = bars
+    BLOCK: gl.constexpr = query_ropes.shape[0]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    element: gl.constexpr = query_ropes.dtype
+    load_half(sources, queries, query_ropes, ready.index(5), head_start, 0, HEADS)
     row_max = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    sums = gl.zeros([BLOCK, KEYS], gl.float32, SCORES)  # added up over the keys at the end: that crosses warp groups
-    acc = gl.zeros([BLOCK, CKV_DIM], gl.float32, RESULT)
-    nothing = gl.zeros([BLOCK, KEYS], gl.float32, SCORES)
-    for tile in range((stop - start + KEYS - 1) // KEYS):
-        buffer, phase = buffer_of(tile, BUFFERS)
-        latent = latents.index(buffer)
-        seen = stop - start - tile * KEYS
-        mbarrier.wait(full.index(buffer), phase)
-        s = warpgroup_mma(queries, latent.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        s = warpgroup_mma(query_ropes, ropes.index(buffer).permute((1, 0)), s, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,)) * scale
+    row_sum = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, SCORES))
+    acc = gl.zeros([BLOCK, HALF], gl.float32, RESULT)
+    for pair in range((stop - start + 2 * KEYS - 1) // (2 * KEYS)):
+        phase = pair & 1
+        zero = pair >> 30  # addresses that do not change would be kept in registers, forty of them, and spill
+        seen = stop - start - 2 * pair * KEYS
+        s = scores_of_tile(queries.index(zero), queries.index(1 + zero), query_ropes, near.index(zero), far.index(zero),
+                           ropes.index(zero), full.index(0), full.index(2), phase, scale, KEYS, SCORES)
+        synchronize()  # all warps have their scores: the rope and the rows to clear are not read any more
         if seen < KEYS:
-            clear_rows(latent, seen, NARROW)
+            clear_rows(near.index(0), seen, NARROW)
+            clear_rows(far.index(0), seen, NARROW)
+            fence_async_shared()
             s = gl.where((gl.arange(0, KEYS, gl.SliceLayout(0, SCORES)) < seen)[None, :], s, float("-inf"))
-        new_max = gl.maximum(row_max, gl.max(s, 1))  # a barrier of all warps: nobody reads the last tile's weights now
+        first_max = gl.maximum(row_max, gl.max(s, 1))
+        maxima.index(0).store(first_max)
+        synchronize()
+        mbarrier.arrive(ready.index(0), count=1)
+        base = gl.where(first_max == float("-inf"), 0.0, first_max)
+        p = gl.exp2(s - base[:, None])
+        alpha = gl.exp2(row_max - base)
+        row_sum = row_sum * alpha + gl.sum(p, 1)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, RESULT))[:, None]
+        own = gl.convert_layout(p.to(element), WEIGHTS)
+        acc_token = warpgroup_mma(own, near.index(zero), acc, is_async=True)
+        mbarrier.wait(ready.index(1), phase)
+        row_max = maxima.index(1).load(gl.SliceLayout(1, SCORES))
+        alpha = gl.exp2(first_max - gl.where(row_max == float("-inf"), 0.0, row_max))
+        row_sum = row_sum * alpha
+        ropes.index(0).store((p * alpha[:, None]).to(element))
+        fence_async_shared()
+        synchronize()
+        mbarrier.arrive(ready.index(2), count=1)
+        acc = warpgroup_mma_wait(0, deps=(acc_token,))
+        synchronize()
+        mbarrier.arrive(empty.index(0), count=1)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, RESULT))[:, None]
+        acc_token = warpgroup_mma(ropes.index(1 + zero), far.index(1 + zero), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc_token,))
+        synchronize()
+        mbarrier.arrive(empty.index(3), count=1)
+    sums.index(0).store(row_sum)
+    synchronize()
+    mbarrier.arrive(ready.index(3), count=1)
+    mbarrier.wait(ready.index(4), 0)
+    row_sum += sums.index(1).load(gl.SliceLayout(1, SCORES))
+    store_half(acc, row_max, row_sum, result, head_start, 0, HEADS, SCORES, RESULT)
+
+
+@gluon.jit
+def attend_second(
+    sources, shared, bars, result, start, stop, head_start, scale,
+    HEADS: gl.constexpr, KEYS: gl.constexpr, HALF: gl.constexpr,
+):
+    """Attends to the second tile of each pair, and computes the second half of the dims: group 1."""
+    near, far, ropes, queries, query_ropes, maxima, sums = shared
+    full, empty, ready = bars
+    BLOCK: gl.constexpr = query_ropes.shape[0]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    element: gl.constexpr = query_ropes.dtype
+    load_half(sources, queries, query_ropes, ready.index(5), head_start, 1, HEADS)
+    row_max = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    row_sum = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, SCORES))
+    acc = gl.zeros([BLOCK, HALF], gl.float32, RESULT)
+    for pair in range((stop - start + 2 * KEYS - 1) // (2 * KEYS)):
+        phase = pair & 1
+        zero = pair >> 30  # addresses that do not change would be kept in registers, forty of them, and spill
+        seen = stop - start - (2 * pair + 1) * KEYS
+        s = scores_of_tile(queries.index(1 + zero), queries.index(zero), query_ropes, near.index(1 + zero),
+                           far.index(1 + zero), ropes.index(1 + zero), full.index(1), full.index(3), phase, scale,
+                           KEYS, SCORES)
+        synchronize()  # all warps have their scores: the rope and the rows to clear are not read any more
+        if seen < KEYS:
+            clear_rows(near.index(1), seen, NARROW)
+            clear_rows(far.index(1), seen, NARROW)
+            s = gl.where((gl.arange(0, KEYS, gl.SliceLayout(0, SCORES)) < seen)[None, :], s, float("-inf"))
+        own_max = gl.max(s, 1)
+        mbarrier.wait(ready.index(0), phase)
+        new_max = gl.maximum(maxima.index(0).load(gl.SliceLayout(1, SCORES)), own_max)
         base = gl.where(new_max == float("-inf"), 0.0, new_max)
         p = gl.exp2(s - base[:, None])
         alpha = gl.exp2(row_max - base)
-        sums = sums * alpha[:, None] + p
         row_max = new_max
-        weights.store(p.to(element))
+        maxima.index(1).store(new_max)
+        weights = p.to(element)
+        ropes.index(1).store(weights)
         fence_async_shared()
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, RESULT))[:, None]
         synchronize()
-        acc = warpgroup_mma(weights, latent, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        synchronize()  # all warps have read the buffer
-        mbarrier.arrive(empty.index(buffer), count=1)
-    row_sum = gl.sum(sums, 1)
+        mbarrier.arrive(ready.index(1), count=1)
+        row_sum = row_sum * alpha + gl.sum(p, 1)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, RESULT))[:, None]
+        acc_token = warpgroup_mma(gl.convert_layout(weights, WEIGHTS), near.index(1 + zero), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc_token,))
+        synchronize()
+        mbarrier.arrive(empty.index(1), count=1)
+        mbarrier.wait(ready.index(2), phase)
+        acc_token = warpgroup_mma(ropes.index(zero), far.index(zero), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc_token,))
+        synchronize()
+        mbarrier.arrive(empty.index(2), count=1)
+    sums.index(1).store(row_sum)
+    synchronize()
+    mbarrier.arrive(ready.index(4), count=1)
+    mbarrier.wait(ready.index(3), 0)
+    row_sum += sums.index(0).load(gl.SliceLayout(1, SCORES))
+    store_half(acc, row_max, row_sum, result, head_start, HALF, HEADS, SCORES, RESULT)
+
+
+@gluon.jit
+def store_half(acc, row_max, row_sum, result, head_start, dim_start: gl.constexpr, HEADS: gl.constexpr,
+               SCORES: gl.constexpr, RESULT: gl.constexpr):
+    """Writes the half of the result that a group has, and, from group 0, lse."""
+    out, lse, partial_out, partial_lse, q_row, unit, siblings = result
     is_empty = row_sum == 0.0
     row_sum = gl.where(is_empty, 1.0, row_sum)
     row_lse = gl.where(is_empty, float("-inf"), row_max + gl.log2(row_sum))
     acc = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, RESULT))[:, None]
+    BLOCK: gl.constexpr = acc.shape[0]
+    HALF: gl.constexpr = acc.shape[1]
+    CKV_DIM: gl.constexpr = 2 * HALF
     head = head_start + gl.arange(0, BLOCK, gl.SliceLayout(1, RESULT))
     lse_head = head_start + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
-    dims = gl.arange(0, CKV_DIM, gl.SliceLayout(0, RESULT))
+    dims = dim_start + gl.arange(0, HALF, gl.SliceLayout(0, RESULT))
     if siblings == 1:
         offset = (q_row * HEADS + head).to(gl.int64) * CKV_DIM
-        gl.store(out + offset[:, None] + dims[None, :], acc.to(element), mask=(head < HEADS)[:, None])
-        gl.store(lse + q_row * HEADS + lse_head, row_lse, mask=lse_head < HEADS)
+        gl.store(out + offset[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=(head < HEADS)[:, None])
+        if dim_start == 0:
+            gl.store(lse + q_row * HEADS + lse_head, row_lse, mask=lse_head < HEADS)
     if siblings > 1:
         offset = (unit * HEADS + head).to(gl.int64) * CKV_DIM
         gl.store(partial_out + offset[:, None] + dims[None, :], acc, mask=(head < HEADS)[:, None])
-        gl.store(partial_lse + unit * HEADS + lse_head, row_lse, mask=lse_head < HEADS)
+        if dim_start == 0:
+            gl.store(partial_lse + unit * HEADS + lse_head, row_lse, mask=lse_head < HEADS)
 
 
 @gluon.jit(
@@ -155,15 +254,15 @@ def attend_latents(
 )
 def mla_hopper_kernel(
     q_nope, q_pe,  # [tokens, HEADS, CKV_DIM] and [tokens, HEADS, KPE_DIM]
-    ckv, kpe,  # descriptors of [pages * PAGE_SIZE, CKV_DIM] and [pages * PAGE_SIZE, KPE_DIM]
+    ckv, kpe,  # descriptors of [pages * PAGE_SIZE, CKV_DIM], half of the dims a box, and [pages * PAGE_SIZE, KPE_DIM]
     qo_indptr, page_indptr, page_indices,  # int32
     units, unit_indptr,  # see `work_units`; items are keys
     out, lse,  # [tokens, HEADS, CKV_DIM] and float32 [tokens, HEADS], contiguous
     partial_out, partial_lse,  # float32 [capacity, HEADS, CKV_DIM] and [capacity, HEADS]
     sm_scale, batch,
     stride_q_nope_token, stride_q_nope_head, stride_q_pe_token, stride_q_pe_head,
-    HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK: gl.constexpr, KEYS: gl.constexpr, BUFFERS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr,
+    HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK: gl.constexpr, KEYS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr, GROUP_REGISTERS: gl.constexpr,
 ):
     """Runs one program for each, unit outermost, then block of heads. Past the last unit it has no keys and no
     siblings, and writes nothing."""
@@ -185,34 +284,44 @@ def mla_hopper_kernel(
     first_page = gl.load(page_indptr + request)
     last_page = gl.load(page_indptr + request + 1) - first_page - 1
     element: gl.constexpr = q_nope.dtype.element_ty
-    CKV_DIM: gl.constexpr = ckv.block_shape[1]
+    HALF: gl.constexpr = ckv.block_shape[1]
     KPE_DIM: gl.constexpr = kpe.block_shape[1]
-    latents = gl.allocate_shared_memory(element, [BUFFERS, KEYS, CKV_DIM], ckv.layout)
-    ropes = gl.allocate_shared_memory(element, [BUFFERS, KEYS, KPE_DIM], kpe.layout)
-    queries = gl.allocate_shared_memory(element, [BLOCK, CKV_DIM], ckv.layout)
+    near = gl.allocate_shared_memory(element, [2, KEYS, HALF], ckv.layout)
+    far = gl.allocate_shared_memory(element, [2, KEYS, HALF], ckv.layout)
+    ropes = gl.allocate_shared_memory(element, [2, KEYS, KPE_DIM], kpe.layout)
+    queries = gl.allocate_shared_memory(element, [2, BLOCK, HALF], ckv.layout)
     query_ropes = gl.allocate_shared_memory(element, [BLOCK, KPE_DIM], kpe.layout)
-    weights = gl.allocate_shared_memory(element, [BLOCK, KEYS], kpe.layout)
-    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    for buffer in gl.static_range(BUFFERS):
-        mbarrier.init(full.index(buffer), count=1)
-        mbarrier.init(empty.index(buffer), count=1)
+    maxima = gl.allocate_shared_memory(gl.float32, [2, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(5):
+        mbarrier.init(ready.index(i), count=1)
+    mbarrier.init(ready.index(5), count=2)
     fence_async_shared()
+    sources = (
+        q_nope, q_pe, q_row.to(gl.int64) * stride_q_nope_token, q_row.to(gl.int64) * stride_q_pe_token,
+        stride_q_nope_head, stride_q_pe_head,
+    )
+    shared = (near, far, ropes, queries, query_ropes, maxima, sums)
+    bars = (full, empty, ready)
+    result = (out, lse, partial_out, partial_lse, q_row, unit, siblings)
+    scale = sm_scale * LOG2_E
     gl.warp_specialize(
         [
-            (attend_latents, (
-                q_nope, q_pe, q_row.to(gl.int64) * stride_q_nope_token, q_row.to(gl.int64) * stride_q_pe_token,
-                stride_q_nope_head, stride_q_pe_head, latents, ropes, full, empty, queries, query_ropes, weights,
-                out, lse, partial_out, partial_lse, q_row, unit, siblings, start, stop, head_start,
-                sm_scale * LOG2_E, HEADS, KEYS, BUFFERS,
-            )),
-            (copy_latents, (
-                ckv, kpe, latents, ropes, full, empty, page_indices + first_page, last_page, start, stop,
-                PAGE_SIZE, KEYS, BUFFERS,
+            (attend_first, (sources, shared, bars, result, start, stop, head_start, scale, HEADS, KEYS, HALF)),
+            (attend_second, (sources, shared, bars, result, start, stop, head_start, scale, HEADS, KEYS, HALF)),
+            (copy_pairs, (
+                ckv, kpe, near, far, ropes, full, empty, page_indices + first_page, last_page, start, stop,
+                PAGE_SIZE, KEYS,
             )),
         ],
-        [1],
-        [COPY_REGISTERS],
+        [4, 1],
+        [GROUP_REGISTERS, COPY_REGISTERS],
     )
 # fmt: on
 
@@ -281,14 +390,10 @@ def launch_hopper(
     q_nope, q_pe, ckv, kpe = parts.values()
     heads = q_nope.shape[1]
     programs = division.work.capacity * triton.cdiv(heads, HEADS)
-    given = {"HEADS": heads, "PAGE_SIZE": ckv.shape[1], "BLOCK": HEADS, "KEYS": KEYS, "maxnreg": REGISTERS}
-    arguments = (
-        *indices, division.work.units, division.work.indptr, out, lse, division.partial_out, division.partial_lse,
-        float(sm_scale), division.work.batch, *q_nope.stride()[:2], *q_pe.stride()[:2],
+    mla_hopper_kernel[(programs,)](
+        q_nope, q_pe, describe(ckv, CKV_DIM // 2), describe(kpe, KPE_DIM), *indices, division.work.units,
+        division.work.indptr, out, lse, division.partial_out, division.partial_lse, float(sm_scale),
+        division.work.batch, *q_nope.stride()[:2], *q_pe.stride()[:2], HEADS=heads, PAGE_SIZE=ckv.shape[1],
+        BLOCK=HEADS, KEYS=KEYS, COPY_REGISTERS=COPY_REGISTERS, GROUP_REGISTERS=GROUP_REGISTERS, num_warps=NUM_WARPS,
+        maxnreg=REGISTERS,
     )  # fmt: skip
-    if os.environ.get(TURNS_SWITCH) == "1":
-        boxes = (describe(ckv, CKV_DIM // 2), describe(kpe, KPE_DIM))
-        mla_seesaw_kernel[(programs,)](q_nope, q_pe, *boxes, *arguments, **given, **IN_TURNS, num_warps=NUM_WARPS // 2)
-    else:
-        boxes = (describe(ckv, CKV_DIM), describe(kpe, KPE_DIM))
-        mla_hopper_kernel[(programs,)](q_nope, q_pe, *boxes, *arguments, **given, **TOGETHER, num_warps=NUM_WARPS)

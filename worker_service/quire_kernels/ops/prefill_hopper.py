@@ -36,99 +36,131 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from quire_kernels.shared.hopper_tile import LOG2_E, clear_values, score_factors, softmax_tile, synchronize_group
 from quire_kernels.shared.launch import multiprocessor_count
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import PagedCache
 from quire_kernels.shared.prefill_launch import PrefillLaunch
+from quire_kernels.shared.prefill_pieces import GROUP_ROWS, copy_tiles, load_queries, piece, turns
 from quire_kernels.shared.prefill_rows import Masking, PrefillWork
-from quire_kernels.shared.prefill_tiles import keys_of_block, piece_of_turn, tiles_of_keys, turns_of_program
+from quire_kernels.shared.prefill_tiles import keys_of_block, tiles_of_keys
 from quire_kernels.shared.tma_pages import BOX_ROWS_MIN, TMA_BYTES, page_rows, pages_by_tma
 
-GROUP_ROWS = gl.constexpr(64)  # of a group of warps: the rows of one wgmma
 BLOCK_M = gl.constexpr(128)
+LOG2_E = gl.constexpr(1.4426950408889634)
+CLEARED_ROWS = gl.constexpr(16)  # zeroed at once, to stay within the registers
+
+# Triton 3.6 has one name for it, 3.7 another. It synchronizes the warps of a group, not those of the program.
+synchronize_group = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 # fmt: off
 @gluon.jit
-def piece(turn, work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Loads what a turn is about: the last blocks of rows first, the KV heads of a block side by side."""
-    units, unit_count, qo_indptr, page_indptr, last_page_len = work
-    number = piece_of_turn(turn, gl.program_id(0), PROGRAMS)
-    unit = unit_count - 1 - number // KV_HEADS
-    request = gl.load(units + unit * 4)
-    row_start = gl.load(units + unit * 4 + 1)
-    row_stop = gl.load(units + unit * 4 + 2)
-    q_begin = gl.load(qo_indptr + request)
-    q_len = gl.load(qo_indptr + request + 1) - q_begin
-    first_page = gl.load(page_indptr + request)
-    page_count = gl.load(page_indptr + request + 1) - first_page
-    kv_len = (page_count - 1) * PAGE_SIZE + gl.load(last_page_len + request)
-    kv_len = gl.where(page_count > 0, kv_len, 0)
-    return number % KV_HEADS, row_start, row_stop, q_begin, q_len, first_page, kv_len
-
-
-@gluon.jit
-def turns(work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr):
-    """Returns how many pieces this program does."""
-    return turns_of_program(work[1] * KV_HEADS, gl.program_id(0), PROGRAMS)
-
-
-@gluon.jit
-def copy_tiles(
-    part, page_indices, work, window_left, rows, ring, full, empty,
-    PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+def softmax_tile(
+    s, row_max, row_sum, scale, cap, tile, row_low, row_high, is_edge,
+    LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):
-    """Copies the tiles of K, or of V, of all pieces into their ring. One warp."""
-    BOX: gl.constexpr = part.block_shape[0]
-    BYTES: gl.constexpr = BLOCK_N * HEAD_DIM * 2
-    rows_per_page, rows_per_head, columns_per_head = rows
-    count = 0
-    for turn in range(turns(work, PROGRAMS, KV_HEADS)):
-        kv_head, row_start, row_stop, _, q_len, first_page, kv_len = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
-        low, high, free_low, free_high = keys_of_block(
-            kv_len, q_len, row_start, row_stop, window_left, GROUP, CAUSAL, WINDOW
+    """Takes a tile of products into the online softmax. Returns p, row_max, row_sum and the factor of what was there.
+
+    Scores and row_max are in units of log2. `scale` is positive: the largest product gives the largest score.
+    """
+    if SOFT_CAP:
+        s = cap * (1.0 - 2.0 / (gl.exp2(s * scale) + 1.0))  # cap * tanh
+    if is_edge:
+        key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+        seen = key[None, :] < row_high[:, None]
+        if WINDOW:
+            seen = seen & (key[None, :] >= row_low[:, None])
+        s = gl.where(seen, s, float("-inf"))
+    if SOFT_CAP:
+        factor = 1.0
+    else:
+        factor = scale
+    new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
+    base = gl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf would be NaN
+    p = gl.exp2(s * factor - base[:, None])
+    alpha = gl.exp2(row_max - base)
+    return p, new_max, row_sum * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def clear_values(values, low, high, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Zeroes the rows of a tile outside `[low, high)`. Both groups do, with equal results, so neither waits."""
+    for i in gl.static_range(BLOCK_N // CLEARED_ROWS):
+        if (i * CLEARED_ROWS < low) | ((i + 1) * CLEARED_ROWS > high):
+            part = values.slice(i * CLEARED_ROWS, CLEARED_ROWS, dim=0)
+            row = i * CLEARED_ROWS + gl.arange(0, CLEARED_ROWS, gl.SliceLayout(1, LAYOUT))
+            valid = (row >= low) & (row < high)
+            numbers = part.load(LAYOUT)
+            part.store(gl.where(valid[:, None], numbers, gl.zeros_like(numbers)))
+    fence_async_shared()
+    synchronize_group()
+
+
+@gluon.jit
+def attend_tiles(
+    acc, row_max, row_sum, count, tiles, limits, scale, cap, q_rows, no_scores, ring, barriers,
+    P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+):
+    """Attends the rows of a group to the tiles of a piece. Returns acc, row_max, row_sum, and the count of tiles so
+    far."""
+    O_LAYOUT: gl.constexpr = P_LAYOUT.parent
+    S_LAYOUT: gl.constexpr = no_scores.type.layout
+    dtype: gl.constexpr = q_rows.dtype
+    start, stop, free_start, free_stop, low, kv_len = tiles
+    row_low, row_high = limits
+    k_ring, v_ring = ring
+    k_full, k_empty, v_full, v_empty = barriers
+    if start < stop:
+        slot = count % STAGES
+        parity = count // STAGES % 2
+        mbarrier.wait(k_full.index(slot), parity)
+        s = warpgroup_mma(q_rows, k_ring.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if WINDOW:
+            if low > start * BLOCK_N:
+                mbarrier.wait(v_full.index(slot), parity)
+                clear_values(v_ring.index(slot), low - start * BLOCK_N, BLOCK_N, ROW_LAYOUT, BLOCK_N)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        is_edge = (start < free_start) | (start >= free_stop)
+        p, row_max, row_sum, alpha = softmax_tile(
+            s, row_max, row_sum, scale, cap, start, row_low, row_high, is_edge,
+            S_LAYOUT, BLOCK_N, WINDOW, SOFT_CAP,
         )
-        start, stop, _, _ = tiles_of_keys(low, high, free_low, free_high, BLOCK_N)
-        first_box = low // BOX
-        last_box = (high - 1) // BOX
-        column = kv_head * columns_per_head
-        first_row = kv_head * rows_per_head
-        for tile in range(start, stop):
-            slot = count % STAGES
-            parity = count // STAGES % 2 ^ 1
-            box_rows = ()
-            for i in gl.static_range(BLOCK_N // BOX):
-                box = min(max(tile * (BLOCK_N // BOX) + i, first_box), last_box)
-                page = gl.load(page_indices + first_page + box * BOX // PAGE_SIZE)
-                box_rows += (page * rows_per_page + first_row + box * BOX % PAGE_SIZE,)  # type: ignore[assignment]
-            mbarrier.wait(empty.index(slot), parity)
-            mbarrier.expect(full.index(slot), BYTES)
-            for i in gl.static_range(BLOCK_N // BOX):
-                place = ring.index(slot).slice(i * BOX, BOX, dim=0)
-                tma.async_copy_global_to_shared(part, [box_rows[i], column], full.index(slot), place)
+        p = gl.convert_layout(p.to(dtype), P_LAYOUT)
+        mbarrier.wait(v_full.index(slot), parity)
+        for tile in range(start + 1, stop):
+            v_slot = slot
             count += 1
-
-
-@gluon.jit
-def load_queries(
-    q, q_strides, turn, work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HALF: gl.constexpr, LAYOUT: gl.constexpr,
-):
-    """Loads the 64 rows of a group for a piece, zero past the last row."""
-    kv_head, row_start, row_stop, q_begin, _, _, _ = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
-    row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
-    token = (q_begin + row // GROUP).to(gl.int64)
-    offset = token * q_strides[0].to(gl.uint32).to(gl.int64) + (kv_head * GROUP + row % GROUP) * q_strides[1]
-    dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
-    return gl.load(q + offset[:, None] + dim[None, :], mask=(row < row_stop)[:, None], other=0.0)
+            slot = count % STAGES
+            parity = count // STAGES % 2
+            mbarrier.wait(k_full.index(slot), parity)
+            s = warpgroup_mma(q_rows, k_ring.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            acc = warpgroup_mma(p, v_ring.index(v_slot), acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            is_edge = (tile < free_start) | (tile >= free_stop)
+            weights, row_max, row_sum, alpha = softmax_tile(
+                s, row_max, row_sum, scale, cap, tile, row_low, row_high, is_edge,
+                S_LAYOUT, BLOCK_N, WINDOW, SOFT_CAP,
+            )
+            mbarrier.wait(v_full.index(slot), parity)
+            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+            mbarrier.arrive(v_empty.index(v_slot), count=1)
+            p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
+        count += 1
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        if stop * BLOCK_N > kv_len:
+            clear_values(v_ring.index(slot), 0, kv_len - (stop - 1) * BLOCK_N, ROW_LAYOUT, BLOCK_N)
+        acc = warpgroup_mma(p, v_ring.index(slot), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(slot), count=1)
+    return acc, row_max, row_sum, count
 
 
 @gluon.jit
@@ -145,8 +177,6 @@ def attend_pieces(
     LANES: gl.constexpr = min(HEAD_DIM // 8, 32)  # that read a row of 8 elements each
     ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     dtype: gl.constexpr = q.dtype.element_ty
-    k_ring, v_ring = ring
-    k_full, k_empty, v_full, v_empty = barriers
     no_scores = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ROW_LAYOUT))
     turn_count = turns(work, PROGRAMS, KV_HEADS)
@@ -179,57 +209,14 @@ def attend_pieces(
             row_max = gl.load(sinks + head) * LOG2_E
             row_sum += 1.0
         acc = gl.zeros([GROUP_ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
-        if start < stop:
-            slot = count % STAGES
-            parity = count // STAGES % 2
-            mbarrier.wait(k_full.index(slot), parity)
-            s = warpgroup_mma(q_rows, k_ring.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            if WINDOW:
-                if low > start * BLOCK_N:
-                    mbarrier.wait(v_full.index(slot), parity)
-                    clear_values(v_ring.index(slot), low - start * BLOCK_N, BLOCK_N, ROW_LAYOUT, BLOCK_N)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            is_edge = (start < free_start) | (start >= free_stop)
-            p, row_max, row_sum, alpha = softmax_tile(
-                s, row_max, row_sum, scale, cap, start, row_low, row_high, is_edge,
-                S_LAYOUT, BLOCK_N, WINDOW, SOFT_CAP,
-            )
-            p = gl.convert_layout(p.to(dtype), P_LAYOUT)
-            mbarrier.wait(v_full.index(slot), parity)
-            for tile in range(start + 1, stop):
-                v_slot = slot
-                count += 1
-                slot = count % STAGES
-                parity = count // STAGES % 2
-                mbarrier.wait(k_full.index(slot), parity)
-                s = warpgroup_mma(q_rows, k_ring.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                acc = warpgroup_mma(p, v_ring.index(v_slot), acc, is_async=True)
-                s = warpgroup_mma_wait(1, deps=(s,))
-                mbarrier.arrive(k_empty.index(slot), count=1)
-                is_edge = (tile < free_start) | (tile >= free_stop)
-                weights, row_max, row_sum, alpha = softmax_tile(
-                    s, row_max, row_sum, scale, cap, tile, row_low, row_high, is_edge,
-                    S_LAYOUT, BLOCK_N, WINDOW, SOFT_CAP,
-                )
-                mbarrier.wait(v_full.index(slot), parity)
-                acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-                mbarrier.arrive(v_empty.index(v_slot), count=1)
-                p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
-            count += 1
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-            if stop * BLOCK_N > kv_len:
-                clear_values(v_ring.index(slot), 0, kv_len - (stop - 1) * BLOCK_N, ROW_LAYOUT, BLOCK_N)
-            acc = warpgroup_mma(p, v_ring.index(slot), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index(slot), count=1)
-
+        acc, row_max, row_sum, count = attend_tiles(
+            acc, row_max, row_sum, count, (start, stop, free_start, free_stop, low, kv_len), (row_low, row_high),
+            scale, cap, q_rows, no_scores, ring, barriers, P_LAYOUT, ROW_LAYOUT, BLOCK_N, STAGES, WINDOW, SOFT_CAP,
+        )
         following = min(turn + 1, turn_count - 1)  # after the last piece its queries are loaded once more
-        if HEAD_DIM < 256:  # they are on their way while results are written, where there are registers for both
-            queries = load_queries(
-                q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
-            )
+        queries = load_queries(  # they are on their way while results are written
+            q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
+        )
         nothing = row_sum == 0.0
         row_sum = gl.where(nothing, 1.0, row_sum)
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -247,10 +234,6 @@ def attend_pieces(
             out + (out_row * HEAD_DIM)[:, None] + dim[None, :], q_rows.load(ROW_LAYOUT),
             mask=(io_row < row_stop)[:, None],
         )
-        if HEAD_DIM >= 256:
-            queries = load_queries(
-                q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
-            )
 
 
 @gluon.jit(
@@ -322,12 +305,8 @@ def prefill_hopper_kernel(
 HEAD_DIMS = (64, 128)
 CAPABILITY = 9
 SWITCH = "QUIRE_HOPPER"  # "0" in the environment keeps to the Triton kernels; read at each launch, to compare both
+BLOCK_N, STAGES = 128, 3  # keys of a tile; tiles of K, and as many of V: 224 KiB with queries, 112 for head dim 64
 MAXNREG = 168  # of 12 warps, so that the groups of warps can share 64,512 registers; the start of every program
-
-
-def ring_of(head_dim: int) -> tuple[int, int]:
-    """Returns keys per tile, and tiles of K (and as many of V) in shared memory, with which queries and tiles fit."""
-    return (64, 2) if head_dim == 256 else (128, 3)  # 192 KiB; 112 KiB for 64, 224 KiB for 128
 
 
 def runs_on_hopper(
@@ -347,7 +326,6 @@ def fits_hopper(
     q: torch.Tensor, cache: PagedCache, options: AttentionOptions, masking: Masking, division: PrefillWork
 ) -> bool:
     """Returns whether the kernel is made for such a launch, whatever the chip."""
-    block_n, _ = ring_of(cache.head_dim)
     rows = page_rows(cache.k)
     return (
         q.dtype in (torch.bfloat16, torch.float16)
@@ -362,13 +340,19 @@ def fits_hopper(
         and options.v_scale is None
         and options.sm_scale > 0
         and cache.page_size >= BOX_ROWS_MIN
-        and (block_n % cache.page_size == 0 or cache.page_size % block_n == 0)
+        and (BLOCK_N % cache.page_size == 0 or cache.page_size % BLOCK_N == 0)
         and all(stride * q.element_size() % TMA_BYTES == 0 for stride in q.stride()[:2])
         and q.stride(2) == 1
         and q.data_ptr() % TMA_BYTES == 0
         and rows is not None
         and rows == page_rows(cache.v)
     )
+
+
+def score_factors(options: AttentionOptions) -> tuple[float, float]:
+    """Returns the kernel's scale and cap: scores in log2 are x * scale, or cap * (1 - 2 / (2^(x * scale) + 1))."""
+    scale, cap = options.sm_scale * LOG2_E.value, options.logits_soft_cap
+    return (2.0 * scale / cap, cap * LOG2_E.value) if cap > 0 else (scale, 0.0)
 
 
 def launch_on_hopper(
@@ -384,17 +368,17 @@ def launch_on_hopper(
     launch: PrefillLaunch,
 ) -> None:
     """Launches what `fits_hopper` agreed to, with the arguments of `prefill_paged`, on the current device."""
-    rows, (block_n, stages) = page_rows(cache.k), ring_of(cache.head_dim)
+    rows = page_rows(cache.k)
     assert rows is not None
     programs = multiprocessor_count(q.device)  # those without work leave at once
     prefill_hopper_kernel[(programs,)](
-        q, pages_by_tma(cache.k, rows, block_n), pages_by_tma(cache.v, rows, block_n),
+        q, pages_by_tma(cache.k, rows, BLOCK_N), pages_by_tma(cache.v, rows, BLOCK_N),
         qo_indptr, indptr, indices, last_page_len, division.work.units, division.work.indptr,
         launch.out, launch.lse, options.sinks,
         *score_factors(options), options.window_left, division.work.batch,
         rows.per_page, rows.per_head, rows.columns_per_head, q.stride(0), q.stride(1),
         PROGRAMS=programs, KV_HEADS=cache.num_kv_heads, GROUP=division.group,
-        PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim, BLOCK_N=block_n, STAGES=stages, CAUSAL=masking.causal,
+        PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim, BLOCK_N=BLOCK_N, STAGES=STAGES, CAUSAL=masking.causal,
         WINDOW=options.window_left >= 0, SOFT_CAP=options.logits_soft_cap > 0,
         num_warps=4, maxnreg=MAXNREG,
     )  # fmt: skip

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from quire_kernels.compilation.configurations import KernelConfiguration
 from quire_kernels.ops import mla_hopper
-from quire_kernels.ops.mla_seesaw import mla_seesaw_kernel
-from quire_kernels.ops.prefill_hopper import MAXNREG, prefill_hopper_kernel, ring_of
+from quire_kernels.ops.prefill_hopper import BLOCK_N, MAXNREG, STAGES, prefill_hopper_kernel
 from quire_kernels.shared.tma_pages import PAGE_LAYOUT
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200
@@ -19,10 +18,9 @@ def _prefill(
     head_dim: int = 128, *, dtype: str = "bf16", group: int = 4, page_size: int = 16, causal: bool = True,
     options: bool = False,
 ) -> KernelConfiguration:  # fmt: skip
-    block_n, stages = ring_of(head_dim)
     signature = {
         **dict.fromkeys(("q", "out"), f"*{dtype}"),
-        **dict.fromkeys(("k", "v"), f"tensordesc<{dtype}[{min(page_size, block_n)}, {head_dim}],{PAGE_LAYOUT!r}>"),
+        **dict.fromkeys(("k", "v"), f"tensordesc<{dtype}[{min(page_size, BLOCK_N)}, {head_dim}],{PAGE_LAYOUT!r}>"),
         **dict.fromkeys(
             ("qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr"),
             "*i32",
@@ -47,14 +45,14 @@ def _prefill(
             "GROUP": group,
             "PAGE_SIZE": page_size,
             "HEAD_DIM": head_dim,
-            "BLOCK_N": block_n,
-            "STAGES": stages,
+            "BLOCK_N": BLOCK_N,
+            "STAGES": STAGES,
             "CAUSAL": causal,
             "WINDOW": options,
             "SOFT_CAP": options,
         },
         aligned=frozenset({"q", "out", "stride_q_token", "stride_q_head"}),
-        num_stages=stages,
+        num_stages=STAGES,
         architectures=("sm_90",),
         maxnreg=MAXNREG,
     )
@@ -71,11 +69,9 @@ def _prefills() -> Iterator[KernelConfiguration]:
     yield _prefill(causal=False)
 
 
-def _latent(dtype: str, heads: int, page_size: int, *, in_turns: bool) -> KernelConfiguration:
-    """Describes either kernel of latent decode."""
-    kernel = mla_seesaw_kernel if in_turns else mla_hopper.mla_hopper_kernel
-    layout = PAGE_LAYOUT
-    columns = {"ckv": mla_hopper.CKV_DIM // 2 if in_turns else mla_hopper.CKV_DIM, "kpe": mla_hopper.KPE_DIM}
+def _latent(dtype: str, heads: int, page_size: int) -> KernelConfiguration:
+    kernel = mla_hopper.mla_hopper_kernel
+    columns = {"ckv": mla_hopper.CKV_DIM // 2, "kpe": mla_hopper.KPE_DIM}
     strides = [name for name in kernel.arg_names if name.startswith("stride_")]
     indices = ("qo_indptr", "page_indptr", "page_indices", "units", "unit_indptr")
     rows = min(page_size, mla_hopper.KEYS)
@@ -84,7 +80,7 @@ def _latent(dtype: str, heads: int, page_size: int, *, in_turns: bool) -> Kernel
         name=f"{dtype} H{heads} P{page_size}",
         signature={
             **dict.fromkeys(("q_nope", "q_pe", "out"), f"*{dtype}"),
-            **{name: f"tensordesc<{dtype}[{rows}, {size}],{layout!r}>" for name, size in columns.items()},
+            **{name: f"tensordesc<{dtype}[{rows}, {size}],{PAGE_LAYOUT!r}>" for name, size in columns.items()},
             **dict.fromkeys(indices, "*i32"),
             **dict.fromkeys(("lse", "partial_out", "partial_lse"), "*fp32"),
             "sm_scale": "fp32",
@@ -95,19 +91,19 @@ def _latent(dtype: str, heads: int, page_size: int, *, in_turns: bool) -> Kernel
             "PAGE_SIZE": page_size,
             "BLOCK": mla_hopper.HEADS,
             "KEYS": mla_hopper.KEYS,
-            **(mla_hopper.IN_TURNS if in_turns else mla_hopper.TOGETHER),
+            "COPY_REGISTERS": mla_hopper.COPY_REGISTERS,
+            "GROUP_REGISTERS": mla_hopper.GROUP_REGISTERS,
         },
         aligned=frozenset({"q_nope", "q_pe", "out", "partial_out", *strides}),
-        num_warps=mla_hopper.NUM_WARPS // 2 if in_turns else mla_hopper.NUM_WARPS,
+        num_warps=mla_hopper.NUM_WARPS,
         maxnreg=mla_hopper.REGISTERS,
-        has_products_in_flight=False,  # the groups of `mla_seesaw` overlap with each other
+        has_products_in_flight=False,  # the two groups overlap with each other
         architectures=("sm_90",),
     )
 
 
 ON_HOPPER = (
     *_prefills(),
-    *(_latent("bf16", heads, page_size, in_turns=turns)
-      for turns in (False, True) for heads in (80, 128) for page_size in (16, 64)),
-    *(_latent("fp16", 128, 64, in_turns=turns) for turns in (False, True)),
-)  # fmt: skip
+    *(_latent("bf16", heads, page_size) for heads in (80, 128) for page_size in (16, 64)),
+    _latent("fp16", 128, 64),
+)

@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-processes test-interpreted test-compiled test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean gpu-wheels gpu-proof
+.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean gpu-wheels gpu-proof
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,6 +60,18 @@ test-interpreted: $(READY) ## run the tests of the GPU's kernels, and of whole m
 test-compiled: $(COMPILED)/.ready ## run the allocator's tests on its compiled core, as its image has it
 	PYTHONPATH=$(COMPILED) $(PYTEST) tests/allocator
 	PYTHONPATH=$(COMPILED) $(BIN)/python -m tests.allocator.twin.run --events 50000 --seed 7
+
+# What the metadata of the package allows has to work: of each direct requirement the lowest release. Tools of tests are
+# the newest that fit beside those.
+LOWEST := build/lowest
+test-lowest: ## run tests of each part on the lowest versions that pyproject.toml allows
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/pip install -q --disable-pip-version-check -c constraints.txt uv
+	$(LOWEST)/bin/uv pip compile -q --resolution lowest-direct --extra all --python $(LOWEST)/bin/python -o $(LOWEST)/requirements.txt pyproject.toml
+	$(if $(QUIRE_TORCH_INDEX),$(LOWEST)/bin/pip install -q --disable-pip-version-check --no-deps \
+		--index-url $(QUIRE_TORCH_INDEX) $$(grep '^torch==' $(LOWEST)/requirements.txt))
+	$(LOWEST)/bin/pip install -q --disable-pip-version-check -c $(LOWEST)/requirements.txt -e '.[all,dev]'
+	$(LOWEST)/bin/python -m pytest -q tests/client/test_cli.py tests/security/test_certs.py tests/gateway/test_gate.py tests/worker/test_conversations.py
 
 test-gpu: $(READY) ## run the tests of the kernels, and of whole models on them, on a CUDA GPU: JOBS=12
 	$(PYTEST) -m 'not compose and not peer and not soak' \

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import re
 import shutil
-import ssl
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from quire._serving.server import Server
 
 from scripts.list_requirements import requirements
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+PINNED_IMAGE = re.compile(r":v?\d+\.\d+\.\d+(@sha256:[0-9a-f]{64})?$")
 DOCKERFILES = [
     ROOT / "allocator_service" / "Dockerfile",
     ROOT / "gateway_service" / "Dockerfile",
@@ -31,6 +28,8 @@ DOCKERFILES = [
     ROOT / "integrations" / "vllm" / "Dockerfile",
 ]
 SERVICES_OF_OURS = ("allocator", "worker")
+CLIENT_FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
+ONE_SHOT = ("certs", "quire")
 # Of a histogram, Prometheus stores three series under the family's name.
 HISTOGRAM_SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
@@ -117,7 +116,7 @@ def test_grafana_is_pointed_at_the_prometheus_of_the_compose_file(compose: dict[
     assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in mounts
 
 
-def test_prometheus_scrapes_each_service_over_https_at_its_metrics_address_with_its_token(
+def test_prometheus_scrapes_each_service_over_https_at_its_metrics_address_with_its_certificate(
     compose: dict[str, Any],
 ) -> None:
     jobs = {job["job_name"]: job for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}
@@ -125,74 +124,35 @@ def test_prometheus_scrapes_each_service_over_https_at_its_metrics_address_with_
         flags = dict(flag.removeprefix("--").split("=", 1) for flag in compose["services"][name]["command"])
         job = jobs[f"quire-{name}"]
         assert job["static_configs"][0]["targets"] == [flags["metrics"].replace("0.0.0.0", name)]
-        assert job["authorization"] == {"type": "Bearer", "credentials_file": flags["token-file"]}
+        assert "token-file" not in flags
         assert job["scheme"] == "https"
-        assert job["tls_config"] == {"ca_file": compose["services"][name]["environment"]["QUIRE_TLS_CA"]}
+        shown = {f"{kind}_file": f"/run/quire/{file}" for kind, file in CLIENT_FILES.items()}
+        assert job["tls_config"] == shown
+        assert set(shown.values()) == set(compose["x-client"].values())
 
 
 def test_the_gateway_starts_as_it_is_composed_and_is_scraped_with_the_token(
     compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     service = compose["services"]["gateway"]
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text("a-token-of-the-compose-file")
+    for name, text in (("metrics-token", "a-token-of-the-metrics"), ("api-keys", "a-key-of-the-compose-file\n")):
+        (tmp_path / name).touch(mode=0o600)
+        (tmp_path / name).write_text(text)
     monkeypatch.setattr("os.environ", {**os.environ, **service["environment"]})
-    arguments = [flag.replace("/run/quire/token", str(token)) for flag in service["command"]]
+    arguments = [flag.replace("/run/quire", str(tmp_path)) for flag in service["command"]]
     options = importlib.import_module("quire_gateway.options").parse_arguments(arguments)
     shown, keys, _ = importlib.import_module("quire_gateway.server").check(options)
-    assert keys.namespace_of(f"Bearer {shown}".encode()) == ""
+    assert shown == "a-token-of-the-metrics"
+    assert keys.namespace_of(b"Bearer a-key-of-the-compose-file") == ""
+    assert keys.namespace_of(f"Bearer {shown}".encode()) is None
     assert (options.worker, options.allocator) == (["worker:7071"], ["allocator:7070"])
     assert options.worker_ca == service["environment"]["QUIRE_TLS_CA"]
     jobs = {job["job_name"]: job for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}
     assert jobs["quire-gateway"]["static_configs"][0]["targets"] == [options.listen.replace("0.0.0.0", "gateway")]
-    assert jobs["quire-gateway"]["authorization"]["credentials_file"] == "/run/quire/token"
+    assert jobs["quire-gateway"]["authorization"]["credentials_file"] == "/run/quire/metrics-token"
     for name in ("allocator", "worker", "gateway"):
         grace_s = float(compose["services"][name]["stop_grace_period"].removesuffix("s"))
         assert grace_s > options.drain_timeout, "nobody is killed while it drains"
-
-
-@pytest.fixture
-def made(compose: dict[str, Any], tmp_path: Path) -> Path:
-    """What the compose file's first service makes, in a folder."""
-    (script,) = compose["services"]["credentials"]["command"]
-    for there, here in (
-        ("/run/quire", str(tmp_path)),
-        ("quire certs", f"{sys.executable} -m quire.cli certs"),
-        ("python -c", f"{sys.executable} -c"),
-    ):
-        assert there in script
-        script = script.replace(there, here)
-    for _ in range(2):  # the second time finds everything there
-        subprocess.run(["sh", "-euc", script], check=True, timeout=60)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tls", "token"]
-    assert sorted(path.name for path in (tmp_path / "tls").iterdir()) == ["ca.pem", "server.key", "server.pem"]
-    return tmp_path
-
-
-@pytest.mark.parametrize("name", SERVICES_OF_OURS)
-async def test_each_service_starts_with_the_files_that_are_made_for_it_and_is_reached_by_its_name(
-    compose: dict[str, Any], name: str, made: Path
-) -> None:
-    service = compose["services"][name]
-    arguments = [flag.replace("/run/quire", str(made)) for flag in service["command"]]
-    options = importlib.import_module(f"quire_{name}.server").parse_arguments(arguments)
-    server = Server(options, service_name=name)
-    context = ssl.create_default_context(cafile=str(made / "tls" / "ca.pem"))
-    assert server._tls is not None
-    for host in (name, "127.0.0.1", "localhost"):
-        assert handshake(server._tls.context(), context, host)
-
-
-def handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> str | None:
-    """TLS between two ends in memory; the version that they agree on."""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ours = client.wrap_bio(to_client, to_server, server_hostname=host)
-    theirs = server.wrap_bio(to_server, to_client, server_side=True)
-    for end in (ours, theirs, ours, theirs):
-        with contextlib.suppress(ssl.SSLWantReadError):
-            end.do_handshake()
-    return ours.version()
 
 
 def alert_rules() -> list[dict[str, Any]]:
@@ -239,7 +199,7 @@ def test_ports_are_published_on_the_loopback_address_only(compose: dict[str, Any
 
 def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
-        if name == "credentials":
+        if name in ONE_SHOT:
             continue
         assert service["restart"] == "unless-stopped", name
         assert service["init"] is True, name
@@ -261,10 +221,32 @@ def test_images_of_others_are_pinned_and_ours_are_built_never_pulled(compose: di
         if service["image"] in built:
             assert service["pull_policy"] == ("build" if "build" in service else "never"), name
         else:
-            assert re.search(r":v?\d+\.\d+\.\d+$", service["image"]), name
+            assert PINNED_IMAGE.search(service["image"].removesuffix("}")), name
 
 
-def test_prometheus_is_in_the_group_that_may_read_token_and_authority(compose: dict[str, Any]) -> None:
+def test_every_image_is_built_on_one_image_of_python_that_is_named_by_its_digest(compose: dict[str, Any]) -> None:
+    bases = set()
+    for path in DOCKERFILES:
+        text = path.read_text(encoding="utf-8")
+        bases |= set(re.findall(r"^ARG QUIRE_PYTHON_IMAGE=(.+)$", text, re.M))
+        assert {line.split()[1] for line in re.findall(r"^FROM .+$", text, re.M)} == {"${QUIRE_PYTHON_IMAGE}"}, path
+    (base,) = bases
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
+    for name, service in compose["services"].items():
+        assert "build" not in service or "QUIRE_PYTHON_IMAGE" in service["build"]["args"], name
+
+
+def test_actions_of_continuous_integration_are_named_by_their_commit() -> None:
+    used = [
+        action
+        for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+        for action in re.findall(r"uses: *(.+)$", path.read_text(encoding="utf-8"), re.M)
+    ]
+    assert used
+    assert [action for action in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action)] == []
+
+
+def test_prometheus_is_in_the_group_that_may_read_its_token_and_key(compose: dict[str, Any]) -> None:
     (group,) = compose["services"]["prometheus"]["group_add"]
     for path in DOCKERFILES:
         user = re.search(r"^USER \d+:(\d+)$", path.read_text(encoding="utf-8"), re.M)
@@ -272,13 +254,11 @@ def test_prometheus_is_in_the_group_that_may_read_token_and_authority(compose: d
         assert user[1] == group
 
 
-def test_no_service_keeps_a_capability_and_only_their_maker_writes_credentials(compose: dict[str, Any]) -> None:
+def test_no_service_keeps_a_capability_or_can_write_to_its_image(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         assert service["cap_drop"] == ["ALL"], name
         assert service["read_only"] is True, name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        mounts = [mount for mount in service["volumes"] if mount.startswith("credentials:")]
-        assert [mount.endswith(":ro") for mount in mounts] == [name != "credentials"] * len(mounts), name
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
@@ -303,7 +283,7 @@ def test_requirements_are_listed_once_and_the_allocators_are_without_torch() -> 
 def test_vllm_is_started_only_when_asked_for_with_options_that_there_are(compose: dict[str, Any]) -> None:
     service = compose["services"]["vllm"]
     assert service["profiles"] == ["vllm"]
-    assert [name for name, other in compose["services"].items() if "profiles" in other] == ["vllm"]
+    assert [name for name, other in compose["services"].items() if "vllm" in other.get("profiles", [])] == ["vllm"]
     (scheduler,) = [flag.partition("=")[2] for flag in service["command"] if flag.startswith("--scheduler-cls")]
     package = ROOT / "integrations" / "vllm" / scheduler.partition(".")[0]
     assert f"class {scheduler.partition('.')[2]}(" in (package / "scheduler.py").read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -23,6 +24,7 @@ from quire._secret_files import require_private
 from quire.errors import UsageError
 
 AUTHORITY: Final = "ca"
+RENEWED_BELOW: Final = 1 / 3  # of its life that is left: time to notice a renewal that fails
 LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
 CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # between this machine and those that check
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -35,17 +37,24 @@ class Authority:
     Attributes:
         cert: its certificate.
         key: its private key.
+        earlier: certificates of authorities that it replaced, trusted until they end.
     """
 
     cert: x509.Certificate
     key: ec.EllipticCurvePrivateKey
+    earlier: tuple[x509.Certificate, ...] = ()
+
+    def bundle(self) -> bytes:
+        """Returns the certificates to trust, in PEM, its own first."""
+        trusted = (self.cert, *(cert for cert in self.earlier if cert.not_valid_after_utc > _now()))
+        return b"".join(cert.public_bytes(serialization.Encoding.PEM) for cert in trusted)
 
 
-def make_authority(folder: Path, *, days: int) -> Authority:
-    """Makes a new authority, in `ca.pem` and `ca.key`.
+def make_authority(folder: Path, *, days: int, replaced: Authority | None = None) -> Authority:
+    """Makes a new authority, in `ca.pem` and `ca.key`, in the place of `replaced`, which stays trusted until it ends.
 
     Raises:
-        UsageError: one of the files is there already, or cannot be written.
+        UsageError: one of the files is there already, and is not to be replaced, or cannot be written.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     # A name of its own: of two authorities of one name in a bundle, some look at the first alone.
@@ -55,8 +64,10 @@ def make_authority(folder: Path, *, days: int) -> Authority:
         x509.BasicConstraints(ca=True, path_length=0), critical=True
     )
     cert = builder.add_extension(_usage(signs=True), critical=True).sign(key, hashes.SHA256())
-    _write(folder, AUTHORITY, cert, key)
-    return Authority(cert, key)
+    earlier = () if replaced is None else (replaced.cert, *replaced.earlier)
+    authority = Authority(cert, key, earlier)
+    _write(folder, AUTHORITY, authority.bundle(), key, replaces=replaced is not None)
+    return authority
 
 
 def read_authority(folder: Path) -> Authority | None:
@@ -70,33 +81,54 @@ def read_authority(folder: Path) -> Authority | None:
         return None
     require_private(key_path, "private key")
     try:
-        cert = x509.load_pem_x509_certificate(cert_path.read_bytes())
+        cert, *earlier = x509.load_pem_x509_certificates(cert_path.read_bytes())
         key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError):  # whose text may be of any length, and says nothing to a user
         raise UsageError(f"{cert_path} and {key_path} are no certificate and key of an authority") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or cert.public_key() != key.public_key():
         raise UsageError(f"{cert_path} and {key_path} are no pair")
-    return Authority(cert, key)
+    return Authority(cert, key, tuple(earlier))
 
 
-def make_server(folder: Path, authority: Authority, name: str, hosts: Sequence[str], *, days: int) -> None:
-    """Makes a server's certificate and key, in `NAME.pem` and `NAME.key`; this machine's own names are always in it.
+def copy_bundle(folder: Path, authority: Authority) -> None:
+    """Writes the certificates to trust into `ca.pem` of a folder that is not the authority's own.
 
     Raises:
-        UsageError: a host or the name is none, a file is there already or cannot be written, the authority has expired.
+        UsageError: the file cannot be written.
+    """
+    path, bundle = folder / f"{AUTHORITY}.pem", authority.bundle()
+    if not path.exists() or path.read_bytes() != bundle:
+        _replace_file(path, 0o644, bundle)
+
+
+def make_server(
+    folder: Path, authority: Authority, name: str, hosts: Sequence[str], *, days: int, renew: bool = False
+) -> bool:
+    """Makes a server's certificate and key, in `NAME.pem` and `NAME.key`; this machine's own names are always in it.
+
+    With `renew`, a pair that is there stays while it is good, and is replaced where less than a third of its life is
+    left, another authority signed it, or it says something else. Returns whether it was made.
+
+    Raises:
+        UsageError: a host or the name is none, a file cannot be written or is there already and `renew` is not given,
+            the authority has expired.
     """
     names = host_names((*LOCAL_HOSTS, *hosts))
-    _make_leaf(folder, authority, name, names, ExtendedKeyUsageOID.SERVER_AUTH, days=days)
+    return _make_leaf(folder, authority, name, names, ExtendedKeyUsageOID.SERVER_AUTH, days=days, renew=renew)
 
 
-def make_client(folder: Path, authority: Authority, name: str, uris: Sequence[str], *, days: int) -> None:
+def make_client(
+    folder: Path, authority: Authority, name: str, uris: Sequence[str], *, days: int, renew: bool = False
+) -> bool:
     """Makes a caller's certificate and key, in `NAME.pem` and `NAME.key`, that permits what `uris` say.
+
+    `renew` and what is returned are as of `make_server`.
 
     Raises:
         UsageError: as `make_server`.
     """
     names = [x509.UniformResourceIdentifier(uri) for uri in uris]
-    _make_leaf(folder, authority, name, names, ExtendedKeyUsageOID.CLIENT_AUTH, days=days)
+    return _make_leaf(folder, authority, name, names, ExtendedKeyUsageOID.CLIENT_AUTH, days=days, renew=renew)
 
 
 def host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
@@ -108,17 +140,38 @@ def host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
     return [_host(host) for host in dict.fromkeys(hosts)]
 
 
+def check_name(name: str) -> None:
+    """Refuses a name that is none of a file, or the authority's.
+
+    Raises:
+        UsageError: saying which.
+    """
+    if name == AUTHORITY:
+        raise UsageError(f"{name!r} is the authority; give the certificate another name")
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is no name of a file: write letters, digits, '.', '_' and '-'")
+
+
 def check_new(folder: Path, name: str) -> None:
     """Refuses a name that is none, or whose files are there.
 
     Raises:
         UsageError: saying which.
     """
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is no name of a file: write letters, digits, '.', '_' and '-'")
+    check_name(name)
+    _check_absent(folder, name)
+
+
+def _check_absent(folder: Path, name: str) -> None:
     for suffix in ("pem", "key"):
         if (folder / f"{name}.{suffix}").exists():
             raise UsageError(f"{folder / name}.{suffix} is there already; nothing is overwritten")
+
+
+def ends_soon(cert: x509.Certificate) -> bool:
+    """Returns whether less than a third of a certificate's life is left."""
+    life = cert.not_valid_after_utc - cert.not_valid_before_utc
+    return cert.not_valid_after_utc - _now() < life * RENEWED_BELOW
 
 
 def _make_leaf(
@@ -129,8 +182,11 @@ def _make_leaf(
     purpose: x509.ObjectIdentifier,
     *,
     days: int,
-) -> None:
-    check_new(folder, name)
+    renew: bool,
+) -> bool:
+    check_name(name)
+    if renew and _is_good(folder, name, authority, names, purpose):
+        return False
     if authority.cert.not_valid_after_utc <= _now():
         raise UsageError(f"the authority in {folder} has expired; make another one in another folder")
     key = ec.generate_private_key(ec.SECP256R1())
@@ -143,7 +199,36 @@ def _make_leaf(
     )
     if names:
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    _write(folder, name, builder.sign(authority.key, hashes.SHA256()), key)
+    cert = builder.sign(authority.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    _write(folder, name, cert, key, replaces=renew)
+    return True
+
+
+def _is_good(
+    folder: Path,
+    name: str,
+    authority: Authority,
+    names: Sequence[x509.GeneralName],
+    purpose: x509.ObjectIdentifier,
+) -> bool:
+    """Returns whether certificate and key are a pair that says what is asked for, and will for a while."""
+    try:
+        cert = x509.load_pem_x509_certificate((folder / f"{name}.pem").read_bytes())
+        key = serialization.load_pem_private_key((folder / f"{name}.key").read_bytes(), password=None)
+        cert.verify_directly_issued_by(authority.cert)
+    except (OSError, ValueError, TypeError, InvalidSignature):
+        return False
+    try:
+        said = list(cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    except x509.ExtensionNotFound:
+        said = []
+    purposes = cert.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    return (
+        said == list(names)
+        and list(purposes) == [purpose]
+        and cert.public_key() == key.public_key()
+        and not ends_soon(cert)
+    )
 
 
 def _builder(
@@ -205,19 +290,36 @@ def _host(host: str) -> x509.GeneralName:
     return x509.DNSName(host)
 
 
-def _write(folder: Path, name: str, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
-    """Writes both files, for their owner alone as far as the key goes; nothing that is there is touched."""
-    check_new(folder, name)
+def _write(folder: Path, name: str, cert: bytes, key: ec.EllipticCurvePrivateKey, *, replaces: bool) -> None:
+    """Writes both files, for their owner alone as far as the key goes; what is there is replaced only if asked for."""
+    if not replaces:
+        _check_absent(folder, name)
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    for suffix, mode, data in (
-        ("key", 0o600, secret),
-        ("pem", 0o644, cert.public_bytes(serialization.Encoding.PEM)),
-    ):
+    # A server that looks in between finds no pair, keeps what it has, and looks again.
+    for suffix, mode, data in (("key", 0o600, secret), ("pem", 0o644, cert)):
         path = folder / f"{name}.{suffix}"
-        try:
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-                file.write(data)
-        except OSError as error:
-            raise UsageError(f"{path}: {error.strerror}") from None
+        if replaces:
+            _replace_file(path, mode, data)
+        else:
+            _write_file(path, mode, data)
+
+
+def _replace_file(path: Path, mode: int, data: bytes) -> None:
+    """Writes a file beside the one that it then replaces, so that nobody reads half of it."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.unlink(missing_ok=True)  # of a run that was cut off
+        _write_file(new, mode, data)
+        new.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+
+
+def _write_file(path: Path, mode: int, data: bytes) -> None:
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None

@@ -34,7 +34,7 @@ LASTING_SERVICES = ("allocator", "worker", "gateway", "prometheus", "grafana")
 PROFILED_SERVICES = ("vllm",)
 # What Grafana puts in: everything for the variables that choose, four scrapes for the shortest range.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
-CREDENTIALS = ("/run/quire/token", "/run/quire/tls/server.pem")
+CREDENTIALS = ("/run/quire/client.pem", "/run/quire/server.pem")
 KILLED = 128 + 9
 # Until here the two best tokens are 0.002 apart or more. Later two tie to a rounding, which computing again may flip.
 CLEAR_TOKENS = 1400
@@ -71,6 +71,10 @@ class Deployment:
     def execute(self, service: str, *command: str) -> str:
         """Standard output of a command inside a service's container."""
         return self.compose("exec", "-T", service, *command)
+
+    def operate(self, *arguments: str) -> str:
+        """Standard output of `quire` with the operator's certificate."""
+        return self.compose("run", "--rm", "-T", "quire", *arguments)
 
     def start(self, service: str, *command: str) -> subprocess.Popen[bytes]:
         """The same, under way: its standard output is a pipe."""
@@ -198,8 +202,8 @@ def test_text_is_generated_by_one_command(deployment: Deployment) -> None:
 
 
 def ask(deployment: Deployment, **options: Any) -> Any:
-    """What OpenAI's own client gets from the gateway's published port, with the deployment's token as its key."""
-    key = deployment.execute("gateway", "cat", "/run/quire/token").strip()
+    """What OpenAI's own client gets from the gateway's published port, with the deployment's API key."""
+    key = deployment.execute("gateway", "cat", "/run/quire/api-keys").strip()
     with openai.OpenAI(base_url=f"http://127.0.0.1:{deployment.ports['gateway']}/v1", api_key=key) as ai:
         answer = ai.completions.create(
             model="demo", prompt="The for statement", temperature=0, max_tokens=40, **options
@@ -274,7 +278,7 @@ def test_grafana_is_provisioned_and_every_panel_of_its_dashboard_has_something_t
     def nothing_is_empty() -> bool:
         generate(deployment, "The import statement")  # rates and ratios are of the last seconds
         ask(deployment)
-        deployment.execute("allocator", "quire", "pools")  # the worker's session is a call that does not end
+        deployment.operate("pools")  # the worker's session is a call that does not end
         empty[:] = empty_queries(deployment, board)
         return not empty
 
@@ -288,7 +292,7 @@ def test_nothing_runs_as_root_or_can_write_to_its_image(deployment: Deployment) 
     for service in LASTING_SERVICES:
         assert int(deployment.execute(service, "id", "-u")) > 0, service
         assert deployment.inspect(service)["HostConfig"]["ReadonlyRootfs"], service
-    maker = deployment.inspect("credentials")
+    maker = deployment.inspect("certs")
     assert maker["Config"]["User"] == "10001:10001"
     assert maker["HostConfig"]["ReadonlyRootfs"]
     assert maker["State"]["ExitCode"] == 0
@@ -302,28 +306,35 @@ def test_ports_are_bound_to_the_loopback_address_only(deployment: Deployment) ->
 
 
 @pytest.mark.parametrize("url", ["https://allocator:9470/metrics", "https://worker:9471/metrics"])
-def test_a_scrape_without_the_token_is_refused(deployment: Deployment, url: str) -> None:
+def test_a_scrape_with_the_certificate_of_another_service_is_refused(deployment: Deployment, url: str) -> None:
     script = (
-        "import os, ssl, sys, urllib.request, urllib.error\n"
-        "context = ssl.create_default_context(cafile=os.environ['QUIRE_TLS_CA'])\n"
+        "import sys, urllib.request, urllib.error\nimport quire.tls\n"
+        "context = quire.tls.resolve_tls(None).http_context()\n"
         "try:\n    print(urllib.request.urlopen(sys.argv[1], timeout=5, context=context).status)\n"
         "except urllib.error.HTTPError as error:\n    print(error.code)\n"
     )
-    assert deployment.execute("worker", "python", "-c", script, url).strip() == "401"
+    assert deployment.execute("worker", "python", "-c", script, url).strip() == "403"
 
 
 @pytest.mark.parametrize("service", ["allocator", "worker"])
-def test_a_call_without_the_token_is_refused_and_one_with_it_is_served(deployment: Deployment, service: str) -> None:
-    token = deployment.execute(service, "cat", "/run/quire/token").strip()
-    authority = grpc.ssl_channel_credentials(deployment.execute(service, "cat", "/run/quire/tls/ca.pem").encode())
-    request = health_pb2.HealthCheckRequest()
-    with grpc.secure_channel(f"127.0.0.1:{deployment.ports[service]}", authority) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check
-        for metadata in ((), (("authorization", "Bearer guess"),)):
+def test_a_call_without_a_certificate_is_refused_and_one_with_it_is_served(
+    deployment: Deployment, service: str
+) -> None:
+    def own(name: str) -> bytes:
+        return deployment.execute(service, "cat", f"/run/quire/{name}").encode()
+
+    authority = own("ca.pem")
+    strangers = grpc.ssl_channel_credentials(authority)
+    known = grpc.ssl_channel_credentials(authority, own("client.key"), own("client.pem"))
+    request, address = health_pb2.HealthCheckRequest(), f"127.0.0.1:{deployment.ports[service]}"
+    key = deployment.execute("gateway", "cat", "/run/quire/api-keys").strip()
+    with grpc.secure_channel(address, strangers) as channel:
+        for metadata in ((), (("authorization", f"Bearer {key}"),)):
             with pytest.raises(grpc.RpcError) as refused:
-                check(request, timeout=10, metadata=metadata)
-            assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
-        answer = check(request, timeout=10, metadata=(("authorization", f"Bearer {token}"),))
+                health_pb2_grpc.HealthStub(channel).Check(request, timeout=10, metadata=metadata)
+            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+    with grpc.secure_channel(address, known) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -381,6 +392,6 @@ def test_an_engine_of_vllm_has_its_blocks_from_the_same_allocator(deployment: De
     hits = [usage.prompt_tokens_details for usage in (first.usage, again.usage)]
     assert [each and each.cached_tokens for each in hits] == [0, 64], "two blocks of 32 tokens"
     eventually(lambda: deployment.query('quire_allocator_blocks{pool="vllm",state="cached"}') == 2, "it is scraped")
-    forgotten = deployment.execute("allocator", "quire", "drop-cache", "vllm")
+    forgotten = deployment.operate("drop-cache", "vllm")
     assert forgotten.startswith("2 blocks forgotten")
     deployment.compose("--profile", "vllm", "rm", "--stop", "--force", "vllm")

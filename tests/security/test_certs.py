@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from quire import _certs
@@ -88,7 +89,7 @@ def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
         ([], "server.pem is there already"),
         (["--client", "client"], "client.pem is there already"),
         (["--server", "new", "--client", "client"], "client.pem is there already"),
-        (["--client", "ca"], "ca.pem is there already"),
+        (["--client", "ca"], "'ca' is the authority"),
         (["--client", "../up"], "is no name of a file"),
         (["--pool", "p"], "are permissions of a --client"),
         (["--client", "c", "--host", "h"], "--host is of a server's certificate"),
@@ -136,6 +137,112 @@ def test_an_authority_that_is_none_or_has_expired_signs_nothing(
     result = quire("certs", str(tmp_path), "--client", "c")
     assert (result.returncode, "are no certificate and key" in result.stderr) == (2, True)
     assert not (tmp_path / "c.pem").exists()
+
+
+SERVICE = ("--renew", "--server", "server", "--host", "a.example", "--client", "client", "--namespace", "acme")
+
+
+def shortened(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
+    """Certificates that are made from here on look that much older."""
+    then = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=days)
+    monkeypatch.setattr(_certs, "_now", lambda: then)
+
+
+def made_earlier(folder: Path, *, days_ago: int, days: int = 90) -> None:
+    """Makes what `SERVICE` asks for in `folder`/service, as it was some days ago."""
+    with pytest.MonkeyPatch.context() as patch:
+        shortened(patch, days_ago)
+        authority = _certs.make_authority(folder / "ca", days=days)
+        (folder / "service").mkdir()
+        _certs.copy_bundle(folder / "service", authority)
+        _certs.make_server(folder / "service", authority, "server", ["a.example"], days=days)
+        _certs.make_client(folder / "service", authority, "client", ["quire://namespace/acme"], days=days)
+
+
+def renew(folder: Path, *options: str) -> str:
+    return quire_certs(folder / "service", "--authority", str(folder / "ca"), "--days", "90", *(options or SERVICE))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "ca").mkdir()
+    return tmp_path
+
+
+def test_a_service_has_its_own_folder_and_the_authority_signs_from_another_one(place: Path) -> None:
+    renew(place)
+    assert sorted(files_in(place / "ca")) == ["ca.key", "ca.pem"]
+    service = files_in(place / "service")
+    assert sorted(service) == ["ca.pem", "client.key", "client.pem", "server.key", "server.pem"]
+    assert service["ca.pem"] == files_in(place / "ca")["ca.pem"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (place / "service").glob("*.key")} == {0o600}
+
+
+def test_a_renewal_leaves_what_has_more_than_a_third_of_its_life_left(place: Path) -> None:
+    made_earlier(place, days_ago=59)
+    before = files_in(place / "ca") | files_in(place / "service")
+    assert renew(place) == ""
+    assert files_in(place / "ca") | files_in(place / "service") == before
+
+
+def test_a_renewal_makes_everything_again_that_ends_soon_and_trusts_the_authority_before_until_it_ends(
+    place: Path,
+) -> None:
+    made_earlier(place, days_ago=61)
+    before = files_in(place / "service")
+    renew(place)
+    after = files_in(place / "service")
+    assert all(after[name] != before[name] for name in before)
+    now, then = x509.load_pem_x509_certificates(after["ca.pem"])
+    assert then == x509.load_pem_x509_certificate(before["ca.pem"])
+    for name in ("server", "client"):
+        certificate(place / "service" / f"{name}.pem").verify_directly_issued_by(now)
+    assert renew(place) == ""
+    # 60 days on, the first authority has ended.
+    with pytest.MonkeyPatch.context() as patch:
+        shortened(patch, -61)
+        found = _certs.read_authority(place / "ca")
+        assert found is not None
+        assert found.bundle() == now.public_bytes(serialization.Encoding.PEM)
+
+
+@pytest.mark.parametrize(
+    ("change", "made"),
+    [
+        (("--host", "b.example"), ["server"]),
+        (("--namespace", "other"), ["client"]),
+    ],
+)
+def test_a_renewal_makes_what_says_something_else_than_is_asked_for(
+    place: Path, change: tuple[str, str], made: list[str]
+) -> None:
+    renew(place)
+    before = files_in(place / "service")
+    renew(place, *SERVICE, *change)
+    after = files_in(place / "service")
+    assert {name for name in after if after[name] != before[name]} == {
+        f"{name}.{kind}" for name in made for kind in ("pem", "key")
+    }
+
+
+@pytest.mark.parametrize("damage", ["server.key", "server.pem"])
+def test_a_renewal_repairs_a_pair_that_was_cut_off(place: Path, damage: str) -> None:
+    renew(place)
+    (place / "service" / damage).write_bytes(b"")
+    (place / "service" / f"{damage}.new").write_bytes(b"half")
+    renew(place)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(place / "service" / "server.pem", place / "service" / "server.key")
+    assert not list((place / "service").glob("*.new"))
+
+
+def test_no_certificate_takes_the_authoritys_name(place: Path) -> None:
+    renew(place)
+    before = files_in(place / "ca")
+    done = quire("certs", str(place / "ca"), "--renew", "--server", "ca")
+    assert done.returncode == 2
+    assert "the authority" in done.stderr
+    assert files_in(place / "ca") == before
 
 
 def openssl(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -11,11 +11,15 @@ import typer
 from quire.errors import UsageError
 from quire.protocol.permissions import EVERYTHING_PATTERNS, Patterns, uris_of
 
-EXAMPLES = """Make an authority, and certificates that it signs. Nothing is overwritten.
+EXAMPLES = """Make an authority, and certificates that it signs. Nothing is overwritten without --renew.
 
 Alone, it makes in FOLDER: ca (the authority), server (for this machine and each --host), and client, which may do
 everything. With --server or --client it makes that one, and the authority where there is none yet. Each NAME is two
 files: NAME.pem, and NAME.key, which only you can read.
+
+With --renew, what is there and good stays; what has less than a third of its life left, or says something else than is
+asked for, is made again. So the same command, run each day, is how certificates are renewed. An authority that is made
+again leaves the one before it trusted, in ca.pem, until that ends.
 
 A --client may touch what its options name. A trailing * stands for any ending, quote it.
 
@@ -26,6 +30,7 @@ Examples:
     quire certs certs --client acme --namespace acme
     quire certs certs --client prometheus --observe '*'
     quire certs certs --server worker-1 --host 10.0.0.5
+    quire certs worker-1 --authority certs --renew --server server --host worker-1 --client client --pool worker-1
 """
 
 USAGE = """
@@ -53,6 +58,11 @@ def certs(
         list[str] | None, typer.Option(metavar="NAMESPACE", help="A namespace that it may use; '' is the nameless one.")
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=36_500, help="How long they are valid.")] = 30,
+    authority: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where the authority is, if elsewhere; its ca.pem is copied into FOLDER."),
+    ] = None,
+    renew: Annotated[bool, typer.Option("--renew", help="Replace what ends soon; leave the rest as it is.")] = False,
 ) -> None:
     """Makes what is asked for; checks everything before the first file is written."""
     try:
@@ -72,25 +82,30 @@ def certs(
     if server is not None and server == client:
         raise UsageError("--server and --client are two certificates; give them two names")
 
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder}: {error.strerror}") from None
-    for name in (server, client):
-        if name is not None:
-            _certs.check_new(folder, name)
-    authority = _certs.read_authority(folder)
-    if authority is None:
-        authority = _certs.make_authority(folder, days=days)
-        _tell(folder, "ca", "the authority; keep ca.key to yourself")
-    if server is not None:
-        _certs.make_server(folder, authority, server, host or (), days=days)
+    home = folder if authority is None else authority
+    _make_folders(folder, home)
+    for name in [name for name in (server, client) if name is not None]:
+        (_certs.check_name(name) if renew else _certs.check_new(folder, name))
+    signer = _certs.read_authority(home)
+    if signer is None or (renew and _certs.ends_soon(signer.cert)):
+        signer = _certs.make_authority(home, days=days, replaced=signer)
+        _tell(home, "ca", "the authority; keep ca.key to yourself")
+    if home != folder:
+        _certs.copy_bundle(folder, signer)
+    if server is not None and _certs.make_server(folder, signer, server, host or (), days=days, renew=renew):
         _tell(folder, server, f"--tls-cert {folder / server}.pem --tls-key {folder / server}.key")
-    if client is not None:
-        _certs.make_client(folder, authority, client, uris, days=days)
+    if client is not None and _certs.make_client(folder, signer, client, uris, days=days, renew=renew):
         _tell(folder, client, " ".join(uris) or "no permission at all")
     if asked == (False, False):
         print(USAGE.format(folder=folder))
+
+
+def _make_folders(*folders: Path) -> None:
+    for folder in folders:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{folder}: {error.strerror}") from None
 
 
 def _require_pool_names(*patterns: Sequence[str]) -> None:

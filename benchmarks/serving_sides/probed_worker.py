@@ -10,7 +10,7 @@ that goes up. A line may be sent again until it is answered; one that is done is
     s    starts torch's profiler, and writes `.started`
     e    ends it, and writes the passes meanwhile as above, and its trace to `.trace.json`
 
-Signals were used at first. An idle worker on a GPU sometimes never ran the handler of the first one; why is not known.
+Signals do not do: LLVM, with which Triton compiles, takes SIGUSR1 for itself when a process compiles its first kernel.
 SIGQUIT writes the stacks of all threads to standard error, without Python's help.
 
 With `QUIRE_PROBE_DUMMY` weights are drawn on the GPU, whatever the folder has: see `models.dummy`.

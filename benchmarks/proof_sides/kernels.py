@@ -20,7 +20,7 @@ from proof_sides.rows import left_s, note
 
 ROUNDS = 20
 LLAMA, QWEN3, MLA = SHAPES["llama"], SHAPES["qwen3"], SHAPES["mla"]
-CASES = (
+CASES: tuple[Case, ...] = (
     Case("prefill", LLAMA, 4, 4096, 16),
     Case("prefill", LLAMA, 16, 1024, 16),
     Case("prefill", LLAMA, 1, 8192, 64),

@@ -97,7 +97,7 @@ def probe() -> None:
 
     PagedModel.forward = noted_forward  # type: ignore[method-assign,assignment]
     decode_graphs.Capture.__call__ = noted_capture  # type: ignore[method-assign]
-    decode_graphs._Graph.logits_of = noted_logits_of  # type: ignore[method-assign]
+    decode_graphs._Graph.logits_of = noted_logits_of  # type: ignore[method-assign,assignment]
 
 
 def write() -> None:
@@ -166,7 +166,7 @@ def draw_weights() -> None:
     def drawn(folder: Path, _loader: Any, dtype: Any) -> Any:
         return dummy(folder, "cuda", torch.bfloat16 if dtype == "auto" else dtype, ATTENTION_NAME)
 
-    paged_model.read_weights = drawn
+    paged_model.read_weights = drawn  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ class Line(NamedTuple):
     """One kernel, of all turns of a trace."""
 
     kernel: str
-    count: int
+    count: int  # type: ignore[assignment]  # as `tuple.count` is called
     ms: float
 
 

@@ -73,7 +73,9 @@ def continuous(model: Any) -> Generate:
 
     known = {each.name for each in fields(ContinuousBatchingConfig)}
     size = "page_size" if "page_size" in known else "block_size"  # as 5.17 calls it
-    sizes = {} if model.device.type == "cuda" else {size: 16, "num_blocks": 1024, "max_batch_tokens": 2048}
+    sizes: dict[str, Any] = (
+        {} if model.device.type == "cuda" else {size: 16, "num_blocks": 1024, "max_batch_tokens": 2048}
+    )
     config = ContinuousBatchingConfig(**sizes)
     wanted = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
 

@@ -212,7 +212,7 @@ async def test_there_are_only_so_many_branches_and_a_refused_fork_makes_none(lla
         branches = Branches(harness.engine, count_max=4)
         root = await root_of(branches, prompt(20))
         await branches.fork(root, 2, "two")
-        with pytest.raises(QuireError, match="at most 4 branches") as caught:
+        with pytest.raises(QuireError, match="at most 8 branches") as caught:
             await branches.fork(root, 2, "two more")
         assert caught.value.reason is Reason.LIMIT
         assert branches.count == 3

@@ -38,8 +38,8 @@ POOLS: list[Callable[[], Pool]] = [
     lambda: make_pool(7, block_size=2),
     lambda: make_pool(14, block_size=2, group_count=2),
     lambda: make_pool(12, full(4), sliding(2, 3), quotas=(Quota("", 10, 2),)),
-    lambda: make_pool(12, chunked(2, 4), state(4, 1), sliding(2, 5)),
-    lambda: make_pool(20, full(2), state(2, 2), watermark_block_count=1),
+    lambda: make_pool(12, chunked(2, 4), state(4), sliding(2, 5)),
+    lambda: make_pool(20, full(2), state(2), watermark_block_count=1),
 ]
 
 

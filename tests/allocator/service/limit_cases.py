@@ -6,12 +6,15 @@ Each case does what leads up to the limit, marks the moment before the last requ
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from grpc import aio
 from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
+from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.session.machine import pool_digest
@@ -225,17 +228,23 @@ async def namespace_of_a_report(allocator: Allocator, number: int) -> None:
 async def reports_at_a_time(allocator: Allocator, number: int) -> None:
     chunk = pb.ReportChunk(namespaces=[""], sequences=[reported(1)])
     end = pb.ReportEnd(chunk_count=1, sha256=hashlib.sha256(chunk.SerializeToString()).digest(), last_sequence_id=1)
-    owners = [StreamOwner(allocator) for _ in range(number)]
-    for place, owner in enumerate(owners):
-        await owner.attach(pool=f"p{place}")
-        if owner is owners[-1]:
-            last()
-        with contextlib.suppress(Exception):
-            await owner.send(pb.SessionRequest(report_chunk=chunk))
-        while len(allocator.service.sessions.staging) <= place < limits.REPORTS_MAX:
-            await allocator.stub.ListPools(pb.ListPoolsRequest())  # until it has been taken in
-    for owner in reversed(owners):
-        assert (await owner.exchange(pb.SessionRequest(report_end=end))).HasField("ready")
+    async with contextlib.AsyncExitStack() as connections:
+        owners = []
+        for place in range(number):  # on a connection each: one caller alone may have half of the reports
+            options = [("grpc.use_local_subchannel_pool", 1), ("place", place)]
+            channel = await connections.enter_async_context(aio.insecure_channel(allocator.address, options=options))
+            stub = pb_grpc.AllocatorServiceStub(channel)
+            owners.append(StreamOwner(dataclasses.replace(allocator, stub=stub)))
+        for place, owner in enumerate(owners):
+            await owner.attach(pool=f"p{place}")
+            if owner is owners[-1]:
+                last()
+            with contextlib.suppress(Exception):
+                await owner.send(pb.SessionRequest(report_chunk=chunk))
+            while len(allocator.service.sessions.staging) <= place < limits.REPORTS_MAX:
+                await allocator.stub.ListPools(pb.ListPoolsRequest())  # until it has been taken in
+        for owner in reversed(owners):
+            assert (await owner.exchange(pb.SessionRequest(report_end=end))).HasField("ready")
 
 
 async def streams(allocator: Allocator, number: int) -> None:

@@ -39,9 +39,9 @@ def expected() -> tuple[int, ...]:
 
 
 def members(worker: subprocess.Popen[bytes]) -> tuple[psutil.Process, psutil.Process]:
-    """Rank 0 and the only process that it has started."""
+    """Rank 0 and the other rank that it has started, beside the process that compiles structures."""
     leader = psutil.Process(worker.pid)
-    (other,) = leader.children()
+    (other,) = [child for child in leader.children() if not any("aside" in word for word in child.cmdline())]
     return leader, other
 
 

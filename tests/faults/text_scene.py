@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from quire import AsyncClient
+from quire._transport import channel
 from quire.local import ServerProcess
 from quire.protocol.state_digest import state_digest
 
@@ -19,6 +21,7 @@ from tests.faults.scene import Name, pool_of, rows_of
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BLOCKS = 400
 SOON_S = 30.0
+PATIENT = {f"grpc.{name}": 100_000 for name in ("keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms")}
 # A greedy text that is under way still when a busy client has seen its first tokens, samples that are forked from a
 # half-filled block and append to it side by side, a long prompt.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -159,12 +162,24 @@ class Worker:
 
 
 @asynccontextmanager
+async def closing(client: AsyncClient) -> AsyncIterator[None]:
+    """Closes a client that is open."""
+    try:
+        yield
+    finally:
+        await client.__aexit__(None, None, None)
+
+
+@asynccontextmanager
 async def worker(name: Name, folder: Path, environment: Mapping[str, str]) -> AsyncIterator[Worker]:
     """A worker of the demo model behind a name."""
     process = worker_process(folder / "worker", name.proxy.address, environment=environment)
     try:
         await is_ready(process)
-        async with AsyncClient(process.address) as client:
+        with pytest.MonkeyPatch.context() as patch:  # how soon a client leaves a silent worker is not tested here
+            patch.setattr(channel, "OPTIONS", [(key, PATIENT.get(key, value)) for key, value in channel.OPTIONS])
+            client = await AsyncClient(process.address).__aenter__()
+        async with closing(client):
             started = Worker(process, client, name)
             started.undisturbed = await Streams(client).texts()
             yield started

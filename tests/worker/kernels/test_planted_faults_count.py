@@ -36,7 +36,7 @@ COUNT = {  # by module: whoever adds or drops one says so here
     "rotate_append": 10,
     "sampling": 10,
     "swap_blocks": 3,
-    "tile": 20,
+    "tile": 21,
     "work_units": 4,
 }
 

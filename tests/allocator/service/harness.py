@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import struct
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -58,6 +58,13 @@ class Allocator:
         """Moves the clock and lets leases expire."""
         self.clock.now += seconds
         self.service.expire_leases(self.clock.now)
+
+    @contextlib.asynccontextmanager
+    async def from_elsewhere(self, number: int) -> AsyncIterator[Allocator]:
+        """The same as another caller reaches it, on a connection of its own."""
+        options = [*MESSAGE_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("number", number)]
+        async with aio.insecure_channel(self.address, options=options) as channel:
+            yield replace(self, stub=pb_grpc.AllocatorServiceStub(channel))
 
 
 @contextlib.asynccontextmanager

@@ -6,15 +6,12 @@ Each case does what leads up to the limit, marks the moment before the last requ
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from grpc import aio
 from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
-from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.session.machine import pool_digest
@@ -231,10 +228,7 @@ async def reports_at_a_time(allocator: Allocator, number: int) -> None:
     async with contextlib.AsyncExitStack() as connections:
         owners = []
         for place in range(number):  # on a connection each: one caller alone may have half of the reports
-            options = [("grpc.use_local_subchannel_pool", 1), ("place", place)]
-            channel = await connections.enter_async_context(aio.insecure_channel(allocator.address, options=options))
-            stub = pb_grpc.AllocatorServiceStub(channel)
-            owners.append(StreamOwner(dataclasses.replace(allocator, stub=stub)))
+            owners.append(StreamOwner(await connections.enter_async_context(allocator.from_elsewhere(place))))
         for place, owner in enumerate(owners):
             await owner.attach(pool=f"p{place}")
             if owner is owners[-1]:

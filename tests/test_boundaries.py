@@ -75,7 +75,7 @@ def test_no_module_of_the_gateway_imports_a_model_library() -> None:
 
 
 def test_the_help_of_the_worker_does_not_wait_for_a_model_library() -> None:
-    assert not imported_by("import quire_worker.options") & HEAVY
+    assert not imported_by("import quire_worker.process.options") & HEAVY
     statement = "from quire.cli.app import app\ntry: app(['worker', '--help'])\nexcept SystemExit: pass"
     loaded = imported_by(statement)
     assert "argparse" in loaded

@@ -34,7 +34,7 @@ from quire_worker.execution import decode_graphs
 from quire_worker.model import paged_model
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.transformers_seam import ATTENTION_NAME
-from quire_worker.server import main
+from quire_worker.process.server import main
 
 from serving_sides.models import dummy
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire_worker.execution.runner import Runner
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.server import main
+from quire_worker.process.server import main
 
 NOTED: list[dict[str, Any]] = []
 

@@ -71,7 +71,7 @@ def test_with_quire_messages_pass_no_other_thread() -> None:
     assert variable == "None"  # no child process inherits it
 
 
-@pytest.mark.parametrize("module", ["quire_allocator.server", "quire_worker.server", "quire.cli.app"])
+@pytest.mark.parametrize("module", ["quire_allocator.server", "quire_worker.process.server", "quire.cli.app"])
 def test_so_they_do_in_every_process_of_quire(module: str) -> None:
     count, _ = _wakes(f"import {module}")
     assert count < MESSAGES / 4

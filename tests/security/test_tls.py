@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from quire import AllocatorClient, AsyncAllocatorClient, Tls, UnauthenticatedError, UnavailableError, UsageError
 from quire._serving.server import Server, add_arguments
 from quire.local import ServerFailedError, ServerProcess
-from quire_worker.server import parse_arguments
+from quire_worker.process.server import parse_arguments
 
 from tests.client.servers import allocator_process, quire, secret_file
 from tests.security.certificates import Certificates, quire_certs

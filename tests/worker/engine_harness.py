@@ -23,14 +23,15 @@ from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.engine import Engine
-from quire_worker.execution.drafter import Drafter
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import SamplingParams
-from quire_worker.scheduling.drafts import Drafting, Proposals
+from quire_worker.scheduling.drafts import Drafting
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request
 from quire_worker.scheduling.scheduler import Scheduler
+from quire_worker.speculation.drafter import Drafter
+from quire_worker.speculation.lookup import Proposals
 from quire_worker.telemetry import WorkerTelemetry
 from transformers import AutoModelForCausalLM
 
@@ -286,7 +287,7 @@ async def running(
             waiting_max=waiting_max,
             stream_interval_s=stream_interval_s,
             shortcut=None if graphs is None else graphs.logits_of,
-            drafter=drafter,
+            propose=None if drafter is None else drafter.propose,
             clock=clock,
         )
         task = asyncio.create_task(engine.run())

@@ -12,11 +12,11 @@ import pytest
 import structlog
 import torch
 from quire.errors import QuireError, Reason
-from quire_worker.adapters import LIMITS, Adapters
 from quire_worker.model.adapters.peft_folder import AdapterError, AdapterLimits, read_adapter
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.rewrites.decoder import Decoder
 from quire_worker.model.rewrites.gated_mlp import GatedMlp
+from quire_worker.requests.adapters import LIMITS, Adapters
 from safetensors.torch import load_file, save_file
 
 from tests.worker.adapter_folders import CONFIG, LINEARS, WEIGHTS, adapted_text, change_config, write_adapter

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from quire_worker.process.server import parse_arguments
 from quire_worker.scheduling.request import FinishReason, Request
-from quire_worker.server import parse_arguments
 
 from tests.worker.pretended_worker import PretendedWorker, expected_output, lasting_prompts, numbers
 

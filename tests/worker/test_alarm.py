@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from quire_worker.alarm import LATE_S, Alarm
+from quire_worker.calls.alarm import LATE_S, Alarm
 
 
 async def test_it_rings_once_at_the_earliest_of_its_times() -> None:

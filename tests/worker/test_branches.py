@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import EVERYTHING
-from quire_worker.branches import Branches
+from quire_worker.calls.branches import Branches
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Delivery
 

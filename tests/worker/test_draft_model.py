@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from quire.errors import UsageError
-from quire_worker.drafting import drafting_of, load_draft_model
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import PagedModel, load_model
-from quire_worker.options import parse_arguments
-from quire_worker.scheduling.drafts import Proposals
-from quire_worker.server import load
+from quire_worker.process.options import parse_arguments
+from quire_worker.process.server import load
+from quire_worker.speculation.drafting import drafting_of, load_draft_model
+from quire_worker.speculation.lookup import Proposals
 
 from tests.worker.branch_scene import mix_calls
 from tests.worker.engine_harness import Harness, Output, paged_model, prompt, reference_text, running

@@ -18,7 +18,7 @@ from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import load_model
 from quire_worker.model.transformers_seam import PositionsView
-from quire_worker.server import load, parse_arguments
+from quire_worker.process.server import load, parse_arguments
 
 from tests.worker.engine_harness import paged_model, prompt, reference_model, reference_text, running
 from tests.worker.tiny_models import FAMILIES, write_tiny

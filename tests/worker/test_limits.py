@@ -12,6 +12,7 @@ import pytest
 from quire.errors import Reason
 from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import worker_pb2 as pb
+from quire_worker.calls.texts import TEXT_BYTES_MAX
 from quire_worker.sampling import params
 from quire_worker.sampling.params import (
     BIAS_COUNT_MAX,
@@ -32,7 +33,6 @@ from quire_worker.sampling.params import (
     TEMPERATURE_MIN,
     TOKEN_LIST_COUNT_MAX,
 )
-from quire_worker.texts import TEXT_BYTES_MAX
 
 from tests.fuzz.test_worker_over_grpc import worker
 from tests.fuzz.wire import in_a_thread, listen

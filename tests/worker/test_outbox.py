@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
-from quire_worker.options import parse_arguments
-from quire_worker.outbox import Outbox
+from quire_worker.process.options import parse_arguments
+from quire_worker.requests.outbox import Outbox
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
 

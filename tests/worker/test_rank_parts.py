@@ -13,7 +13,7 @@ from quire.types import GroupKind, GroupSpec
 from quire_worker.attention import AttentionBatch
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.splitting.heads import heads_of_rank
-from quire_worker.options import parse_arguments
+from quire_worker.process.options import parse_arguments
 from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.messages import pack, unpack
 from quire_worker.ranks.place import RENDEZVOUS, Place, loopback_interface, place_of

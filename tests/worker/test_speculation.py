@@ -12,12 +12,12 @@ import pytest
 import torch
 from quire.errors import UsageError
 from quire_worker.cache import KVCache
-from quire_worker.drafting import drafting_of
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
-from quire_worker.options import parse_arguments
-from quire_worker.scheduling.drafts import PromptLookup, Seen
+from quire_worker.process.options import parse_arguments
+from quire_worker.speculation.drafting import drafting_of
+from quire_worker.speculation.lookup import PromptLookup, Seen
 
 from tests.worker.engine_harness import paged_model, prompt, reference_text, running
 from tests.worker.speculation_scene import check_same, texts_of

@@ -13,7 +13,7 @@ import pytest
 from quire.errors import UsageError
 from quire_worker.execution import warm_up as warming
 from quire_worker.execution.warm_up import LADDER, company_of, warm_up
-from quire_worker.server import check_device, parse_arguments
+from quire_worker.process.server import check_device, parse_arguments
 
 from tests.worker.engine_harness import paged_model
 from tests.worker.state_models import write_with_states

@@ -16,7 +16,7 @@ import torch
 from quire_worker.model import weights as weights_file
 from quire_worker.model.checkpoint import CheckpointError, ModelError, weight_files
 from quire_worker.model.paged_model import load_model
-from quire_worker.options import parse_arguments
+from quire_worker.process.options import parse_arguments
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

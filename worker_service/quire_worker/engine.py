@@ -26,22 +26,21 @@ from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.outcomes import StepOutcome
 from quire.session import PoolSession, SessionLostError
 
-from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
-from quire_worker.door import Door
-from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.lane import Lane
 from quire_worker.execution.launched import Shortcut
 from quire_worker.execution.model_thread import ModelThread, Pass
 from quire_worker.execution.parts import Computed
-from quire_worker.execution.runner import Runner
+from quire_worker.execution.runner import Propose, Runner
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
-from quire_worker.outbox import Outbox
-from quire_worker.reception import Reception
-from quire_worker.samples import TokenIntake, begin_samples
+from quire_worker.requests.adapters import Adapters
+from quire_worker.requests.door import Door
+from quire_worker.requests.outbox import Outbox
+from quire_worker.requests.reception import Reception
+from quire_worker.requests.samples import TokenIntake, begin_samples
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work, is_for_first_tokens
@@ -82,7 +81,7 @@ class Engine:
         waiting_max: int,
         stream_interval_s: float = STREAM_INTERVAL_S,
         shortcut: Shortcut | None = None,
-        drafter: Drafter | None = None,
+        propose: Propose | None = None,
         lane: Lane | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -103,7 +102,7 @@ class Engine:
         self._asked: Asked | None = None
         self._sent_s = 0.0
         self._plans_beside = model.device.type != "cpu"  # and asks, also beside a pass for first tokens alone
-        self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, drafter=drafter)
+        self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, propose=propose)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(

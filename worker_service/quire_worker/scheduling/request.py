@@ -180,7 +180,7 @@ class Sample:
         logprobs: of `scored`, as far as they are computed; NaN where they are not.
         continuation_count: likeliest next tokens that are told of a beam, where none is drawn; 0 if it is no beam.
         continuations: what was told, until beams are chosen by it (opaque here).
-        seen: n-grams of its tokens, where drafts are made of them; see `drafts.py`.
+        seen: n-grams of its tokens, where drafts are made of them; see `speculation/lookup.py`.
         proposal: the draft of a second model, where there is one.
     """
 

@@ -15,9 +15,9 @@ from quire.session.lookahead import AHEAD_TOKENS
 
 from quire_worker.choices import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
 from quire_worker.model.checkpoint import attention_chunk_of
-from quire_worker.scheduling.drafts import NGRAM_MAX as PROMPT_LOOKUP_MAX
-from quire_worker.scheduling.drafts import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
 from quire_worker.scheduling.request import STREAM_INTERVAL_S
+from quire_worker.speculation.lookup import NGRAM_MAX as PROMPT_LOOKUP_MAX
+from quire_worker.speculation.lookup import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
 
 BLOCK_SIZE = 16  # tokens, if nothing is said
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step

@@ -8,11 +8,11 @@ from quire.errors import QuireError, Reason
 from quire.session import PoolSession
 
 from quire_worker.cache import KVCache
-from quire_worker.door import Door
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
-from quire_worker.samples import begin_sample, root_of
+from quire_worker.requests.door import Door
+from quire_worker.requests.samples import begin_sample, root_of
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample

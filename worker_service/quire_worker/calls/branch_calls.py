@@ -10,7 +10,7 @@ from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
 
-from quire_worker.branches import (
+from quire_worker.calls.branches import (
     CANDIDATE_COUNT_MAX,
     CANDIDATE_TOKENS_MAX,
     FORK_COUNT_MAX,
@@ -19,7 +19,7 @@ from quire_worker.branches import (
     TTL_MS_MIN,
     Branches,
 )
-from quire_worker.checks import Checks, check_namespace, require
+from quire_worker.calls.checks import Checks, check_namespace, require
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request
 

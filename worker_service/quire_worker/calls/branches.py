@@ -33,7 +33,7 @@ from quire._serving.places import Places
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
 
-from quire_worker.alarm import Alarm
+from quire_worker.calls.alarm import Alarm
 from quire_worker.engine import Engine
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams

@@ -12,13 +12,13 @@ from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
 
+from quire_worker.calls.structures import StructureCompiler
+from quire_worker.calls.texts import Texts
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
 from quire_worker.model.tokenizer import NoTokenizer, NoTokenizerError, TokenizerError
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
-from quire_worker.structures import StructureCompiler
-from quire_worker.texts import Texts
 
 log = structlog.get_logger()
 

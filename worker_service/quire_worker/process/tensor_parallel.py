@@ -39,7 +39,6 @@ import torch
 from quire.errors import UsageError
 
 from quire_worker.cache import KVCache
-from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.follower import follow
 from quire_worker.execution.leader import Leader, led_by
 from quire_worker.execution.sizing import PoolMemory
@@ -47,6 +46,7 @@ from quire_worker.model.paged_model import PagedModel
 from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.place import Place
 from quire_worker.ranks.processes import Ranks
+from quire_worker.speculation.drafter import Drafter
 
 log = structlog.get_logger()
 

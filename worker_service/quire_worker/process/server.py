@@ -27,12 +27,8 @@ from quire.tls import tls_of
 from quire.types import PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
-from quire_worker import preflight
-from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
-from quire_worker.drafting import drafting_of, load_draft_model
 from quire_worker.engine import Engine
-from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import DeviceLostError
 from quire_worker.execution.launched import Shortcut
 from quire_worker.execution.leader import Leader
@@ -43,14 +39,18 @@ from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.configuration import check_configuration
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import NoTokenizer, Tokenizer, read_tokenizer
-from quire_worker.options import parse_arguments
+from quire_worker.process import preflight
+from quire_worker.process.options import parse_arguments
+from quire_worker.process.tensor_parallel import Part, follow_rank_0, lead, unless_lost
 from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.place import place_of
 from quire_worker.ranks.processes import Ranks, starting
+from quire_worker.requests.adapters import Adapters
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.service import WorkerService
+from quire_worker.speculation.drafter import Drafter
+from quire_worker.speculation.drafting import drafting_of, load_draft_model
 from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
-from quire_worker.tensor_parallel import Part, follow_rank_0, lead, unless_lost
 
 log = structlog.get_logger()
 
@@ -210,7 +210,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         waiting_max=options.max_waiting,
         stream_interval_s=options.stream_interval_ms / 1e3,
         shortcut=loaded.shortcut,
-        drafter=loaded.drafter,
+        propose=None if loaded.drafter is None else loaded.drafter.propose,
     )
     engine.adapters = load_adapters(options, model)
     return engine

@@ -13,7 +13,8 @@ from quire.types import GroupKind, GroupSpec
 from quire_worker.model.checkpoint import UnsupportedModelError, has_tokenizer
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
-from quire_worker.scheduling.drafts import Drafting, PromptLookup, Proposals
+from quire_worker.scheduling.drafts import Drafting
+from quire_worker.speculation.lookup import PromptLookup, Proposals
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.sample_text import SampleText
 from quire_worker.model.tokenizer import StreamDecoder, Tokenizer, TokenizerError
-from quire_worker.outbox import Outbox
+from quire_worker.requests.outbox import Outbox
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import SamplingParams

@@ -30,6 +30,15 @@ if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is imported
 
 from quire.types import GroupKind, GroupSpec  # noqa: E402
+from quire_kernels import (  # noqa: E402
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchMLAPagedAttentionWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    append_paged_kv_cache,
+    merge_states,
+    sample,
+)
 from quire_kernels.ops.decode_paged import decode_paged_reference  # noqa: E402
 from quire_kernels.ops.merge_states import merge_states_reference  # noqa: E402
 from quire_kernels.ops.mla_paged import mla_paged_reference  # noqa: E402
@@ -47,16 +56,7 @@ from quire_kernels.shared.reference import (  # noqa: E402
     SAMPLE_TOLERANCE,
     TOLERANCE,
 )
-from quire_worker.attention import (  # noqa: E402
-    BatchDecodeWithPagedKVCacheWrapper,
-    BatchMLAPagedAttentionWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-    TorchPagedAttention,
-    append_paged_kv_cache,
-    merge_states,
-    sample,
-)
+from quire_worker.attention import TorchPagedAttention  # noqa: E402
 from quire_worker.cache import PageSpec  # noqa: E402
 from quire_worker.model.batch import Chunk, build_batch  # noqa: E402
 from report import add_output_arguments, publish  # noqa: E402

@@ -31,7 +31,7 @@ def implementation(name: str, device: torch.device) -> PagedAttention:
         library = load()
         return CpuPagedAttention(library) if isinstance(library, Library) else pytest.skip(library.reason)
     pytest.importorskip("triton")
-    from quire_worker.attention import TritonPagedAttention
+    from quire_worker.attention.triton_path import TritonPagedAttention
 
     return TritonPagedAttention(device, workspace_bytes=8 << 20)
 

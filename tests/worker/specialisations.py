@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import triton
 from quire_kernels.shared import launch
-from quire_worker.attention import TritonPagedAttention
+from quire_worker.attention.triton_path import TritonPagedAttention
 from quire_worker.cache import KVCache
 from quire_worker.execution import warm_up
 from quire_worker.model.batch import Chunk, build_batch

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-import quire_worker.attention as flashinfer
+import quire_kernels as flashinfer
 import torch
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.reference import attend, visible

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 from quire_kernels.ops import sampling as kernels_sampling
-from quire_worker.attention import TritonPagedAttention
-from quire_worker.attention.triton_path import page_table
+from quire_worker.attention.triton_path import TritonPagedAttention, page_table
 from quire_worker.sampling.choice import sample
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.sampling.random_numbers import new_generator

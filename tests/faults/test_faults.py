@@ -1,7 +1,7 @@
 """The fault table of the session protocol on real allocators: nothing leaks, nothing is lost, every page reads back.
 
 The owner here is a session without a model, so that a fault can be put between two messages; `test_text.py` has the
-same faults under a worker that streams. Which test answers which row is written in `docs/session.md`.
+same faults under a worker that streams. README.md says which test answers which fault.
 
 `QUIRE_FAULT_RUNS` says how often each fault is repeated (`make faults RUNS=1000`); recovery times are printed.
 """

@@ -96,7 +96,9 @@ def test_every_test_named_in_the_bug_record_exists() -> None:
     assert len(rows) > 300
     for row in rows:
         symptom, cause, test = row.strip("| ").replace("\\|", "").split(" | ")
-        assert symptom.endswith(".") and cause.endswith(".") and test, row
+        assert symptom.endswith("."), row
+        assert cause.endswith("."), row
+        assert test, row
         for path, names in re.findall(r'\]\(\.\./([\w/]+\.py)(?: "([^"]*)")?\)', test):
             functions = re.findall(r"def (test_\w+)\(", (ROOT / path).read_text(encoding="utf-8"))
             assert set(names.split(", ")) - {""} <= set(functions), row

@@ -44,7 +44,8 @@ from quire_kernels.shared.latent_tiles import clear_rows, copy_pairs, load_heads
 from quire_kernels.shared.launch import is_hopper
 from quire_kernels.shared.mla_work import HOPPER_HEADS, HOPPER_KEYS, MlaWork
 
-# Shared memory of a program: two tiles of 64 x 576 latents and as many queries, of 2 bytes, are 216 of the chip's 227 KiB.
+# Shared memory of a program: two tiles of 64 x 576 latents and as many queries, of 2 bytes, are 216 of the chip's
+# 227 KiB.
 HEADS, KEYS = HOPPER_HEADS, HOPPER_KEYS
 CKV_DIM, KPE_DIM = 512, 64
 NUM_WARPS = 4  # of a group

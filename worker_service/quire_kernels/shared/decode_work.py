@@ -16,8 +16,8 @@ from quire_kernels.shared.paged_cache import check_index_tensor, kv_lengths
 from quire_kernels.shared.work_units import ITEMS_MAX, WorkUnits, divide_work
 
 WAVES = 4  # programs per multiprocessor that the division aims at: enough to hide that some end sooner
-# Tiles per program at least. It waits for memory about four times before its first tile arrives. 8192 keys of 8 KV heads are 256
-# programs then, which run at once on 132 multiprocessors.
+# Tiles per program at least. It waits for memory about four times before its first tile arrives. 8192 keys of 8 KV
+# heads are 256 programs then, which run at once on 132 multiprocessors.
 TILES_MIN = 4
 HEAD_BLOCK_MAX = 64  # one program attends so many query heads at most
 

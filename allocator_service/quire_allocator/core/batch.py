@@ -13,7 +13,7 @@ from quire_allocator.core.spec import Grants
 
 
 class Batch:
-    """Keeps what was found for one array of ids, until a sequence is freed."""
+    """Keeps the lookup of one array of ids, until a sequence is freed."""
 
     __slots__ = ("_ids", "_sequences")
 

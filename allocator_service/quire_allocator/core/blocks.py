@@ -1,4 +1,4 @@
-"""Which physical blocks of one pool are free, and who uses how many.
+"""The free physical blocks of one pool, and the block counts of its namespaces.
 
 Lifecycle of a block:
 
@@ -26,7 +26,7 @@ EMPTIED_TOLD_MAX: Final = 16_384  # blocks that the answer to one step names as 
 
 
 class Scope:
-    """What one namespace has in one manager, in blocks.
+    """The blocks of one namespace in one manager.
 
     Attributes:
         held: blocks in tables of its sequences, each counted once.
@@ -50,7 +50,7 @@ class Namespace:
     Attributes:
         scopes: one per manager of the pool.
         quota: None without limits.
-        queue: its own candidates for eviction, where what it may cache is limited; else None.
+        queue: its own candidates for eviction if its cache is limited; else None.
         stops: where hits can end, by their keys; empty in pools that make none.
     """
 
@@ -76,7 +76,7 @@ class Namespace:
 
 
 class Scoped(Entry):
-    """What can be evicted, and where it belongs."""
+    """A candidate for eviction and its scope."""
 
     __slots__ = ("scope",)
 
@@ -97,10 +97,10 @@ class Evictor(ABC):
 
     @abstractmethod
     def worth(self, entry: Scoped) -> int:
-        """Returns what a cached entry is worth: SPARE, ASIDE, KEPT or LED."""
+        """Returns the worth of a cached entry: SPARE, ASIDE, KEPT or LED."""
 
     def assess(self, entry: Scoped) -> None:
-        """Notes what an entry is worth that nobody holds, and its burden."""
+        """Sets worth and burden of an entry without holders."""
         entry.worth = self.worth(entry)
 
 
@@ -154,8 +154,8 @@ class Blocks:
         return self._stack[top : top + count]
 
     def take_rows(self, row_count: int, width: int) -> array[int]:
-        """Grants what so many takes of `width` blocks would, one after the other: evicting puts the blocks of one entry
-        on the stack, where the row that needed them finds them first."""
+        """Grants `width` blocks per row, as that many single takes would. Evicting puts the blocks of one entry on the
+        stack, where the row that needed them finds them first."""
         if row_count * width <= self.block_count - self._top:
             return self.take(row_count * width)
         rows = self.take(width)
@@ -164,7 +164,7 @@ class Blocks:
         return rows
 
     def take_one(self) -> int:
-        """Does the same for a single block."""
+        """Grants one block, and evicts if no block is empty."""
         top = self._top
         if top == self.block_count:
             self._evict(1)
@@ -254,7 +254,7 @@ class Blocks:
         return self.note_dropped(before, evicted)
 
     def note_dropped(self, cached_before: int, evicted_before: int) -> int:
-        """Counts as dropped what was evicted since, because nobody needed the room; returns how many blocks."""
+        """Counts the blocks evicted since as dropped, because their room was not needed; returns how many."""
         dropped = cached_before - self.cached_count
         self.dropped_count += dropped
         self.evicted_count = evicted_before
@@ -275,11 +275,11 @@ class Blocks:
             evicted = entry.scope.manager.evict(entry, count)
             self.dropped(entry.scope, evicted)
             self.evicted_count += evicted
-            count -= cached - self.cached_count  # or more: what only the evicted blocks made useful
+            count -= cached - self.cached_count  # also blocks useful only with these
 
     def check_counts(self) -> None:
-        """Raises AssertionError unless every block counts as exactly one of empty, cached and held. What it costs does
-        not depend on the number of blocks: servers look at it again and again."""
+        """Raises AssertionError unless every block counts as exactly one of empty, cached and held. The cost does not
+        depend on the number of blocks, because servers read it often."""
         held = cached = 0
         for space in self.namespaces.values():
             for scope in space.scopes:

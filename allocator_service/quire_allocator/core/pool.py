@@ -9,7 +9,7 @@ Lifecycle of a sequence:
     4. fork        another sequence shares everything committed, the half-filled last block included
     5. free        references are dropped, tail first
 
-Who owns which part of a sequence, in tokens, with `committed <= token_count <= limit`:
+Owners of each part of a sequence, in tokens, with `committed <= token_count <= limit`:
 
     [0, full)                  full = committed // block_size * block_size: published, shareable by anyone, immutable
     [full, committed)          written; shared with forks until one side grows
@@ -17,7 +17,8 @@ Who owns which part of a sequence, in tokens, with `committed <= token_count <= 
     [token_count, limit)       room that growing takes without a grant
 
 Every operation is all-or-nothing and answers with a `Result`: no space is an answer, not an exception. Operations of
-one pool are applied by one caller at a time. What differs between types of attention is in the managers (`manager.py`).
+one pool are applied by one caller at a time. The managers have the differences between types of attention
+(`manager.py`).
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ class Pool:
             token_count: tokens to hold; more where more of a longer prompt is matched.
             digests: of its full blocks of `digest_tokens` tokens, as far as they may be shared; concatenated.
             namespace: prefixes are shared inside it.
-            prompt_token_count: where `token_count` is only the first chunk: it is admitted only if the whole prompt
-                would fit, and what is left of it is kept free from later admissions.
+            prompt_token_count: given if `token_count` is only the first chunk. The prompt is admitted only if all of it
+                would fit, and the blocks for its rest are kept free from later admissions.
             priority: sequences of a higher one are never named to be preempted for it.
             defer_token_count: answer PENDING instead if others are computing at least so many tokens of its prefix.
             is_return: a preempted request returns: its tokens count as returned, not as queried.
@@ -133,8 +134,8 @@ class Pool:
             )
             refused = self.admission.refuse_new(applicant, needed, revived)
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
-                # The pool is idle, and only the hit does not fit: a state takes one block more, to be copied into.
-                # Nobody will ever free one, so the prompt is computed without the hit.
+                # The pool is idle, and only the hit does not fit: a state takes one block more, to be copied into. No
+                # other sequence will free one, so the prompt is computed without the hit.
                 return self.allocate(
                     sequence_id,
                     chunk,
@@ -211,7 +212,7 @@ class Pool:
         self.copy_count += len(copies)
         if sequence.promised:
             self.admission.promise(sequence)
-        if copies:  # what was copied may be cached now
+        if copies:  # the source of the copy may be cached now
             self.admission.enforce_cache_quota(sequence.namespace)
         return GrowResult(Result.OK, 0, 0, self.coordinator.added(sequence, granted) if needed else (), copies)
 
@@ -270,7 +271,7 @@ class Pool:
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes = b"", keep_token_count: int = 0
     ) -> CommitResult:
-        """Counts tokens up to `token_count` as computed and publishes what became full.
+        """Counts tokens up to `token_count` as computed and publishes the blocks that became full.
 
         A digest that another block carries already keeps that block: the sequence's entry is swapped to it and its own
         is released, so that no child is ever published under a private parent; in an append-only pool it stays. Answers
@@ -278,7 +279,7 @@ class Pool:
 
         Args:
             sequence_id: a live sequence.
-            token_count: not below what was committed before.
+            token_count: at least the committed length.
             digests: of the blocks of `digest_tokens` tokens that end in (committed, token_count], concatenated. Where
                 the last ones lack, these blocks are not published, nor later ones of full attention.
             keep_token_count: if not 0, blocks that are not needed to hold so many tokens, nor `token_count`, are given
@@ -314,19 +315,19 @@ class Pool:
         return CommitResult(Result.OK, swaps) if swaps else _COMMITTED
 
     def fork(self, parent_id: int, child_id: int, *, hold_until: float | None = None) -> Result:
-        """Creates a sequence that shares what its parent has committed. Answers OK, NOT_FOUND, EXISTS, ID_TOO_LOW or
+        """Creates a sequence that shares its parent's committed tokens. Answers OK, NOT_FOUND, EXISTS, ID_TOO_LOW or
         UNCOMMITTED.
 
-        Blocks that the parent was granted beyond that stay the parent's alone; in the half-filled block the parent may
-        go on writing behind the child's last token, which the child never reads. A recurrent state has no such place:
-        where a group keeps one, a parent with granted tokens that are not committed answers UNCOMMITTED. So does one
-        that committed blocks without their digests, and in an append-only pool one whose last block is half full: a
-        copy of it would replace an entry of a table.
+        Blocks that the parent was granted beyond that stay the parent's alone. In the half-filled block the parent may
+        write after the child's last token, where the child never reads. A recurrent state has no such place: where a
+        group keeps one, a parent with granted tokens that are not committed answers UNCOMMITTED. A sequence that
+        committed blocks without their digests cannot be forked either. In an append-only pool, neither can one whose
+        last block is half full: its copy would replace an entry of a table.
 
         Args:
             parent_id: a live sequence.
             child_id: higher than every earlier id.
-            hold_until: the fork is a hold: nobody writes to it, and `expire_holds` frees it from then on.
+            hold_until: makes the fork a hold, which is never written to, and which `expire_holds` frees from then on.
         """
         parent = self.sequences.get(parent_id)
         if parent is None:
@@ -345,7 +346,7 @@ class Pool:
         child.quiet_until = parent.quiet_until
         self.coordinator.pass_stops(parent, child)
         child.last_stop = parent.last_stop
-        # Where a block is shared that either side has yet to write:
+        # Where a block is shared that either side will still write:
         if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
         parent.namespace.sequence_count += 1
@@ -357,7 +358,7 @@ class Pool:
         return Result.OK
 
     def free(self, sequence_id: int) -> Result:
-        """Drops a sequence, its tail first, so that what eviction leaves is a whole prefix. Answers OK or NOT_FOUND."""
+        """Frees a sequence, its tail first, so that eviction leaves a whole prefix. Answers OK or NOT_FOUND."""
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return Result.NOT_FOUND
@@ -378,7 +379,7 @@ class Pool:
         return Result.OK
 
     def expire_holds(self, now: float) -> list[int]:
-        """Frees every hold whose time has come, and returns their ids in order."""
+        """Frees every expired hold, and returns their ids in order."""
         if not self.holds:
             return []
         ended = sorted(sequence_id for sequence_id, end in self.holds.items() if end <= now)

@@ -8,7 +8,7 @@ from quire_allocator.core.retention.stop import Stop
 
 
 class Part:
-    """What one sequence has in one manager."""
+    """The state of one sequence in one manager."""
 
     __slots__ = ()
 
@@ -17,7 +17,7 @@ class Part:
 
 
 class SequenceState:
-    """What is known of one live sequence, in tokens: `committed_token_count <= token_count <= limit`.
+    """The state of one live sequence, in tokens: `committed_token_count <= token_count <= limit`.
 
     Attributes:
         token_count: tokens that it was granted.
@@ -27,14 +27,15 @@ class SequenceState:
         prompt_token_count: tokens of a prompt that is computed in chunks of `chunk_token_count`; 0 where it is not.
         promised: blocks that the rest of that prompt will take; admission leaves them free.
         announcement: the part of its prompt that it announced and has still to compute, or None.
-        is_hold: nobody writes to it, and it ends by itself.
-        is_named: each full block of what it committed came with its digest, and is published.
+        is_hold: it is never written to, and it expires.
+        is_named: each full block that it committed came with its digest, and is published.
         stops: token counts at which hits are to end, rising (`retention/stops.py`).
         prompt_end: the stop at the end of its prompt; those behind it are of the answer.
         early_stop: the one of them at which its prompt, which is new, leaves a state early; 0 where it has none.
-        is_before_stop: one of its stops may be behind what is committed: false once none is, since commits ask for it.
+        is_before_stop: one of its stops may lie after its committed length; false once none does, because commits read
+        it.
         last_stop: the deepest stop of its prefix that was made or hit; it may have ended since.
-        parts: what it has in each manager.
+        parts: its state in each manager.
     """
 
     __slots__ = (

@@ -117,7 +117,7 @@ def _grow(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
 
 
 def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int, GrowResult]]]:
-    """Does what `Pool.grow_many` does, where new sequences are among the live ones."""
+    """Applies grows like `Pool.grow_many`, where new sequences are among the live ones."""
     grants, others = Grants(), []
     unborn = {child for child in columns.children if child > pool.last_sequence_id}  # children whose forks were refused
     for number, (sequence, token_count) in enumerate(zip(columns.grow_sequences, columns.grow_token_counts)):
@@ -175,7 +175,7 @@ def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], re
 
 
 def _is_told_stops(grown: GrowResult) -> bool:
-    """Tells whether the owner is told where to end a pass."""
+    """Returns whether the owner gets the stops of this grow."""
     return grown.junction_token_count > 0 or grown.stops != ()
 
 

@@ -1,4 +1,4 @@
-"""What must hold of each kind of group at all times, counted again from its tables; `invariants.py` asks for all."""
+"""The invariants of each kind of group, recounted from its tables; `invariants.py` checks all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire_allocator.core.spec import DIGEST_BYTES, GroupKind
 
 
 class Use(Generic[ScopeT, PartT]):
-    """What one namespace has in one manager: its scope there, and each of its sequences with its part there."""
+    """The scope of one namespace in one manager, and each of its sequences with its part there."""
 
     def __init__(self, scope: ScopeT, parts: Sequence[tuple[SequenceState, PartT]]) -> None:
         self.scope = scope
@@ -28,12 +28,12 @@ class Use(Generic[ScopeT, PartT]):
 
 
 class Found:
-    """What was found in one scope.
+    """The recount of one scope.
 
     Attributes:
         held: blocks in tables, each once.
         cached: published blocks in no table.
-        entries: what is published.
+        entries: published entries.
         candidates: those of them that may be evicted.
     """
 
@@ -44,7 +44,7 @@ class Found:
         self.candidates: list[Scoped] = []
 
     def add(self, entry: Scoped, blocks: Sequence[int], holders: int, *, is_leaf: bool) -> None:
-        """Notes one published entry, whose own count of holders must be right."""
+        """Adds one published entry, whose count of holders must be right."""
         assert entry.live == holders, f"an entry of blocks {list(blocks)} counts {entry.live} holders, it has {holders}"
         (self.held if holders else self.cached).extend(blocks)
         self.entries.append(entry)
@@ -132,7 +132,8 @@ def _count_shared_once(held: list[int], firsts: Sequence[Sequence[int]], width: 
 
 
 def _check_sharers(manager: FullAttentionManager, parts: Sequence[RunPart]) -> None:
-    """Checks that just those sequences are listed whose half-filled block stands in another one's tail too."""
+    """Checks that the list of sharers has exactly the sequences whose half-filled block is in another one's tail
+    too."""
     tails: dict[int, set[int]] = {}
     for part in parts:
         if part.tail and part.borrowed is None:
@@ -146,7 +147,8 @@ def _check_sharers(manager: FullAttentionManager, parts: Sequence[RunPart]) -> N
 
 
 def check_windows(manager: WindowManager, uses: Sequence[Use[WindowScope, WindowPart]]) -> list[Found]:
-    """Checks that tables begin where the window does and end where the grants do; what is computed is published."""
+    """Checks that tables begin where the window does and end where the grants do, and that computed blocks are
+    published."""
     for use in uses:
         for sequence, part in use.parts:
             _check_window(manager, use.scope, sequence, part)
@@ -161,7 +163,7 @@ def check_windows(manager: WindowManager, uses: Sequence[Use[WindowScope, Window
 
 
 def _check_stretches(manager: WindowManager, scope: WindowScope, found: Found) -> None:
-    """Checks that nobody holds stretches, and that each is found where it begins."""
+    """Checks that stretches have no holders, and that each is found where it begins."""
     starts = sorted({position for position, _ in scope.stretches})
     assert scope.starts.positions == starts, "stretches are sought elsewhere than they begin"
     for key, stretch in scope.stretches.items():

@@ -1,4 +1,4 @@
-"""What must hold of stops, and of what they make worth keeping, counted again from all of them."""
+"""The invariants of stops and of the blocks that they keep, recounted from all stops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check(pool: Pool, spaces: Sequence[Namespace]) -> None:
-    """Checks the stops of all namespaces; there are none where all blocks of windowed groups are alike."""
+    """Checks the stops of all namespaces. There are none where the policy ranks all blocks alike."""
     retention = pool.coordinator.retention
     if retention is None:
         assert not any(space.stops for space in spaces), "a stop in a pool that makes none"
@@ -76,7 +76,7 @@ def _check_path(stop: Stop, count_max: int) -> None:
 
 
 def _check_remembered(window: WindowManager, part: WindowPart, edge_count: int) -> None:
-    """A sequence remembers what fell out, and of that only what its last edge needs."""
+    """Checks that a sequence remembers only those fallen blocks that its last edge needs."""
     edge = edge_count * window.edge_tokens
     for unit in part.needed:
         if unit.key is not None:

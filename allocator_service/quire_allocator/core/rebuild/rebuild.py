@@ -1,4 +1,5 @@
-"""Makes a pool of its owner's report: the same sequences on the same blocks, and what was published can be hit again.
+"""Rebuilds a pool from its owner's report: the same sequences on the same blocks, with the published blocks ready to be
+hit.
 
     1. read      published blocks, group by group, into what each manager files them under; while the report comes in
     2. locate    every sequence's tables among them; private blocks are claimed, half-filled ones may be shared by forks
@@ -9,10 +10,10 @@
 
 Only a new pool is written to, and the caller puts it in force when it is whole: a refused report changes nothing.
 
-Not reported, so not as before: prompts that sequences are still computing are not announced (a second one is computed
-beside the first), policies have learned nothing yet but that what parts was shared, only full attention knows where
-earlier prompts part, no checkpoint counts as one that its sequence made, counters begin at 0. Under `tail` more may be
-hit than before: an owner's ledger still has blocks that were emptied without its asking.
+Some state is not reported and starts anew. Prompts under way are not announced, so a second one is computed beside the
+first. Policies know only that splits were shared. Only full attention knows where earlier prompts parted. No checkpoint
+counts as made by its sequence, and counters begin at 0. Under `tail` more may be hit than before: an owner's ledger
+still has blocks that were emptied without its asking.
 """
 
 from __future__ import annotations
@@ -42,16 +43,17 @@ from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK, GroupKind, PoolS
 
 
 class Builder(Protocol):
-    """Rebuilds what one manager has. The methods are called in this order, each for all there is."""
+    """Rebuilds the state of one manager. The methods are called in this order, each for all there is."""
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
         """Takes in published blocks of the manager's group number `column`; see `BlockUse.publish` for places."""
 
     def locate(self, space: Namespace, sequence: ReportedSequence) -> Callable[[], Part]:
-        """Finds a sequence's tables. Returns what takes its references and makes its part, once all is built."""
+        """Finds a sequence's tables. Returns a function that takes the sequence's references and makes its part, once
+        everything is built."""
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
-        """Files everything published; returns rank, position and entry of what nobody holds."""
+        """Files all published blocks; returns rank, position and entry of those without holders."""
 
 
 BUILDERS: dict[GroupKind, Callable[[AnyManager, Pool, BlockUse], Builder]] = {
@@ -63,7 +65,7 @@ BUILDERS: dict[GroupKind, Callable[[AnyManager, Pool, BlockUse], Builder]] = {
 
 
 class Rebuild:
-    """A pool in the making, to which nobody has access yet.
+    """A pool under construction, which no caller can reach yet.
 
     1. read      what is published, prefix by prefix, as the report comes in
     2. finish    all the rest, at once
@@ -178,7 +180,7 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
 
 
 def _own_tables(reported: ReportedSequence) -> Sequence[array[int]]:
-    """Returns the tables as the owner has them: with what it keeps."""
+    """Returns the tables as the owner has them, with the blocks that it keeps."""
     if not reported.kept:
         return reported.tables
     return [
@@ -188,7 +190,7 @@ def _own_tables(reported: ReportedSequence) -> Sequence[array[int]]:
 
 
 def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
-    """Queues what nobody holds, and notes each sequence's `limit` and `quiet_until`."""
+    """Queues the entries without holders, and sets each sequence's `limit` and `quiet_until`."""
     for _, _, entry in sorted(cached, key=lambda item: (item[0], -item[1])):
         children = getattr(entry, "children", ())
         entry.hits = max(0, len(children) - 1)  # a lower bound: each way on but the first was a prompt that shared it

@@ -1,10 +1,9 @@
 """Finds again where hits can end (`retention.py`): a report names blocks, and no stops.
 
-A stop's blocks end where a stretch of windowed blocks ends or a checkpoint is, and paths end and part at
-stops: at all these places one is made, if every group can serve it there. So of stops whose blocks run into
-each other only the last one is found, every checkpoint is taken for one (of those on one path the last few stay), and
-in a pool without full attention nobody knows any more which of them are on one path. What no stop found has is
-spare, under `tail`, too, which has no spare blocks else: emptied at once, what may still be hit would be lost.
+A stop's blocks end where a stretch of windowed blocks ends or a checkpoint is, and paths end and part at stops: at all
+these places one is made, if every group can serve it there. If the blocks of several stops run into each other, only
+the last stop is found. Every checkpoint counts as a stop, and the last few of a path stay. Without full attention the
+paths of checkpoints are unknown. Blocks that no stop found are spare. Emptied at once, they would be lost for hits.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class _Tails:
         self.last = [unit.key for unit in scope.units() if unit.key is not None and unit.key not in going_on]
 
     def units(self, digest: bytes, end: int, positions: range) -> list[Unit] | None:
-        """Returns those of some positions on the path whose block before position `end` has that digest; None if one
-        lacks."""
+        """Returns the units of some positions on the path whose block before position `end` has that digest; None if
+        one is missing."""
         found: list[Unit] = []
         for position in range(end - 1, positions.start - 1, -1):
             unit = self._scope.find(position, digest)
@@ -161,7 +160,7 @@ def _make(
 
 
 def _follow(retention: Retention, sequence: SequenceState, tails: Sequence[_Tails]) -> None:
-    """Returns what a live sequence remembers: the deepest stop of its path, and what its last edge needs."""
+    """Returns what a live sequence remembers: the deepest stop of its path, and the needs of its last edge."""
     if retention.full:
         run: Run | None = cast(RunPart, sequence.parts[0]).run
         while run is not None and not run.stops:

@@ -22,11 +22,11 @@ from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
 class UnitBuilder:
-    """Does what both kinds have in common; see `rebuild.Builder`.
+    """The common part of both kinds of unit builders; see `rebuild.Builder`.
 
     `links` say which position comes before which.
 
-    Published units are made when the first sequence is located, as cached ones that nobody holds.
+    Published units are made when the first sequence is located, as cached ones without holders.
     """
 
     def __init__(self, manager: AnyManager, pool: Pool, use: BlockUse) -> None:
@@ -57,7 +57,7 @@ class UnitBuilder:
             blocks[column] = block
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
-        """Files everything published, and returns what nobody holds."""
+        """Files all published units, and returns those without holders."""
         cached: list[tuple[int, int, Scoped]] = []
         for unit in self._published().values():
             if not unit.live:
@@ -169,5 +169,5 @@ class StateBuilder(UnitBuilder):
 
 
 def told_stops(pool: Pool, sequence: ReportedSequence) -> Stops:
-    """Returns where hits are to end in a reported sequence, as its owner was told."""
+    """Returns the stops of a reported sequence, as its owner got them."""
     return pool.coordinator.stop_rules.told(sequence.stops, sequence.prompt_token_count)

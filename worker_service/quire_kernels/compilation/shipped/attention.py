@@ -1,4 +1,5 @@
-"""What ships of the attention kernels, chip by chip: each chooses other sizes of tiles, and other types for fp8."""
+"""The shipped specializations of the attention kernels, chip by chip: each chip has its own tile sizes and types for
+fp8."""
 
 from __future__ import annotations
 
@@ -176,7 +177,7 @@ def _paged_prefills(chip: str) -> Iterator[KernelConfiguration]:
 
 
 def _ragged_prefills(chip: str) -> Iterator[KernelConfiguration]:
-    """Yields fewer than of paged prefill, whose inner loop it shares: keys without pages take fewer registers."""
+    """Yields fewer than paged prefill, with the same inner loop: keys without pages take fewer registers."""
     kernel = prefill_ragged_kernel
     for dims in ((64, 64), (80, 80), (96, 96), USUAL, WIDE):
         yield _prefill(kernel, chip, dims=dims)

@@ -26,9 +26,10 @@ import torch
 from quire_cpu.ops import PackedLinear
 from quire_worker.attention import TorchPagedAttention
 from quire_worker.cache import KVCache
-from quire_worker.model import paged_model
+from quire_worker.model import loading
 from quire_worker.model.batch import Chunk, build_batch
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.rewrites import devices
 from quire_worker.model.rewrites.rewriter import rewrite
 from quire_worker.model.transformers_seam import PagedStep
@@ -64,7 +65,7 @@ class Side:
             )
             if name == TORCH:
                 attention = TorchPagedAttention()
-                patches.enter_context(mock.patch.object(paged_model, "backend_for", return_value=attention))
+                patches.enter_context(mock.patch.object(loading, "backend_for", return_value=attention))
             self.model: PagedModel = load_model(folder, block_size=BLOCK_SIZE, dtype=dtype)
         blocks = -(-(CONTEXT + 1) // BLOCK_SIZE)
         self.cache = KVCache(self.model.cache_spec, SEQUENCES * blocks)

@@ -111,7 +111,7 @@ class Traffic:
         self._number += 1
         params = SamplingParams(max_tokens=asked.output_length)
         request = Request(self._number, "", asked.prompt(), params, "", bytes(32), 0.0)
-        request.samples = [Sample(request, 0, list(request.prompt), None, None)]
+        request.samples = [Sample(request, 0, list(request.prompt), None, None)]  # type: ignore[arg-type]  # it draws none
         self.scheduler.roster.add(request.samples[0])
 
     def _ask(self, plan: Plan) -> StepOutcome:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from quire_worker.execution import decode_graphs
-from quire_worker.model import paged_model
+from quire_worker.model import loading
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.transformers_seam import ATTENTION_NAME
 from quire_worker.process.server import main
@@ -166,7 +166,7 @@ def draw_weights() -> None:
     def drawn(folder: Path, _loader: Any, dtype: Any) -> Any:
         return dummy(folder, "cuda", torch.bfloat16 if dtype == "auto" else dtype, ATTENTION_NAME)
 
-    paged_model.read_weights = drawn  # type: ignore[assignment]
+    loading.read_weights = drawn  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire import AllocatorClient, Client, NotFoundError, QuireError, Reason, SamplingParams, UnavailableError
 from quire.local import LocalStack, ServerFailedError
 from quire_allocator.metrics.collector import METRIC_NAMES as ALLOCATOR_METRICS
-from quire_worker.telemetry import METRIC_NAMES as WORKER_METRICS
+from quire_worker.process.worker_metrics import METRIC_NAMES as WORKER_METRICS
 
 from tests.client.servers import quire
 from tests.e2e.stack import DEMO, clients, eventually, held_block_count, server, started

@@ -16,7 +16,8 @@ from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.execution.follower import follow
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.checkpoint import ModelError
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.ranks.crew import Crew
 from quire_worker.ranks.place import Place
 

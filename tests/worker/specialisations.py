@@ -23,7 +23,8 @@ from quire_worker.attention.triton_path import TritonPagedAttention
 from quire_worker.cache import KVCache
 from quire_worker.execution import warm_up
 from quire_worker.model.batch import Chunk, build_batch
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.choice import sample
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.sampling.random_numbers import new_generator

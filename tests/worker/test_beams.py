@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.beams.search import BeamSearch, Hypothesis, Rule, row_count
+from quire_worker.sampling.beam_search import BeamSearch, Hypothesis, Rule, row_count
 from quire_worker.sampling.logprobs import likeliest
 from quire_worker.sampling.params import EarlyStopping, SamplingParams
 from quire_worker.scheduling.request import FinishReason, Sample

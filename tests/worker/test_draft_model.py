@@ -16,7 +16,8 @@ import pytest
 import torch
 from quire.errors import UsageError
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.process.options import parse_arguments
 from quire_worker.process.server import load
 from quire_worker.speculation.drafting import drafting_of, load_draft_model

@@ -16,7 +16,7 @@ from quire_worker.attention.torch_path import TorchAttentionPlan
 from quire_worker.cache import CacheSpec, KVCache, Place
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import load_model
+from quire_worker.model.loading import load_model
 from quire_worker.model.transformers_seam import PositionsView
 from quire_worker.process.server import load, parse_arguments
 

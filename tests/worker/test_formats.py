@@ -14,7 +14,8 @@ from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import CheckpointError
 from quire_worker.model.kv_scales import read_scales
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.page_format import Scales, quantised, restored
 from safetensors.torch import load_file, save_file
 

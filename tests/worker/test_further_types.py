@@ -11,7 +11,7 @@ import transformers
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import load_model
+from quire_worker.model.loading import load_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from quire_worker.attention import TorchPagedAttention
 from quire_worker.cache import NAN_BYTE, KVCache
-from quire_worker.model import paged_model as model_file
+from quire_worker.model import loading as model_file
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.transformers_seam import ProbeStep, paged_attention_forward
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel

@@ -13,7 +13,8 @@ import pytest
 import torch
 from quire import Client
 from quire.local import LocalStack
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 
 from tests.worker.engine_harness import BLOCK_SIZE, prompt, reference_text, running
 from tests.worker.state_models import STATE_FAMILIES, write_with_states

@@ -9,7 +9,7 @@ import pytest
 import torch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.configuration import check_configuration
-from quire_worker.model.paged_model import load_model
+from quire_worker.model.loading import load_model
 from quire_worker.model.rewrites.linear import Linear
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, TorchAoConfig
 

@@ -22,7 +22,8 @@ from quire_cpu.library import Library, load
 from quire_worker.execution.leader import Leader, led_by
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.configuration import check_configuration
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.splitting import attention
 from quire_worker.model.splitting.heads import heads_of_rank
 from quire_worker.model.splitting.parts import Summed

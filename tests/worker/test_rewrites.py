@@ -18,7 +18,8 @@ from quire_worker.cache import KVCache
 from quire_worker.model import paged_model
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.rewrites import devices, rewriter
 from quire_worker.model.rewrites.decoder import Decoder
 from quire_worker.model.rewrites.decoder_layer import DecoderLayer

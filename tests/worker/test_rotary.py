@@ -13,9 +13,8 @@ import torch
 from quire_worker.execution import parts
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import load_model
-from quire_worker.model.rotary import TokenLengths, rotation_of
-from quire_worker.scheduling.rotation import Rotation
+from quire_worker.model.loading import load_model
+from quire_worker.model.rotary import Rotation, TokenLengths, rotation_of
 from transformers import (
     Gemma3TextConfig,
     LlamaConfig,

@@ -15,10 +15,10 @@ from quire.types import GroupKind
 from quire.v1 import worker_pb2 as pb
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.execution.sizing import PoolMemory
-from quire_worker.model import paged_model as paged_model_module
+from quire_worker.model import loading
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import load_model
+from quire_worker.model.loading import load_model
 from quire_worker.model.states import flat, mixers, passes
 from quire_worker.model.states.passes import Segment
 from quire_worker.model.states.view import SegmentView
@@ -246,7 +246,7 @@ def test_what_rounding_alone_does_to_a_model_in_bfloat16_is_no_reason_to_refuse_
     monkeypatch.setattr(SegmentView, "get_linear_cache", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="through pages its logits differ from its own"):
         load_model(folders["MiniMax"], dtype="bfloat16")  # which is found in float32
-    monkeypatch.setattr(paged_model_module, "available_bytes", lambda: 1_000)
+    monkeypatch.setattr(loading, "available_bytes", lambda: 1_000)
     with pytest.raises(UnsupportedModelError, match=r"moves .* by 0\.\d+ of .*, which takes 1\.6 MiB, and 1,000 bytes"):
         load_model(folders["MiniMax"], dtype="bfloat16")
 

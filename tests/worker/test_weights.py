@@ -15,7 +15,7 @@ import structlog
 import torch
 from quire_worker.model import weights as weights_file
 from quire_worker.model.checkpoint import CheckpointError, ModelError, weight_files
-from quire_worker.model.paged_model import load_model
+from quire_worker.model.loading import load_model
 from quire_worker.process.options import parse_arguments
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -210,7 +210,7 @@ def test_reading_tells_how_far_it_is(llama: Path, monkeypatch: pytest.MonkeyPatc
 _MEASURE = """
 import sys, torch
 from pathlib import Path
-from quire_worker.model.paged_model import load_model
+from quire_worker.model.loading import load_model
 def peak():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM")) << 10
 torch.set_num_threads(1)

@@ -12,7 +12,8 @@ import torch
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.execution.decode_graphs import Capture, Compute, DecodeGraphs, Replay, decode_graphs_of, ladder
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 
 from tests.worker.tiny_models import write_tiny, write_tiny_llama
 

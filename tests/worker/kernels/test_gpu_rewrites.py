@@ -13,7 +13,8 @@ import torch
 from quire_kernels.ops.rotate_append import HeadNorms, rotate_append_reference
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.model.batch import Chunk, build_batch
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.rewrites.on_gpu import MergedLinear, turned
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (

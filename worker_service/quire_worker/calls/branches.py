@@ -38,6 +38,7 @@ from quire_worker.engine import Engine
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.slots import BranchTask, Scored
 
 BRANCH_COUNT_MAX = 1_024  # of one namespace; of all, twice as many
 TTL_MS_DEFAULT, TTL_MS_MIN, TTL_MS_MAX = 60_000, 100, 3_600_000
@@ -151,8 +152,9 @@ class Branches:
             if self._is_held(parent):
                 assert parent.sample is not None
                 for child in children:
-                    child.sample = self._fork_of(parent.sample, parent.sample.request, 0, parent.tokens[:-1])
-                    child.sample.rests = True
+                    child.sample = self._fork_of(
+                        parent.sample, parent.sample.request, 0, parent.tokens[:-1], BranchTask(rests=True, draws=False)
+                    )
                     self._engine.scheduler.roster.resting.add_fork(child.sample)
                 self._engine.wake.set()
                 for child in children:
@@ -222,23 +224,25 @@ class Branches:
             await self._compute(branch, branch.tokens, request_id)
             request = self._engine.reception.new_request(request_id, branch.tokens, COMPUTE_ALONE, branch.namespace)
             roster, is_held = self._engine.scheduler.roster, self._is_held(branch)
+            found = list[list[float]]()
             for index, candidate in enumerate(candidates):
-                tokens = [*branch.tokens, *candidate[:-1]]
+                tokens, scored = [*branch.tokens, *candidate[:-1]], Scored(candidate, len(branch.tokens))
+                task = BranchTask(rests=False, draws=False, scored=scored)
                 if is_held:
                     assert branch.sample is not None
-                    sample = self._fork_of(branch.sample, request, index, tokens)
+                    sample = self._fork_of(branch.sample, request, index, tokens, task)
                     roster.resting.add_fork(sample)
                 else:
                     sample = self._engine.reception.new_sample(request, index, tokens)
-                sample.draws, sample.scored, sample.scored_from = False, candidate, len(branch.tokens)
-                sample.logprobs = [float("nan")] * len(candidate)
+                    sample.branch = task
+                found.append(scored.logprobs)
                 request.samples.append(sample)
                 if not is_held:
                     roster.add(sample)
             self._engine.open(request)
             await self._finished(request)
             self._engine.telemetry.prompt_token_count += sum(map(len, candidates))
-            return Scores([sample.logprobs for sample in request.samples], request.usage.granted_block_count)
+            return Scores(found, request.usage.granted_block_count)
 
     def renew(self, branch_ids: Iterable[bytes], permissions: Permissions) -> list[bytes]:
         """Begins the time of branches anew, and returns the ids of those that are unknown."""
@@ -321,16 +325,16 @@ class Branches:
             engine.scheduler.roster.wake(sample, request, list(tokens), draws=draws)
         else:
             sample = branch.sample = fresh
-            sample.rests, sample.draws = True, draws
+            sample.branch = BranchTask(rests=True, draws=draws)
             engine.scheduler.roster.add(sample)
         request.samples = [sample]
         engine.open(request)
         return request
 
-    def _fork_of(self, parent: Sample, request: Request, index: int, tokens: list[int]) -> Sample:
+    def _fork_of(self, parent: Sample, request: Request, index: int, tokens: list[int], task: BranchTask) -> Sample:
         sample = self._engine.reception.new_sample(request, index, tokens)
         sample.fork_from(parent)
-        sample.draws = False
+        sample.branch = task
         return sample
 
     async def _finished(self, request: Request) -> None:

@@ -37,7 +37,8 @@ from quire_worker.execution.run import Run
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.scheduling.plan import Batch, Draw
-from quire_worker.scheduling.request import Proposal, Request, Sample
+from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.slots import Proposal
 from quire_worker.scheduling.swap import SwapSpace, pages_to_restore
 
 # What a draft model says of the copies before a pass, its parts, and the tokens sampled after it: `Drafter.propose`.

@@ -37,11 +37,13 @@ from quire_worker.host_memory import size
 from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.configuration import check_configuration
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import NoTokenizer, Tokenizer, read_tokenizer
 from quire_worker.process import preflight
 from quire_worker.process.options import parse_arguments
 from quire_worker.process.tensor_parallel import Part, follow_rank_0, lead, unless_lost
+from quire_worker.process.worker_metrics import WorkerCollector
 from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.place import place_of
 from quire_worker.ranks.processes import Ranks, starting
@@ -50,7 +52,7 @@ from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.service import WorkerService
 from quire_worker.speculation.drafter import Drafter
 from quire_worker.speculation.drafting import drafting_of, load_draft_model
-from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
+from quire_worker.telemetry import WorkerTelemetry
 
 log = structlog.get_logger()
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Sequence
 
 from quire.hashing import root_digest
 
-from quire_worker.beams.turns import BeamTurns, RequestBeams
 from quire_worker.execution.parts import Computed, Token
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.sample_text import SampleText
 from quire_worker.model.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+from quire_worker.requests.beams import BeamTurns, begin_search
 from quire_worker.requests.outbox import Outbox
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.logprobs import TokenLogprobs
@@ -40,13 +40,13 @@ def begin_samples(
         echo: what each one's text begins with.
         matcher: of what each text has to be; None if it may be anything.
     """
-    sampling: SamplingParams = request.sampling
+    sampling = request.sampling
     if sampling.has_beams:
         ends = (() if sampling.ignore_eos else model.eos_token_ids, sampling.stop_token_ids)
         texts = [_text_of(request, tokenizer, echo) for _ in range(sampling.n)]
-        request.beams = RequestBeams.of(sampling, frozenset().union(*ends), texts)
+        request.beams, beam = begin_search(sampling, frozenset().union(*ends), texts)
         sample = begin_sample(request, 0, request.prompt, model, tokenizer)
-        sample.continuation_count = request.beams.continuation_count
+        sample.beam = beam
         request.samples.append(sample)
         return
     for index in range(sampling.sample_count):
@@ -68,7 +68,7 @@ def begin_sample(
 ) -> Sample:
     """Returns a sample of a request that has these tokens to be computed; the request does not know it yet. `first` is
     the sampler of its first sample, of which further ones have copies."""
-    sampling: SamplingParams = request.sampling
+    sampling = request.sampling
     sampler = (
         first.copy(index)
         if first is not None
@@ -86,7 +86,7 @@ def begin_sample(
 
 
 def _text_of(request: Request, tokenizer: Tokenizer, echo: str) -> StreamDecoder | SampleText:
-    sampling: SamplingParams = request.sampling
+    sampling = request.sampling
     stream = tokenizer.new_stream(request.prompt)
     if not echo and not sampling.stop:
         return stream
@@ -129,12 +129,13 @@ class TokenIntake:
         for request, position, told in computed.prompt_logprobs:
             request.prompt_logprobs[position - 1 : position - 1 + len(told)] = told
         for sample, position, logprobs in computed.candidate_logprobs:
-            sample.note_logprobs(position, logprobs)
+            assert sample.scored is not None, f"{sample.age} is no candidate"
+            sample.scored.note(position, logprobs)
         self._telemetry.drafted_token_count += sum(len(item.draft) for item in computed.work)
         self._beams.take(computed.continuations)
         self._extend(computed.tokens)
         for sample, proposal in computed.proposals.items():
-            sample.proposal = proposal
+            sample.draft = proposal
         for item in computed.work:
             if item.is_complete and not item.sample.draws and not item.sample.has_ended:
                 self._end(item.sample)
@@ -170,8 +171,10 @@ class TokenIntake:
 
     def _take_text(self, sample: Sample, token: int) -> bool:
         """Ends a sample whose text has come to a stop text; returns whether the token could be decoded."""
+        text = sample.detokenizer
+        assert isinstance(text, SampleText), "its request has no stop text"
         try:
-            if sample.detokenizer.take(token):
+            if text.take(token):
                 self._scheduler.roster.stop(sample)
         except TokenizerError as error:
             self._on_failure(sample.request, error)

@@ -14,25 +14,22 @@ backfilled (`backfill.py`), as long as the one that they passed is still waiting
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from quire_worker.scheduling.request import Sample
+from quire_worker.scheduling.request import Request, Sample
 
 DUE_S_MAX = 600.0  # also what clients give a request unless they are told otherwise
 PRIORITY_S = 60.0
 PRIORITY_MAX = 10  # and least -10
 
 
-def urgency_of(arrived_s: float, deadline_s: float, priority: int) -> float:
-    """Returns the time by which requests of one namespace are sorted."""
-    return min(deadline_s, arrived_s + DUE_S_MAX) - PRIORITY_S * priority
+def urgency_of(request: Request) -> float:
+    """Returns the time by which requests of one namespace are sorted: the most urgent has the least."""
+    return min(request.deadline_s, request.arrived_s + DUE_S_MAX) - PRIORITY_S * request.priority
 
 
 def order_of(sample: Sample) -> tuple[float, int, int]:
     """Returns the key by which samples that wait are sorted; it never changes."""
     request = sample.request
-    return request.urgency, request.number, sample.index
+    return urgency_of(request), request.number, sample.index
 
 
 def rank_of(sample: Sample) -> tuple[bool, float, int, int]:

@@ -11,7 +11,8 @@ from quire.errors import UsageError
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.model.checkpoint import UnsupportedModelError, has_tokenizer
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.scheduling.drafts import Drafting
 from quire_worker.speculation.lookup import PromptLookup, Proposals

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire_worker.scheduling.request import Sample
+from quire_worker.scheduling.slots import Draft
 
 TOKEN_COUNT_MAX = 64  # of a draft
 NGRAM_MAX = 64
@@ -37,10 +38,9 @@ class Proposals:
 
     def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
         """Returns what was proposed to follow all of a sample's tokens; nothing if that was an earlier end of them."""
-        proposal = sample.proposal
-        if proposal is None or proposal.length != len(sample.tokens):
+        if sample.draft is None:
             return ()
-        return proposal.tokens[: min(count_max, self.token_count)]
+        return tuple(sample.draft.following(sample.tokens, min(count_max, self.token_count)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,10 @@ class PromptLookup:
         """Returns what is drafted behind a sample's tokens; may be nothing."""
         return tuple(self._seen(sample).following(sample.tokens, min(count_max, self.token_count)))
 
-    def _seen(self, sample: Sample) -> Seen:
-        if sample.seen is None:
-            sample.seen = Seen(self.ngram_min, self.ngram_max)
-        seen: Seen = sample.seen
-        return seen
+    def _seen(self, sample: Sample) -> Draft:
+        if sample.draft is None:
+            sample.draft = Seen(self.ngram_min, self.ngram_max)
+        return sample.draft
 
 
 @dataclass(slots=True)

@@ -13,50 +13,32 @@ Texts are known when the search is over: they are delivered then, the best first
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from quire_worker.beams.search import BeamSearch, Chosen, Rule, row_count
 from quire_worker.execution.parts import Continuations
 from quire_worker.model.sample_text import SampleText
 from quire_worker.model.tokenizer import StreamDecoder, TokenizerError
+from quire_worker.sampling.beam_search import BeamSearch, Chosen, Rule, row_count
+from quire_worker.sampling.logprobs import Likeliest
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
+from quire_worker.scheduling.slots import Beam, RequestBeams
 
 
-@dataclass(slots=True, eq=False)
-class RequestBeams:
-    """What a request keeps of its search.
-
-    Attributes:
-        rule: of the search, as far as the request says.
-        texts: that turn tokens into text, one for each text that is answered.
-        search: from the first turn on.
-    """
-
-    rule: Rule
-    texts: Sequence[StreamDecoder | SampleText]
-    search: BeamSearch | None = None
-
-    @classmethod
-    def of(
-        cls, sampling: SamplingParams, end_token_ids: frozenset[int], texts: Sequence[StreamDecoder | SampleText]
-    ) -> RequestBeams:
-        """Begins the search that a request asks for, whose texts end with any of these tokens."""
-        rule = Rule(
-            sampling.num_beams,
-            sampling.length_penalty,
-            sampling.early_stopping,
-            sampling.max_tokens,
-            sampling.min_tokens,
-            end_token_ids,
-        )
-        return cls(rule, texts)
-
-    @property
-    def continuation_count(self) -> int:
-        """Counts the likeliest tokens that have to be told of each beam."""
-        return row_count(self.rule.beam_count, self.rule.end_token_ids)
+def begin_search(
+    sampling: SamplingParams, end_token_ids: frozenset[int], texts: Sequence[StreamDecoder | SampleText]
+) -> tuple[RequestBeams, Beam]:
+    """Returns the search that a request asks for, whose texts end with any of these tokens, and its first beam."""
+    rule = Rule(
+        sampling.num_beams,
+        sampling.length_penalty,
+        sampling.early_stopping,
+        sampling.max_tokens,
+        sampling.min_tokens,
+        end_token_ids,
+    )
+    return RequestBeams(rule, texts), Beam(row_count(rule.beam_count, end_token_ids))
 
 
 class BeamTurns:
@@ -82,19 +64,20 @@ class BeamTurns:
         """Notes what is told of beams, and takes a turn of each search of which nothing is missing any more."""
         for each in told:
             if not each.sample.has_ended:
-                each.sample.continuations = each.told
+                _beam_of(each.sample).continuations = each.told
                 self._scheduler.roster.leave_queue(each.sample)
         for request in dict.fromkeys(each.sample.request for each in told):
             if all(sample.awaits_choice and not sample.has_ended for sample in request.samples):
                 self._advance(request)
 
     def _advance(self, request: Request) -> None:
-        beams: RequestBeams = request.beams
+        beams = request.beams
+        assert beams is not None, "it has no beams"
         if beams.search is None:
             longest = self._scheduler.sequence_tokens_max - len(request.prompt)
             rule = replace(beams.rule, token_count_max=min(beams.rule.token_count_max, longest))
             beams.search = BeamSearch(rule)
-        chosen = beams.search.advance([sample.continuations for sample in request.samples])
+        chosen = beams.search.advance([_told_of(sample) for sample in request.samples])
         token_count = len(chosen) or len(request.samples)
         request.usage.output_token_count += token_count
         self._scheduler.roster.shares.charge(request.namespace, output_tokens=token_count)
@@ -122,7 +105,7 @@ class BeamTurns:
             else:
                 following.append(sample)
         for sample, longer in zip(following, tokens, strict=True):
-            sample.tokens, sample.continuations = longer, None
+            sample.tokens, _beam_of(sample).continuations = longer, None
             if sample.fork_of is not None:
                 roster.add_fork(sample)
             elif sample not in roster.running:
@@ -147,10 +130,21 @@ class BeamTurns:
             request.deliveries.put_nowait(delivery)
 
 
+def _beam_of(sample: Sample) -> Beam:
+    assert sample.beam is not None, f"{sample.age} is no beam"
+    return sample.beam
+
+
+def _told_of(sample: Sample) -> Likeliest:
+    told = _beam_of(sample).continuations
+    assert told is not None, f"{sample.age} does not await a choice"
+    return told
+
+
 def _fork_of(parent: Sample, index: int, tokens: list[int], *, is_held: bool) -> Sample:
     """Returns a sample with these tokens, that shares the blocks of `parent` if it holds any."""
     child = Sample(parent.request, index, tokens, parent.sampler, parent.detokenizer, begun_with=parent.begun_with)
-    child.continuation_count = parent.continuation_count
+    child.beam = Beam(_beam_of(parent).continuation_count)
     if is_held:
         child.fork_from(parent)
     return child

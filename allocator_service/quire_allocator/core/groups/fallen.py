@@ -19,13 +19,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from quire_allocator.core.blocks import Evictor, Namespace, Scoped
-from quire_allocator.core.eviction.queue import KEPT, SPARE
 from quire_allocator.core.groups.depths import Depths
 from quire_allocator.core.groups.manager import IndexedStretch, PartT
-from quire_allocator.core.groups.stretches import Stretch
-from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
+from quire_allocator.core.groups.units import UnitManager, UnitScope
+from quire_allocator.core.retention.stop import Unit, UnitKey
+from quire_allocator.core.scopes import Evictor, Namespace, Scoped
 from quire_allocator.core.spec import DIGEST_BYTES
+from quire_allocator.core.stretches import Stretch
 
 
 class Path:
@@ -143,11 +143,6 @@ class FallenManager(UnitManager[PartT]):
                 self._drop_all(self._cut(stretch, begin, stop))
         super().drop_path(scope, digests, kept_digest_count)
 
-    def worth(self, entry: Scoped) -> int:
-        if isinstance(entry, Stretch):
-            return KEPT if self.keeper is None else SPARE
-        return super().worth(entry)
-
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def _drop_all(self, units: Sequence[Unit]) -> None:
@@ -191,17 +186,14 @@ class FallenManager(UnitManager[PartT]):
 
     def _cache(self, scope: WindowScope, stretch: Stretch) -> None:
         """Nobody has a stretch any more, which was published."""
-        count, is_spare = len(stretch.blocks), self.keeper is not None
+        count = len(stretch.blocks)
         if not scope.file(stretch):
             self._log.removed(scope, stretch.first_position, stretch.digests, 0, stretch.size)
             scope.held -= count
             self._blocks.give_back(stretch.blocks)
             return
         self._blocks.policy.stored(stretch, None)
-        if is_spare:
-            stretch.worth = SPARE
-            scope.spare += count
-        self._blocks.now_cached(stretch, count, is_candidate=True)
+        self._retention.cached_stretch(stretch)
 
     def _trim(self, stretch: Stretch, positions: int) -> int:
         """Puts so many positions from the deep end of a cached stretch on the empty stack; returns how many blocks."""
@@ -214,8 +206,7 @@ class FallenManager(UnitManager[PartT]):
         source, blocks = stretch.trim(kept)
         self._log.removed(scope, stretch.first_position + kept // DIGEST_BYTES, source, kept, size)
         self._blocks.give_back(blocks)
-        if stretch.worth == SPARE:
-            scope.spare -= len(blocks)
+        self._retention.shrunk(stretch, len(blocks))
         return len(blocks)
 
     def _cut(self, stretch: Stretch, first: int, end: int) -> list[Unit]:
@@ -268,8 +259,7 @@ class FallenManager(UnitManager[PartT]):
         scope = stretch.scope
         self._log.removed(scope, position, digests, 0, len(digests))
         self._blocks.give_back(blocks)
-        if stretch.worth == SPARE:
-            scope.spare -= len(blocks)
+        self._retention.shrunk(stretch, len(blocks))
         self._blocks.dropped(scope, len(blocks))
 
     def _take_out(self, scope: WindowScope, path: Path, first: int, end: int, *, is_linked: bool) -> None:

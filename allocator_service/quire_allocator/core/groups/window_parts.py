@@ -11,11 +11,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from quire_allocator.core.blocks import Blocks, Scoped
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.fallen import FallenManager, WindowScope
 from quire_allocator.core.groups.kept import KeptBlocks
-from quire_allocator.core.groups.units import Unit, UnitKey
+from quire_allocator.core.retention.retention import Retention
+from quire_allocator.core.retention.stop import Unit, UnitKey
+from quire_allocator.core.scopes import Scoped
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import NEVER, NO_BLOCKS, GroupSpec, PoolSpec, Swap
 
@@ -26,9 +27,8 @@ class WindowPart(Part):
     Attributes:
         units: those in its table, from position `first` on.
         tail: blocks behind them, `width` for each position.
-        stops: token counts at which a later prompt may part from it; rising.
         falling: what a commit lets fall out, rising; only until it is settled.
-        needed: units that fell out, which a stop at the last edge before the committed tokens would need.
+        needed: units that fell out, which a hit at the last edge before the committed tokens would take.
         kept: blocks of its own that stand in its table in the place of published ones; None while there were none.
     """
 
@@ -38,30 +38,27 @@ class WindowPart(Part):
         "kept",
         "needed",
         "scope",
-        "stops",
         "tail",
         "units",
     )
 
-    def __init__(self, scope: WindowScope, first: int, units: list[Unit], stops: tuple[int, ...]) -> None:
+    def __init__(self, scope: WindowScope, first: int, units: list[Unit]) -> None:
         self.scope = scope
         self.first = first
         self.units = units
         self.tail = NO_BLOCKS  # which nobody adds to
-        self.stops = stops
         self.falling: tuple[Scoped, ...] = ()
         self.needed: tuple[Unit, ...] = ()
         self.kept: KeptBlocks | None = None
-
-    def stop_at(self, stops: tuple[int, ...]) -> None:
-        self.stops = stops
 
 
 class PublishingManager(FallenManager[WindowPart]):
     """What managers of windows do to publish a position, and with blocks that are kept beside published ones."""
 
-    def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
-        super().__init__(spec, groups, pool, blocks, log)
+    def __init__(
+        self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, log: EventLog, retention: Retention
+    ) -> None:
+        super().__init__(spec, groups, pool, log, retention)
         self._append_only = pool.append_only
 
     def _publish_own(self, part: WindowPart, unit: Unit, key: UnitKey, swaps: list[Swap]) -> Unit:

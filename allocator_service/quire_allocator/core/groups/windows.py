@@ -8,9 +8,9 @@ Who owns which part of a sequence's table, in positions:
 
 In an append-only pool some published positions stand in the table with blocks of the sequence's own (`kept.py`).
 
-Of what fell out, the sequence remembers what a stop at its last edge would need (`retention.py`).
+Of what fell out, the sequence remembers what a hit at its last edge would take.
 
-A commit may publish far more than the window holds. Of that it makes units only where a stop needs one or something
+A commit may publish far more than the window holds. Of that it makes units only where hits are to end or something
 is published already; all else is stretches, which nobody holds when the commit is done (`fallen.py`).
 """
 
@@ -22,15 +22,18 @@ from collections.abc import Sequence
 from typing import cast
 
 from quire_allocator.core.block_states import BlockStates
-from quire_allocator.core.blocks import Blocks, Scoped
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.fallen import Path, WindowScope
-from quire_allocator.core.groups.stretches import Stretch, filled
-from quire_allocator.core.groups.units import Unit, UnitHit, UnitScope
+from quire_allocator.core.groups.manager import Commit
+from quire_allocator.core.groups.units import UnitHit, UnitScope
 from quire_allocator.core.groups.window_parts import PublishingManager, WindowPart
 from quire_allocator.core.groups.window_rules import WINDOW_RULES, WindowRule
 from quire_allocator.core.groups.window_search import WindowHit, WindowSearch
+from quire_allocator.core.retention.retention import Retention
+from quire_allocator.core.retention.stop import Unit
+from quire_allocator.core.scopes import Scoped
 from quire_allocator.core.spec import DIGEST_BYTES, NO_BLOCKS, NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.stretches import Stretch, filled
 
 
 class WindowManager(PublishingManager):
@@ -38,11 +41,13 @@ class WindowManager(PublishingManager):
 
     settles = True
 
-    def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
-        super().__init__(spec, groups, pool, blocks, log)
+    def __init__(
+        self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, log: EventLog, retention: Retention
+    ) -> None:
+        super().__init__(spec, groups, pool, log, retention)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
         self._stride = spec.block_size // pool.block_size
-        self.edge_tokens = pool.edge_tokens
+        self._remembers = not retention.is_even  # what a hit at the last edge would take, when it falls out
         # Every so many positions no token needs an earlier one; 0 where there is always one that does.
         reset = self._rule.reset_token_count()
         self._reset_positions = math.lcm(reset, spec.block_size) // spec.block_size
@@ -57,14 +62,14 @@ class WindowManager(PublishingManager):
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         return (-(-token_count // self.block_size) - hit.token_count // self.block_size) * self.width
 
-    def open(self, scope: UnitScope, hit: UnitHit, stops: tuple[int, ...]) -> WindowPart:
+    def open(self, scope: UnitScope, hit: UnitHit) -> WindowPart:
         units = hit.units
         assert isinstance(hit, WindowHit)
         if hit.places:
             taken = [unit for place in hit.places for unit in self._cut(*place)]
             hit.units = units = sorted([*units, *taken], key=lambda unit: unit.first_position)
         self._hold_hit(hit)
-        return WindowPart(cast(WindowScope, scope), hit.first, units[:], stops)
+        return WindowPart(cast(WindowScope, scope), hit.first, units[:])
 
     def end_of(self, part: WindowPart) -> int:
         """Returns the position behind the last one of a sequence's table."""
@@ -118,14 +123,15 @@ class WindowManager(PublishingManager):
     def give_up(self, part: WindowPart) -> None:
         """Forward passes never overwrite a published block here."""
 
-    def commit(self, part: WindowPart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
+    def commit(self, part: WindowPart, new: Commit) -> None:
         """Publishes the positions that became full, and tells the log of new ones that follow one another at once."""
         size, width, scope = self.block_size, self.width, part.scope
+        committed, until, swaps = new.committed, new.until, new.swaps
         begin, end = committed // size, until // size
         if begin == end:
             return
         stay = self._rule.first_needed(until) // size
-        digests = digests if self._stride == 1 else filled(digests, self._stride, committed, size)
+        digests = new.digests if self._stride == 1 else filled(new.digests, self._stride, committed, size)
         named = begin + len(digests) // DIGEST_BYTES  # positions from there on have no digest, and stay private
         is_next = end - begin == 1 == named - begin and part.first < begin and stay <= begin
         if is_next and not (scope.stretches and scope.starts.has(begin)):
@@ -142,8 +148,8 @@ class WindowManager(PublishingManager):
             units.clear()
             part.first = stay
             last = min(stay, named)
-            spans = self._idle_spans(part, path, range(begin + (half is not None), last), committed, until)
-        new = position = begin  # the log was told of what comes before `new`
+            spans = self._idle_spans(part, path, range(begin + (half is not None), last), (*new.ends, until))
+        told = position = begin  # the log was told of what comes before `new`
         for span in (*spans, range(end, end)):
             while position < span.start:
                 if half is not None:
@@ -154,8 +160,8 @@ class WindowManager(PublishingManager):
                 key = (position, path.at(position)) if position < named else None
                 published = unit if key is None else self._publish_own(part, unit, key, swaps)
                 if published is not unit:
-                    self._tell(scope, path, new, position)
-                    new = position + 1
+                    self._tell(scope, path, told, position)
+                    told = position + 1
                 if position < stay:
                     falling.append(published)
                 else:
@@ -168,7 +174,7 @@ class WindowManager(PublishingManager):
                 position = span.stop
         part.falling = tuple(falling)
         del blocks[:taken]
-        self._tell(scope, path, new, named)
+        self._tell(scope, path, told, named)
 
     def _commit_next(self, part: WindowPart, position: int, digest: bytes, swaps: list[Swap]) -> None:
         """Publishes one position behind others of the sequence, as decoding does, where no stretch begins."""
@@ -188,18 +194,18 @@ class WindowManager(PublishingManager):
         if published is unit:
             self._log.stored(scope, b"", digest, position)
 
-    def _idle_spans(self, part: WindowPart, path: Path, new: range, committed: int, until: int) -> list[range]:
-        """Returns what of the `new` positions no stop needs that the commit reaches, and is not published yet."""
+    def _idle_spans(self, part: WindowPart, path: Path, new: range, ends: tuple[int, ...]) -> list[range]:
+        """Returns what of the `new` positions no hit needs that is to end there, and is not published yet."""
         size, scope = self.block_size, part.scope
         apart = [
             range(position, position + 1)
             for position in scope.depths.between(new.start, new.stop)
             if scope.find(position, path.at(position)) is not None
         ]
-        if self.keeper is not None:
-            stops = [count for count in part.stops if committed < count <= until]
-            for count in (*stops, until // self.edge_tokens * self.edge_tokens):
-                apart += [self.needed_at(count), range(count // size - 1, count // size)]
+        if self._remembers:
+            for end in ends:
+                edge = end // self._edge_tokens * self._edge_tokens
+                apart += [self.needed_at(edge), range(edge // size - 1, edge // size)]
         spans, position = list[range](), new.start
         for other in sorted(apart, key=lambda positions: positions.start):
             if len(other) and other.stop > position:
@@ -225,7 +231,7 @@ class WindowManager(PublishingManager):
         if part.kept is not None:
             for own in part.kept.take_before(part.first + max(gone, 0), self.width):
                 self._give_back(part, own)
-        if gone == 1 and not (falling or part.needed) and part.units and not self._is_needed(first, committed):
+        if gone == 1 and not (falling or part.needed) and part.units and not self._is_needed(part, first, committed):
             part.first = first + 1
             self._release(part.units.pop(0))  # while decoding
             return self._rule.needs_less_at(committed, (first + 2) * self.block_size - 1)
@@ -235,7 +241,7 @@ class WindowManager(PublishingManager):
             del part.units[:gone]
             part.first += gone
         if falling:
-            if self.keeper is not None:
+            if self._remembers:
                 self._remember(part, committed, falling)
             part.falling = ()
             self._let_fall(part.scope, falling)
@@ -252,12 +258,11 @@ class WindowManager(PublishingManager):
         if count > len(part.units):  # both have the half-filled block from now on
             part.units.append(Unit(part.scope, part.tail[: self.width]))
             del part.tail[: self.width]
-        child = WindowPart(part.scope, part.first, part.units[:count], part.stops)
+        child = WindowPart(part.scope, part.first, part.units[:count])
         for unit in child.units:
             unit.live += 1
-        for unit in part.needed:
-            unit.needed_count += 1
         child.needed = part.needed
+        self._retention.need(child.needed, ())
         return child
 
     def shrink(self, part: WindowPart, until: int) -> None:
@@ -275,17 +280,20 @@ class WindowManager(PublishingManager):
             for own in part.kept.take_all():
                 self._give_back(part, own)
         self._let_fall(part.scope, part.units)
-        for unit in part.needed:
-            unit.needed_count -= 1
-            self.revalue(unit)
+        self._retention.need((), part.needed)
 
-    # -- what stops need ------------------------------------------------------------------------------------------
+    # -- where hits can end -------------------------------------------------------------------------------------------
 
     def needed_at(self, token_count: int) -> range:
         """Returns the positions that a hit of so many tokens takes."""
         return range(self._rule.first_needed(token_count) // self.block_size, token_count // self.block_size)
 
-    def tail(self, part: WindowPart, positions: range) -> list[Unit]:
+    def tail_at(self, part: WindowPart, token_count: int, digest: bytes) -> list[Unit] | None:
+        wanted = self.needed_at(token_count)
+        found = self._published(part, wanted)
+        return found if len(found) == len(wanted) else None
+
+    def _published(self, part: WindowPart, positions: range) -> list[Unit]:
         """Returns the units of a sequence at these positions, as far as they are published and it has or remembers
         them."""
         first, units, found = part.first, part.units, list[Unit]()
@@ -296,27 +304,20 @@ class WindowManager(PublishingManager):
         return [unit for unit in found if unit.is_published]
 
     def digest_at(self, part: WindowPart, token_count: int) -> bytes:
-        """Returns the digest of so many tokens of a sequence; empty where it lacks the block before."""
         position = token_count // self.block_size - 1
-        found = self.tail(part, range(position, position + 1))
+        found = self._published(part, range(position, position + 1))
         return found[0].first_digest if found else b""
 
-    def _is_needed(self, position: int, committed: int) -> bool:
-        """Tells whether a stop at the last edge would need a position that falls out."""
-        if self.keeper is None:
-            return False
-        return position in self.needed_at(committed // self.edge_tokens * self.edge_tokens)
+    def _is_needed(self, part: WindowPart, position: int, committed: int) -> bool:
+        """Tells whether a hit at the last edge would take a position that falls out."""
+        return self._remembers and position in self.needed_at(self.last_end(part, committed))
 
     def _remember(self, part: WindowPart, committed: int, falling: Sequence[Scoped]) -> None:
         """Notes what is needed of what is about to fall out, and of what fell out before."""
-        needed, before = self.needed_at(committed // self.edge_tokens * self.edge_tokens), part.needed
+        needed, before = self.needed_at(self.last_end(part, committed)), part.needed
         fallen = [*before, *[entry for entry in falling if isinstance(entry, Unit)]]
         part.needed = tuple([unit for unit in fallen if unit.is_published and unit.first_position in needed])
-        for unit in part.needed:
-            unit.needed_count += 1
-        for unit in before:
-            unit.needed_count -= 1
-            self.revalue(unit)
+        self._retention.need(part.needed, before)
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:
         units = {unit for part in parts for unit in part.units}

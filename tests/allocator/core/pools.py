@@ -162,7 +162,7 @@ def forget(pool: Pool, manager: int, positions: Sequence[int], namespace: str = 
     scope: Any = pool.blocks.namespaces[namespace].scopes[manager]
     for stretch in list(getattr(scope, "stretches", {}).values()):
         if any(stretch.first_position <= position < stretch.end_position for position in positions):
-            scope.manager._cut(stretch, stretch.first_position, stretch.end_position)
+            scope.manager._fallen.cut(scope, stretch, stretch.first_position, stretch.end_position)
     for position, unit in [(unit.first_position, unit) for unit in scope.units()]:
         if not unit.live and not unit.ticket:
             pool.blocks.push(unit)

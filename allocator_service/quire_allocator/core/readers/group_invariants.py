@@ -178,7 +178,7 @@ def _check_stretches(manager: WindowManager, scope: WindowScope, found: Found) -
 def _check_window(manager: WindowManager, scope: WindowScope, sequence: SequenceState, part: WindowPart) -> None:
     size = manager.block_size
     assert part.scope is scope, "a sequence has its units in another scope"
-    end = manager.end_of(part)
+    end = part.end(manager.width)
     assert not part.falling, "something falls out, and no commit is under way"
     assert len(part.tail) % manager.width == 0, "a tail has a part of a position"
     assert end == -(-sequence.token_count // size), f"a table ends at {end}, not at {sequence.token_count} tokens"

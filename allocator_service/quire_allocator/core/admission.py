@@ -25,8 +25,9 @@ from heapq import nsmallest
 from itertools import islice
 from typing import Final, NamedTuple
 
-from quire_allocator.core.blocks import Blocks, Namespace
+from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.groups.manager import AnyManager, Hit
+from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Takeover, Victim
 

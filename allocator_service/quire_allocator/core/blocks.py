@@ -13,95 +13,14 @@ blocks are granted first, the last one given back first, then cached ones in the
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
 from typing import Final
 
-from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, Candidates, Entry, EvictionQueue
+from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, Candidates, EvictionQueue
 from quire_allocator.core.eviction.queue import KEPT
-from quire_allocator.core.retention.stop import Stop, StopKey
-from quire_allocator.core.spec import GroupSpec, Quota
+from quire_allocator.core.scopes import Namespace, Scope, Scoped
 
 EMPTIED_TOLD_MAX: Final = 16_384  # blocks that the answer to one step names as empty
-
-
-class Scope:
-    """The blocks of one namespace in one manager.
-
-    Attributes:
-        held: blocks in tables of its sequences, each counted once.
-        cached: published blocks in no table.
-        spare: those of them that leave before all others, of windows and states.
-    """
-
-    __slots__ = ("cached", "held", "manager", "namespace", "spare")
-
-    def __init__(self, namespace: Namespace, manager: Evictor) -> None:
-        self.namespace = namespace
-        self.manager = manager
-        self.held = 0
-        self.cached = 0
-        self.spare = 0
-
-
-class Namespace:
-    """One namespace of a pool: prefixes are shared inside it only. It exists while it has sequences or blocks.
-
-    Attributes:
-        scopes: one per manager of the pool.
-        quota: None without limits.
-        queue: its own candidates for eviction if its cache is limited; else None.
-        stops: where hits can end, by their keys; empty in pools that make none.
-    """
-
-    __slots__ = ("name", "queue", "quota", "scopes", "sequence_count", "stops")
-
-    def __init__(self, name: str, quota: Quota | None, queue: Candidates | None) -> None:
-        self.name = name
-        self.quota = quota
-        self.queue = queue
-        self.stops: dict[StopKey, Stop] = {}
-        self.scopes: tuple[Scope, ...] = ()
-        self.sequence_count = 0
-
-    @property
-    def held_count(self) -> int:
-        """Counts blocks held, all groups together."""
-        return sum(scope.held for scope in self.scopes)
-
-    @property
-    def cached_count(self) -> int:
-        """Counts blocks cached, all groups together."""
-        return sum(scope.cached for scope in self.scopes)
-
-
-class Scoped(Entry):
-    """A candidate for eviction and its scope."""
-
-    __slots__ = ("scope",)
-
-    def __init__(self, scope: Scope) -> None:
-        super().__init__()
-        self.scope = scope
-
-
-class Evictor(ABC):
-    """The part of a manager that takes blocks back from the cache."""
-
-    spec: GroupSpec
-    groups: tuple[int, ...]
-
-    @abstractmethod
-    def evict(self, entry: Scoped, wanted: int) -> int:
-        """Puts at least `wanted` blocks of a candidate on the empty stack, or all it has; returns how many."""
-
-    @abstractmethod
-    def worth(self, entry: Scoped) -> int:
-        """Returns the worth of a cached entry: SPARE, ASIDE, KEPT or LED."""
-
-    def assess(self, entry: Scoped) -> None:
-        """Sets worth and burden of an entry without holders."""
-        entry.worth = self.worth(entry)
 
 
 class Blocks:

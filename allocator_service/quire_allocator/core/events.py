@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 # `Event` names this class: with an import for type checkers only, its compiled module could not be the first to load.
-from quire_allocator.core.blocks import Evictor, Scope
+from quire_allocator.core.scopes import Evictor, Scope
 from quire_allocator.core.spec import DIGEST_BYTES
 
 EVENTS_KEPT_MAX: Final = 65_536

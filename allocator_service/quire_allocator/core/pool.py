@@ -151,7 +151,7 @@ class Pool:
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         self.coordinator.note_prompt(space, hits, digests, prompt, junction)
-        stops = self.coordinator.stops(prompt, matched, junction)
+        stops = self.coordinator.retention.stops_of(prompt, matched, junction)
         sequence = self.coordinator.open(space, hits, matched, stops, priority)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
@@ -294,18 +294,12 @@ class Pool:
         if token_count < sequence.quiet_until and not keep_token_count:
             sequence.committed_token_count = token_count
             return _COMMITTED
-        committed = sequence.committed_token_count
         granted = min(sequence.token_count, max(keep_token_count or sequence.token_count, token_count))
-        swaps = self.coordinator.publish(sequence, token_count, digests, has_room=granted > token_count)
-        if granted < sequence.token_count:
-            self.coordinator.shrink(sequence, granted)
+        swaps = self.coordinator.commit(sequence, token_count, digests, granted)
         if sequence.announcement is not None and not self.pending.advance(
             sequence.announcement, token_count // self.digest_tokens
         ):
             sequence.announcement = None
-        if sequence.is_before_stop and self.coordinator.retention is not None:
-            sequence.is_before_stop = self.coordinator.retention.reached(sequence, committed)
-        self.coordinator.settle(sequence)
         if self.coordinator.settles:
             self.admission.enforce_cache_quota(sequence.namespace)
         if self.coordinator.in_place or keep_token_count:
@@ -339,14 +333,8 @@ class Pool:
         if (self.coordinator.in_place and parent.token_count > length) or not parent.is_named or is_half_full:
             return Result.UNCOMMITTED
         self.admission.note_change()
-        if self.coordinator.retention is not None:
-            self.coordinator.retention.ended(parent)
-        parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
-        child = SequenceState(parent.namespace, length, parent.priority, parts)
-        child.quiet_until = parent.quiet_until
-        self.coordinator.pass_stops(parent, child)
-        child.last_stop = parent.last_stop
-        # Where a block is shared that either side will still write:
+        child = self.coordinator.fork(parent)
+        # Where a block is shared that either side has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
         parent.namespace.sequence_count += 1
@@ -364,8 +352,7 @@ class Pool:
             return Result.NOT_FOUND
         self._batch.forget()
         self.admission.note_change()
-        if self.coordinator.retention is not None:
-            self.coordinator.retention.ended(sequence)
+        self.coordinator.end_turn(sequence)
         for manager, part in zip(self.managers, sequence.parts):
             manager.free(part)
         self.admission.end_promise(sequence)

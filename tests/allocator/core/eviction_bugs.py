@@ -194,9 +194,9 @@ def _the_upper_part_was_never_shared(original: Any, self: Any, other: Any) -> No
 
 
 @plant(FullAttentionManager, "open", ERRORS)
-def _only_the_deepest_run_is_shared(original: Any, self: Any, scope: Any, hit: Any, prompt_token_count: int) -> Any:
+def _only_the_deepest_run_is_shared(original: Any, self: Any, scope: Any, hit: Any) -> Any:
     above = [(run, run.hits) for run in hit.runs[:-1]]
-    part = original(self, scope, hit, prompt_token_count)
+    part = original(self, scope, hit)
     for run, hits in above:
         run.hits = hits
     return part

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from quire_allocator.core.groups.units import Unit, UnitScope
+from quire_allocator.core.groups.units import UnitScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.readers.usage import block_states
+from quire_allocator.core.retention.stop import Stop, Unit
 from quire_allocator.core.spec import NULL_BLOCK, GroupKind, GroupSpec, PoolSpec, Result
 
 from tests.allocator.core.compiled import what_if
@@ -46,6 +47,15 @@ def make_pool(block_count: int = 8, *groups: GroupSpec, block_size: int = 4, gro
     """A pool of these groups; without any, of `group_count` groups of full attention. Evicts by LRU."""
     spec.setdefault("eviction_policy", "lru")
     return Pool(PoolSpec(block_count, groups or (full(block_size),) * group_count, **spec))
+
+
+def stops_of(pool: Pool, namespace: str = "") -> dict[tuple[int, bytes], Stop]:
+    """The stops of a namespace, by their token counts and digests."""
+    return {
+        (count, digest): stop
+        for (name, count, digest), stop in pool.coordinator.retention.stops.items()
+        if name == namespace
+    }
 
 
 def d(letters: str) -> bytes:
@@ -152,7 +162,7 @@ def forget(pool: Pool, manager: int, positions: Sequence[int], namespace: str = 
     scope: Any = pool.blocks.namespaces[namespace].scopes[manager]
     for stretch in list(getattr(scope, "stretches", {}).values()):
         if any(stretch.first_position <= position < stretch.end_position for position in positions):
-            scope.manager._cut(stretch, stretch.first_position, stretch.end_position)
+            scope.manager._fallen.cut(scope, stretch, stretch.first_position, stretch.end_position)
     for position, unit in [(unit.first_position, unit) for unit in scope.units()]:
         if not unit.live and not unit.ticket:
             pool.blocks.push(unit)

@@ -9,7 +9,7 @@ from quire_allocator.core.readers import invariants
 from quire_allocator.core.retention.stops import STOPS_MAX, answer_stops
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, Result
 
-from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, state
+from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, state, stops_of
 from tests.allocator.core.test_retention import text
 
 STATES = (full(4), state(1024), state(1024))  # so few that prompts of four blocks have ends of answers
@@ -32,8 +32,8 @@ def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
     last = (prompt - 1) // 4 * 4
     done = grown.matched_token_count
     sequence = pool.sequences[sequence_id]
-    stops = {stop for stop in sequence.stops if done < stop <= sequence.prompt_end}
-    for end in sorted(stops - {sequence.early_stop} | {prompt}):
+    stops = {stop for stop in sequence.stops.token_counts if done < stop <= sequence.stops.prompt_end}
+    for end in sorted(stops - {sequence.stops.early} | {prompt}):
         pool.grow(sequence_id, end)
         pool.commit(sequence_id, end, digests[done // 4 * DIGEST_BYTES : end // 4 * DIGEST_BYTES], end)
         done = end
@@ -43,7 +43,7 @@ def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
 
 def ends(pool: Pool) -> list[int]:
     """The token counts of all stops."""
-    return sorted(count for count, _ in pool.blocks.namespaces[""].stops)
+    return sorted(count for count, _ in stops_of(pool))
 
 
 def states(pool: Pool) -> list[int]:
@@ -86,8 +86,8 @@ def test_who_is_let_in_is_told_of_them_and_hits_end_there() -> None:
     pool = make_pool(200, full(4), state(1024))
     told = pool.allocate(1, 22)
     assert told.stops[:5] == (16, 20, 24, 28, 32)
-    assert told.stops == pool.sequences[1].stops
-    assert pool.sequences[1].prompt_end == 20
+    assert told.stops == pool.sequences[1].stops.token_counts
+    assert pool.sequences[1].stops.prompt_end == 20
 
 
 def test_each_takes_the_place_of_the_one_before_and_the_first_that_of_the_end_of_the_prompt() -> None:
@@ -170,9 +170,8 @@ def test_an_answer_makes_its_turn_worth_neither_more_nor_less() -> None:
         answer(pool, 2, chat, 26, length)
         pool.free(2)
         retention = pool.coordinator.retention
-        assert retention is not None
-        stop = max(pool.blocks.namespaces[""].stops.values(), key=lambda each: each.token_count)
-        burdens.append((stop.token_count, retention.burden(stop.runs[0])))  # type: ignore[arg-type]
+        stop = max(stops_of(pool).values(), key=lambda each: each.token_count)
+        burdens.append((stop.token_count, retention.worth.burden(stop.runs[0])))
     assert burdens == [(24, 1), (40, 1)]  # one block, and two of a state
 
 
@@ -191,7 +190,8 @@ def test_neither_a_fork_nor_its_parent_leaves_one() -> None:
     pool, chat = make_pool(900, *STATES), text(1, 20)
     asked(pool, 1, chat, 22)
     assert pool.fork(1, 2) is Result.OK
-    assert pool.sequences[1].stops == pool.sequences[2].stops == (16, 20)  # the early end is one of them
+    stops = [pool.sequences[number].stops.token_counts for number in (1, 2)]
+    assert stops == [(16, 20)] * 2  # the early one is one of them
     answer(pool, 1, chat, 22, 36)
     answer(pool, 2, chat[: 5 * DIGEST_BYTES] + text(3, 15), 22, 36)
     assert ends(pool) == [20]
@@ -200,7 +200,6 @@ def test_neither_a_fork_nor_its_parent_leaves_one() -> None:
 def test_while_more_prompts_part_before_the_end_than_go_on_there_are_none() -> None:
     pool = make_pool(900, full(4), state(1024))
     retention = pool.coordinator.retention
-    assert retention is not None
     retention.partings.inside = 5.0  # four are believed to have gone on
     assert pool.allocate(1, 22).stops == (16, 20)
     retention.partings.late_seen = 1.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from quire_allocator.core.eviction.policies import ReuseValue
-from quire_allocator.core.groups.runs import Run, RunScope
+from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
+from quire_allocator.core.retention.stop import Run
 from quire_allocator.core.spec import Result
 
 from tests.allocator.core.pools import d, full, make_pool, state

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 from quire_allocator.core.eviction.policies import EvictionQueue, ReuseValue
 from quire_allocator.core.eviction.reuse_model import Family, ReuseModel
-from quire_allocator.core.groups.runs import Run, RunScope
+from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
+from quire_allocator.core.retention.stop import Run
 from quire_allocator.core.spec import Result
 
 from tests.allocator.core import test_eviction_junctions

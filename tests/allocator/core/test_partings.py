@@ -8,13 +8,12 @@ from quire_allocator.core.readers import invariants
 from quire_allocator.core.retention.partings import LATE_BELIEVED, Partings
 from quire_allocator.core.spec import GroupSpec, PoolSpec
 
-from tests.allocator.core.pools import full, make_pool, sliding, state
+from tests.allocator.core.pools import full, make_pool, sliding, state, stops_of
 from tests.allocator.core.test_retention import serve, text
 
 
 def partings_of(pool: Pool) -> Partings:
     retention = pool.coordinator.retention
-    assert retention is not None
     return retention.partings
 
 
@@ -87,7 +86,7 @@ def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts()
     serve(pool, text(0, 20), 81)
     invariants.check(pool)
     own = text(0, 20)
-    stops = pool.blocks.namespaces[""].stops
+    stops = stops_of(pool)
     ends = [count for count, digest in stops if digest == own[8 * count - 32 : 8 * count]]
     assert sorted(ends) == [16, 48, 64, 72, 80]  # 64, 32, 16 and 8 tokens before the end of the prompt, and that
     assert not any(stop.is_aside for stop in stops.values() if stop.token_count > 32)
@@ -147,7 +146,7 @@ def test_checkpoints_before_the_end_of_a_prompt_stay_while_prompts_part_early(gr
         pool.commit(1, end, text(0, 200 // size)[32 * (done // size) : 32 * (end // size)], end)
     pool.free(1)
     invariants.check(pool)
-    stops = pool.blocks.namespaces[""].stops
+    stops = stops_of(pool)
     # Two, four, ... edges before 196, or before the last edge of 16 where there is no other.
     steps = {64, 128, 160, 176} if len(groups) > 1 else {64, 128, 160}
     assert {count for count, _ in stops} >= steps

@@ -6,9 +6,10 @@ import random
 from typing import Any
 
 import pytest
-from quire_allocator.core.groups.units import Unit, UnitScope
+from quire_allocator.core.groups.units import UnitScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import index, invariants
+from quire_allocator.core.retention.stop import Unit
 from quire_allocator.core.spec import GroupSpec, PoolSpec, Result
 
 from tests.allocator.core.compiled import IS_COMPILED

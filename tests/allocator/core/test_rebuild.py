@@ -27,6 +27,7 @@ from quire_allocator.session.machine import pool_digest
 from quire_allocator.session.staged_report import StagedReport
 from quire_allocator.wire import step_apply, step_checks, translate
 
+from tests.allocator.core.pools import stops_of
 from tests.allocator.twin.rebuild import NodeBuilder
 from tests.simulation.histories import APPEND_ONLY, GROUPS, History, pool_spec
 
@@ -342,7 +343,7 @@ def test_a_rebuilt_pool_keeps_what_the_lost_one_kept(has_full: bool) -> None:
     pool = rebuild.finish(report)
     invariants.check(pool)
     space = pool.blocks.namespaces[""]
-    stops = sorted(token_count for token_count, _ in space.stops)
+    stops = sorted(token_count for token_count, _ in stops_of(pool))
     assert stops[-1] == 32
     units = space.scopes[int(has_full)].units()  # type: ignore[attr-defined]
     worths = {unit.blocks[0]: unit.worth for unit in units}
@@ -359,11 +360,10 @@ def test_what_is_spare_in_a_rebuilt_pool_was_not_needed_by_the_deepest_stops(kin
     for _ in range(80):
         played.step()
     again = rebuilt(played.ledger, played.spec, 80.0)
-    for name, space in played.pool.blocks.namespaces.items():
-        ours = again.blocks.namespaces[name].stops
+    for name in played.pool.blocks.namespaces:
         last = {
             key
-            for key, stop in space.stops.items()
+            for key, stop in stops_of(played.pool, name).items()
             if not stop.way_count and not stop.is_parting and not stop.runs[0].live
         }
-        assert last <= set(ours)
+        assert last <= set(stops_of(again, name))

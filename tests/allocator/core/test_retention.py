@@ -10,7 +10,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupSpec, PoolSpec, Result
 
-from tests.allocator.core.pools import commit, computed, d, full, make_pool, sliding
+from tests.allocator.core.pools import commit, computed, d, full, make_pool, sliding, stops_of
 
 
 def text(number: int, block_count: int, *, tail: int = 0) -> bytes:
@@ -137,7 +137,7 @@ def test_of_a_chats_turns_the_last_three_stops_stay() -> None:
         pool.grow(number, 4 * blocks)
         pool.commit(number, 4 * blocks, digests[32 * (blocks - 3) :])
         pool.free(number)
-    ends = sorted(count for count, _ in pool.blocks.namespaces[""].stops)
+    ends = sorted(count for count, _ in stops_of(pool))
     assert ends == [4 * 32, 4 * 40 - 16, 4 * 40]  # the end of turn 4, of the last prompt, and of its answer
 
 
@@ -151,7 +151,7 @@ def test_where_paths_part_a_stop_stays_however_long_they_go_on() -> None:
             digests += text(10 * user + turn, 4)
             serve(pool, digests, len(digests) // 8 + 1)
     invariants.check(pool)
-    stops = pool.blocks.namespaces[""].stops
+    stops = stops_of(pool)
     assert [b.is_parting for (count, _), b in stops.items() if count == 16] == [True]
     assert len(stops) == 1 + 2 * 3
 
@@ -163,5 +163,5 @@ def test_a_fork_ends_a_turn() -> None:
     assert pool.fork(1, 2) is Result.OK
     pool.grow(1, 40)
     commit(pool, 1, "abcdefghij", 40)
-    assert 20 in [count for count, _ in pool.blocks.namespaces[""].stops]
+    assert 20 in [count for count, _ in stops_of(pool)]
     invariants.check(pool)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED, SPARE
-from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants, usage
+from quire_allocator.core.retention.stop import Unit
 from quire_allocator.core.spec import PoolSpec, Result
 
-from tests.allocator.core.pools import forget, full, make_pool, sliding, state
+from tests.allocator.core.pools import forget, full, make_pool, sliding, state, stops_of
 from tests.allocator.core.test_retention import text
 
 HYBRID = (full(4), state(16), state(16))
@@ -18,7 +18,7 @@ THREE_STATES = (full(4), *(state(16),) * 3)
 
 def without_early_ends(pool: Pool) -> Pool:
     """A pool of which prompts leave states at their ends, at junctions and at multiples of the interval alone."""
-    pool.coordinator.stop_rules.foresees = False
+    pool.coordinator.retention.rules.foresees = False
     return pool
 
 
@@ -92,7 +92,7 @@ def test_when_a_checkpoint_is_evicted_the_blocks_before_it_leave_next() -> None:
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
     forget(pool, 1, [4])
-    assert not pool.blocks.namespaces[""].stops
+    assert not stops_of(pool)
     worth = {entry.worth for _, ticket, entry in pool.blocks.queue.items() if ticket == entry.ticket}
     assert worth == {SPARE}
 
@@ -121,7 +121,7 @@ def test_where_everything_is_dense_checkpoints_are_like_all_other_blocks() -> No
     pool = make_pool(60, *HYBRID, retention="dense")
     serve(pool, text(1, 10), 41)
     assert set(worths(pool, text(1, 10)).values()) == {KEPT}
-    assert not pool.blocks.namespaces[""].stops
+    assert not stops_of(pool)
 
 
 def test_without_full_attention_the_policy_ranks_checkpoints_at_stops() -> None:

@@ -168,8 +168,8 @@ class Comparison:
             theirs = twin.sequences[sequence_id]
             assert (ours.namespace.name, ours.token_count) == (theirs.namespace, theirs.token_count)
             assert (ours.committed_token_count, ours.priority) == (theirs.committed, theirs.priority)
-            assert (ours.prompt_end, ours.early_stop) == (theirs.prompt_end, theirs.early_stop)
-            assert ours.stops == tuple(theirs.stops)
+            assert (ours.stops.prompt_end, ours.stops.early) == (theirs.prompt_end, theirs.early_stop)
+            assert ours.stops.token_counts == tuple(theirs.stops)
             assert ours.promised == twin.promised(theirs) * bool(theirs.prompt), f"promised to {sequence_id}"
             assert [list(table) for table in pool.tables(ours)] == twin.tables(sequence_id)
         tables = [table for sequence in twin.sequences.values() for table in sequence.tables]
@@ -214,16 +214,15 @@ class Comparison:
     def _compare_retention(self) -> None:
         """Where hits can end, and what of windows and states leaves how early."""
         spaces = self.pool.blocks.namespaces
-        stops = [(name, key, b) for name, space in spaces.items() for key, b in space.stops.items()]
-        ours = {(name, *key, b.is_parting, b.is_aside) for name, key, b in stops}
+        retention = self.pool.coordinator.retention
+        ours = {(*key, stop.is_parting, stop.is_aside) for key, stop in retention.stops.items()}
         theirs = {(b.namespace, b.token_count, b.digest, b.is_parting, b.is_aside) for b in self.twin.stops}
         assert ours == theirs
-        retention = self.pool.coordinator.retention
-        if retention is not None:
-            ours, twin = retention.partings, self.twin
-            assert (ours.late, ours.again, ours.inside) == (twin.late, twin.again, twin.inside)
-            self.seen["prompts part early"] += ours.are_early
-            self.seen["prompts part inside"] += ours.are_inside
+        if not retention.is_even:
+            learned, twin = retention.partings, self.twin
+            assert (learned.late, learned.again, learned.inside) == (twin.late, twin.again, twin.inside)
+            self.seen["prompts part early"] += learned.are_early
+            self.seen["prompts part inside"] += learned.are_inside
             self.seen["early end replaced"] = twin.replaced_count
             self.seen["an answer goes on"] = twin.answered_count
         others = [number for number, kind in enumerate(self.twin.kinds) if not kind.keeps_prefixes]

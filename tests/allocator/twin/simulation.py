@@ -67,7 +67,7 @@ class Simulation(Comparison):
         self.to_edit = NAMESPACES[0], [0]  # a prompt and its namespace
         self.drops = random.Random(seed)
         retention = self.pool.coordinator.retention
-        if not seed % 2 and retention is not None:  # few histories have as many edits by chance
+        if not seed % 2 and not retention.is_even:  # few histories have as many edits by chance
             retention.partings.inside = self.twin.inside = EDITS_BEFORE
 
     def run(self, event_count: int) -> None:

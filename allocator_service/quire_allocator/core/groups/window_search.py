@@ -8,9 +8,10 @@ has nothing takes a look for each place at which stretches begin and, with 64 bl
 from __future__ import annotations
 
 from quire_allocator.core.groups.fallen import Path, WindowScope
-from quire_allocator.core.groups.stretches import Stretch
-from quire_allocator.core.groups.units import Unit, UnitHit
+from quire_allocator.core.groups.units import UnitHit
 from quire_allocator.core.groups.window_rules import WindowRule
+from quire_allocator.core.retention.stop import Unit
+from quire_allocator.core.stretches import Stretch
 
 
 class WindowHit(UnitHit):

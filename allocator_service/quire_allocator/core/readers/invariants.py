@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from quire_allocator.core.blocks import Namespace
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import retention_invariants
 from quire_allocator.core.readers.group_invariants import CHECKS, Found, Use
+from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 
 
@@ -136,7 +136,7 @@ def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> No
     assert sequence.quiet_until == quiet, (
         f"commits of {sequence_id} are unseen up to {sequence.quiet_until}, not {quiet}"
     )
-    stops, edge = sequence.stops, pool.spec.edge_tokens
+    stops, edge = sequence.stops.token_counts, pool.spec.edge_tokens
     assert list(stops) == sorted(set(stops)), f"stops of {sequence_id} do not rise: {stops}"
     assert all(stop > 0 and not stop % edge for stop in stops), f"{sequence_id} has stops off the edges"
     assert sequence.is_hold == (sequence_id in pool.holds), (

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.run_tree import RunTree, holders_of_runs
-from quire_allocator.core.groups.runs import Run, RunScope
+from quire_allocator.core.groups.runs import RunScope
+from quire_allocator.core.retention.stop import Run
 from quire_allocator.core.spec import GroupKind, GroupSpec
 
 if TYPE_CHECKING:

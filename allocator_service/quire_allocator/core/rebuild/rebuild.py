@@ -22,10 +22,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from quire_allocator.core.blocks import Namespace, Scoped
-from quire_allocator.core.eviction.queue import KEPT, SPARE
 from quire_allocator.core.groups.manager import AnyManager
-from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import (
     BlockUse,
@@ -37,7 +34,9 @@ from quire_allocator.core.rebuild.report import (
 )
 from quire_allocator.core.rebuild.runs import RunBuilder
 from quire_allocator.core.rebuild.stops import restore_stops
-from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder, told_stops
+from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder
+from quire_allocator.core.retention.stop import Run, Unit
+from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.sequence import Part, SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK, GroupKind, PoolSpec
 
@@ -163,9 +162,9 @@ def _locate(spaces: _Spaces, builders: list[Builder], sequence: ReportedSequence
 
 def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[Callable[[], Part]]) -> None:
     made = tuple([make() for make in parts])
-    sequence = SequenceState(space, reported.token_count, reported.priority, made)
+    stops = pool.coordinator.retention.rules.told(reported.stops, reported.prompt_token_count)
+    sequence = SequenceState(space, reported.token_count, reported.priority, made, stops)
     sequence.committed_token_count = reported.committed_token_count
-    sequence.stops, sequence.prompt_end, sequence.early_stop = told_stops(pool, reported)
     pool.sequences[reported.sequence_id] = sequence
     tables = zip(pool.tables(sequence), _own_tables(reported), strict=True)
     if any(table.tobytes() != given.tobytes() for table, given in tables):
@@ -192,17 +191,15 @@ def _own_tables(reported: ReportedSequence) -> Sequence[array[int]]:
 def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
     """Queues the entries without holders, and sets each sequence's `limit` and `quiet_until`."""
     for _, _, entry in sorted(cached, key=lambda item: (item[0], -item[1])):
-        children = getattr(entry, "children", ())
-        entry.hits = max(0, len(children) - 1)  # a lower bound: each way on but the first was a prompt that shared it
-        entry.scope.manager.assess(entry)
-        if entry.worth == KEPT:
-            pool.blocks.policy.released(entry)
-        else:
-            pool.blocks.policy.put_aside(entry, entry.block_count)
-        if entry.worth == SPARE and isinstance(entry, Unit):
-            entry.scope.spare += entry.block_count
-        if not children:
-            pool.blocks.push(entry)
+        count = entry.block_count
+        pool.blocks.now_held(entry, count)  # and is let go of again
+        if isinstance(entry, Unit):
+            pool.coordinator.retention.cached(entry)
+        elif isinstance(entry, Run):
+            # A lower bound: each way on but the first was a prompt that shared it.
+            entry.hits = max(0, len(entry.children) - 1)
+            pool.coordinator.retention.assess(entry)
+            pool.blocks.now_cached(entry, count, is_candidate=not entry.children)
     for sequence in pool.sequences.values():
         pool.coordinator.note_limit(sequence)
         pool.coordinator.settle(sequence)

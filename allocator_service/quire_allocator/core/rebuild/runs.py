@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.kept import KeptBlocks
 from quire_allocator.core.groups.manager import AnyManager
@@ -18,6 +17,7 @@ from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.tree import Forest, JoinedStretch, Spot
+from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 

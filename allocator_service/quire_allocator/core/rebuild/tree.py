@@ -14,8 +14,8 @@ from bisect import bisect_right
 from collections import Counter
 from typing import NamedTuple
 
-from quire_allocator.core.groups.runs import Run
 from quire_allocator.core.rebuild.report import BlockUse, ReportedStretch, refuse
+from quire_allocator.core.retention.stop import Run
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 

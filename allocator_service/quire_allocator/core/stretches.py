@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 
-from quire_allocator.core.blocks import Scope, Scoped
+from quire_allocator.core.scopes import Scope, Scoped
 from quire_allocator.core.spec import DIGEST_BYTES
 
 

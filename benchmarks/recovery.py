@@ -34,7 +34,7 @@ from quire import AsyncAllocatorClient
 from quire.local import ServerProcess
 from quire.protocol.outcomes import Result
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.session.owner import Answer, PoolOwner
 from quire.types import PoolSpec
 from quire.v1 import allocator_pb2 as pb
@@ -130,7 +130,7 @@ class Outbox(deque[pb.SessionRequest]):
 class Owner:
     """A session whose pool is full."""
 
-    def __init__(self, session: PoolSession, block_count: int, seed: int) -> None:
+    def __init__(self, session: AsyncSession, block_count: int, seed: int) -> None:
         self.session = session
         self.block_count = block_count
         self._dice = random.Random(seed)

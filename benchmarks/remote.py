@@ -77,7 +77,7 @@ def arguments() -> argparse.Namespace:
 
 
 class DirectSession:
-    """What `PoolSession` is to an engine, with the allocator's machine at the other end of a function call."""
+    """What `AsyncSession` is to an engine, with the allocator's machine at the other end of a function call."""
 
     connected = True
 

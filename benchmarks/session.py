@@ -2,7 +2,7 @@
 
 The allocator and the echo (grpc.aio on uvloop, an answer as long as is asked for) are processes with one CPU (`--cpu`),
 the clients have another; between them is a Unix socket, or TCP (`--transport tcp`). Steps are made beforehand, so that
-the wire and the server are measured; the row "through PoolSession" has building them and keeping the ledger, too. A
+the wire and the server are measured; the row "through AsyncSession" has building them and keeping the ledger, too. A
 step of 256 operations is an append for each of 256 sequences, 16 of which take a block.
 
 CPU is that of a whole process for each message. The handler, from message to reply with the core in it, is measured
@@ -234,7 +234,7 @@ def ratio(sides: tuple[list[Turn], list[Turn]], value: Callable[[Turn], float]) 
 
 
 async def through_session(servers: Servers, options: argparse.Namespace) -> list[Turn]:
-    """The same steps by an engine that uses `PoolSession`."""
+    """The same steps by an engine that uses `AsyncSession`."""
     spec = PoolSpec.full_attention(block_count=POOL_BLOCKS, block_size=BLOCK_TOKENS)
     turns = []
     async with AsyncAllocatorClient(servers.allocator.address) as client:
@@ -316,7 +316,7 @@ async def measure(options: argparse.Namespace, servers: Servers) -> tuple[list[d
             goals.append(Goal("8 streams, appends a second", appends, 1.7e6, "higher"))
     turns = await through_session(servers, options)
     over = percentile(turns, 0.5) / float(str(rows[0]["p50_us"]))
-    rows.append(row("step of 256 appends through PoolSession", 1, turns, over))
+    rows.append(row("step of 256 appends through AsyncSession", 1, turns, over))
     sides = await compare(
         servers, 1, "admit", lambda owner: admitting(owner, max(20, options.steps // 4)), options.repeat, size=ECHO_SIZE
     )

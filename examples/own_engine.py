@@ -48,7 +48,7 @@ async def turn(engine: AsyncEngine) -> int:
 async def main() -> None:
     """Decodes all prompts and compares them with what the model would have said alone."""
     async with AsyncAllocatorClient() as client, client.engine("mine", SPEC) as engine:
-        texts, session, alone = list[Sequence](), engine.carrier.session, 0
+        texts, alone = list[Sequence](), 0
         for number in range(4):
             texts.append(text := await engine.admit([*PREFIX, number], token_count_max=LENGTH))
             print(f"sequence {text.id}: {text.matched} of {len(text.tokens)} tokens were in the pages", flush=True)
@@ -56,8 +56,8 @@ async def main() -> None:
         texts.append(child := text.fork())
         child.append(next_token(child.tokens, child.id))
         while engine.live:
-            alone += await turn(engine) * (not session.connected)
-        print(f"{alone} tokens were computed without an allocator; {session.report_count} allocators were told of them")
+            alone += await turn(engine) * (not engine.connected)
+        print(f"{alone} tokens were computed without an allocator; {engine.report_count} allocators were told of them")
     for text in texts:
         expected = text.tokens[: len(PREFIX) + 1]
         while len(expected) < LENGTH:

@@ -32,7 +32,7 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         blocks = non_trash_bytes // self.bytes_per_block
         spec = PoolSpec.full_attention(block_count=blocks, block_size=self.tokens_per_page)
         self.client = AllocatorClient()
-        self.session = self.client.blocking_session(
+        self.session = self.client.session(
             POOL, replace(spec, append_only=True, first_block_id=2 * self.blocks_per_sector)
         )
         self.session.open(ANSWER_S)

@@ -20,7 +20,7 @@ from quire import AsyncAllocatorClient
 from quire.local import ServerProcess
 from quire.protocol.outcomes import Result, StepOutcome
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.types import PoolSpec
 
 from allocator_sides.workload import (
@@ -88,13 +88,13 @@ class ServiceSide:
         costs[Operation.DECODE_1] = await self._decode()
         return costs
 
-    async def _open(self) -> PoolSession:
+    async def _open(self) -> AsyncSession:
         pool = self._client.session(f"benchmark-{next(self._pools)}", SPEC)
         await pool.open()
         return pool
 
     async def _timed(
-        self, pool: PoolSession, fill: Callable[..., None], calls: Sequence[tuple[object, ...]]
+        self, pool: AsyncSession, fill: Callable[..., None], calls: Sequence[tuple[object, ...]]
     ) -> tuple[float, list[StepOutcome]]:
         """Microseconds of both processes per step, building it included; and what the steps did."""
         started = self._cpu_ns()
@@ -109,7 +109,7 @@ class ServiceSide:
             assert set(results) == {Result.OK}
         return cost, outcomes
 
-    async def _long_prompts(self, pool: PoolSession, work: Round) -> Costs:
+    async def _long_prompts(self, pool: AsyncSession, work: Round) -> Costs:
         ids = count(1)
         costs: Costs = {}
 
@@ -142,7 +142,7 @@ class ServiceSide:
         costs[Operation.ADMIT_EVICTING] = costs[Operation.GRANT_EVICTING] + commits
         return costs
 
-    async def _start_decoding(self) -> PoolSession:
+    async def _start_decoding(self) -> AsyncSession:
         pool = await self._open()
         for sequence_id, sequence in enumerate(self.decoded, 1):
             tokens = sequence.prompt_tokens

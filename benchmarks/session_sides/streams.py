@@ -78,7 +78,7 @@ class Asked(Protocol):
 
 class Owner:
     """A pool, and the steps that are made for it: each acknowledges what must have been answered when at most `window`
-    of them are outstanding, as `PoolSession` does."""
+    of them are outstanding, as `AsyncSession` does."""
 
     def __init__(self, stream: Asked, name: str, block_count: int, incarnation: bytes, window: int = 1) -> None:
         self.stream = stream

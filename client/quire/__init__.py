@@ -15,10 +15,14 @@ servers on this machine.
 from importlib.metadata import PackageNotFoundError, version
 
 import quire._transport.grpc_io  # noqa: F401  # before anything else imports grpc
-from quire._transport.streams import AsyncChunkStream, AsyncEventStream, ChunkStream, EventStream
-from quire.aio import AsyncAllocatorClient, AsyncClient
-from quire.branches import AsyncBranch, Branch
-from quire.client import AllocatorClient, Client
+from quire._async.allocator import AsyncAllocatorClient
+from quire._async.branches import AsyncBranch
+from quire._async.client import AsyncClient
+from quire._async.streams import AsyncChunkStream, AsyncEventStream
+from quire._sync.allocator import AllocatorClient
+from quire._sync.branches import Branch
+from quire._sync.client import Client
+from quire._sync.streams import ChunkStream, EventStream
 from quire.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -53,7 +57,7 @@ from quire.sampling import (
     TokenLogprobs,
     Usage,
 )
-from quire.session import PoolSession, SessionLostError
+from quire.session import AsyncCallSession, AsyncSession, CallSession, Session, SessionLostError
 from quire.tls import Tls
 from quire.types import (
     Allocation,
@@ -69,7 +73,6 @@ from quire.types import (
     Score,
     WorkerStatus,
 )
-from quire.unary import AsyncUnarySession, UnarySession
 from quire.views import (
     CacheDropped,
     GroupUsage,
@@ -95,16 +98,18 @@ __all__ = [
     "AlreadyExistsError",
     "AsyncAllocatorClient",
     "AsyncBranch",
+    "AsyncCallSession",
     "AsyncChunkStream",
     "AsyncClient",
     "AsyncEventStream",
-    "AsyncUnarySession",
+    "AsyncSession",
     "BlockTable",
     "BlocksRemoved",
     "BlocksStored",
     "Branch",
     "CacheDropped",
     "CacheEvent",
+    "CallSession",
     "Chunk",
     "ChunkStream",
     "Client",
@@ -130,7 +135,6 @@ __all__ = [
     "PermissionDeniedError",
     "PoolBlocks",
     "PoolMemory",
-    "PoolSession",
     "PoolSpec",
     "PoolSummary",
     "PoolUsage",
@@ -148,6 +152,7 @@ __all__ = [
     "SamplingParams",
     "Score",
     "SequenceInfo",
+    "Session",
     "SessionKind",
     "SessionLostError",
     "SnapshotEnd",
@@ -156,7 +161,6 @@ __all__ = [
     "Swap",
     "Tls",
     "TokenLogprobs",
-    "UnarySession",
     "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",

@@ -17,8 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 import structlog
-from quire import PrefixMirror
-from quire.aio import AsyncAllocatorClient, AsyncClient
+from quire import AsyncAllocatorClient, AsyncClient, PrefixMirror
 from quire.errors import QuireError
 from quire.hashing import prompt_digests, root_digest
 from quire.types import WorkerStatus

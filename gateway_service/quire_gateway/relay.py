@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeVar, cast
 
 import grpc
 import structlog
-from quire.aio import AsyncClient
+from quire import AsyncClient
 from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
 

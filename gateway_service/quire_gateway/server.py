@@ -25,12 +25,12 @@ from typing import Any, Final, cast
 import structlog
 import uvicorn
 import uvloop
+from quire import AsyncAllocatorClient, AsyncClient
 from quire._secret_files import read_token
 from quire._serving import logs
 from quire._serving.process import collect_garbage_rarely, stop_event, write_ready_file
 from quire._serving.tls import ServerTls
 from quire._transport.address import is_local, is_unix, require_free, split
-from quire.aio import AsyncAllocatorClient, AsyncClient
 from quire.errors import UsageError
 from quire.tls import tls_of
 from starlette.types import ASGIApp

@@ -11,7 +11,7 @@ from typing import Any
 from grpc import aio
 from quire import AsyncAllocatorClient, PoolSpec, QuireError
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.ownership.directory import Directory
@@ -60,7 +60,7 @@ class LossyService(AllocatorService):
 class Setting:
     """A session and the allocator behind it."""
 
-    session: PoolSession
+    session: AsyncSession
     client: AsyncAllocatorClient
     port: int = 0
     lease_s: float = 10.0

@@ -11,7 +11,7 @@ import pytest
 from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec, Quota
 from quire.protocol.outcomes import Result, StepOutcome
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 
 from tests.allocator.service.harness import running_allocator
@@ -120,7 +120,9 @@ def test_no_more_is_given_back_than_a_block_too_much_and_nobody_loses_what_it_ne
                 assert Increment.of(*sizes).least(length) >= granted, "a newer one had some to give"
 
 
-async def opened(client: AsyncAllocatorClient, spec: PoolSpec, lengths: list[int], *, ahead_tokens: int) -> PoolSession:
+async def opened(
+    client: AsyncAllocatorClient, spec: PoolSpec, lengths: list[int], *, ahead_tokens: int
+) -> AsyncSession:
     """A session with sequences 1, 2, ... of so many tokens, which are committed."""
     session = client.session("p", spec, ahead_tokens=ahead_tokens)
     await session.open()
@@ -135,12 +137,12 @@ async def opened(client: AsyncAllocatorClient, spec: PoolSpec, lengths: list[int
     return session
 
 
-def room_of(session: PoolSession, sequence_id: int) -> int:
+def room_of(session: AsyncSession, sequence_id: int) -> int:
     """Tokens that the session's ledger says that there is room for."""
     return session.ledger.sequences[sequence_id].token_count
 
 
-async def asked(session: PoolSession, *decoding: Decoding[int]) -> tuple[StepOutcome, list[int]]:
+async def asked(session: AsyncSession, *decoding: Decoding[int]) -> tuple[StepOutcome, list[int]]:
     """Asks ahead for these; the answer, and the room of each afterwards, which is what the answer said."""
     step = StepBuilder()
     session.ahead.ask(step, decoding)

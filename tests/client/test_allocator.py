@@ -56,8 +56,9 @@ class Scene:
 
     async def open(self, spec: PoolSpec) -> Any:
         """Takes pool "a"."""
-        opened = await self.client.open_session("a", spec)
-        self.session = Awaited(opened) if isinstance(self.client, Awaited) else opened
+        opened = self.client.session("a", spec, transport="calls")
+        self.session = Awaited(await opened) if isinstance(self.client, Awaited) else opened
+        await self.session.open()
         return self.session
 
     async def compute(self, sequence_id: int, digests: list[bytes], namespace: str = "") -> None:

@@ -275,7 +275,7 @@ def test_addresses_and_tokens_come_from_the_environment(
 def test_a_pool_over_unary_calls(allocator: str) -> None:
     root = root_digest(fingerprint=b"m", layout="test")
     digests = block_digests(root, list(range(8)), 4)
-    with AllocatorClient(allocator) as client, client.open_session("unary", SPEC) as session:
+    with AllocatorClient(allocator) as client, client.session("unary", SPEC, transport="calls") as session:
         assert client.health()
         assert session.keep_alive() == session.lease_ms > 0
         first = session.allocate(1, 10, digests)
@@ -301,7 +301,7 @@ def test_a_pool_over_unary_calls(allocator: str) -> None:
 
 
 def test_the_first_write_to_a_shared_block_names_the_copy(allocator: str) -> None:
-    with AllocatorClient(allocator) as client, client.open_session("copies", SPEC) as session:
+    with AllocatorClient(allocator) as client, client.session("copies", SPEC, transport="calls") as session:
         table = session.allocate(1, 6).tables[0]
         session.commit(1, 6, block_digests(root_digest(fingerprint=b"m", layout="test"), list(range(4)), 4))
         session.fork(1, 2)
@@ -311,7 +311,7 @@ def test_the_first_write_to_a_shared_block_names_the_copy(allocator: str) -> Non
 
 
 def test_a_repeated_request_id_is_applied_once(allocator: str) -> None:
-    with AllocatorClient(allocator) as client, client.open_session("repeat", SPEC) as session:
+    with AllocatorClient(allocator) as client, client.session("repeat", SPEC, transport="calls") as session:
         first = session.allocate(1, 4, request_id="one")
         assert session.allocate(1, 4, request_id="one") == first
         assert session.allocate(1, 4).result is Result.EXISTS
@@ -323,7 +323,7 @@ def test_a_repeated_request_id_is_applied_once(allocator: str) -> None:
 
 def test_an_error_inside_a_session_is_not_hidden_by_a_failure_to_close(tmp_path: Path) -> None:
     with allocator_process(tmp_path) as process, AllocatorClient(process.address) as client:
-        opened = client.open_session("p", SPEC)
+        opened = client.session("p", SPEC, transport="calls")
 
         def fail() -> None:
             with opened:
@@ -350,7 +350,7 @@ def test_many_sequences_come_in_pages(server: ScriptedServer) -> None:
 
 async def test_asyncio_has_sessions_of_both_kinds(allocator: str) -> None:
     async with AsyncAllocatorClient(allocator) as client:
-        async with await client.open_session("unary-async", SPEC) as session:
+        async with client.session("unary-async", SPEC, transport="calls") as session:
             assert (await session.allocate(1, 4)).ok
         stream = client.session("stream-async", SPEC)
         await stream.open()

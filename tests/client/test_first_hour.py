@@ -134,7 +134,7 @@ def test_samples_in_a_pipe_come_line_by_line_with_their_number() -> None:
 def test_tables_in_a_pipe_cut_neither_numbers_nor_names(allocator: str) -> None:
     name = "a-pool-with-a-name-that-says-where-it-is/and-what-it-is-for/" + "x" * 60
     spec = PoolSpec.full_attention(block_count=1_234_567, block_size=16)
-    with AllocatorClient(allocator) as client, client.open_session(name, spec) as session:
+    with AllocatorClient(allocator) as client, client.session(name, spec, transport="calls") as session:
         session.allocate(1, 320_016)
         shown = quire("pools", "--allocator", allocator, COLUMNS="40").stdout
         assert all(part in shown for part in (name, "1,234,567", "1,214,566", "20,001", "unwritten")), shown

@@ -29,7 +29,7 @@ def fork(leave=sys.exit):
 """
 SCENES = {
     "a unary session": """
-with AllocatorClient(address) as client, client.open_session("p", SPEC) as session:
+with AllocatorClient(address) as client, client.session("p", SPEC, transport="calls") as session:
     session.allocate(1, 5)
     fork()
     assert session.grow(1, 40, timeout_s=10).ok
@@ -43,13 +43,13 @@ def use(code):
         os._exit(0)
     os._exit(1)
 
-with AllocatorClient(address) as client, client.open_session("p", SPEC) as session:
+with AllocatorClient(address) as client, client.session("p", SPEC, transport="calls") as session:
     session.allocate(1, 5)
     fork(use)
     assert session.grow(1, 40, timeout_s=10).ok
 """,
     "a watch": """
-with AllocatorClient(address) as client, client.open_session("p", SPEC) as session:
+with AllocatorClient(address) as client, client.session("p", SPEC, transport="calls") as session:
     with client.watch_events("p") as events:
         next(events), next(events)
         fork()
@@ -58,7 +58,7 @@ with AllocatorClient(address) as client, client.open_session("p", SPEC) as sessi
 """,
     "an engine and a session for threads": """
 with AllocatorClient(address) as client:
-    with client.engine("p", SPEC) as engine, client.blocking_session("q", SPEC) as session:
+    with client.engine("p", SPEC) as engine, client.session("q", SPEC) as session:
         engine.admit(range(20))
         fork()
         assert engine.admit(range(20)).tokens
@@ -68,7 +68,7 @@ with AllocatorClient(address) as client:
     "clients of asyncio": """
 async def main():
     async with AsyncAllocatorClient(address) as client:
-        async with await client.open_session("p", SPEC) as session, client.session("q", SPEC) as stream:
+        async with client.session("p", SPEC, transport="calls") as session, client.session("q", SPEC) as stream:
             await session.allocate(1, 5)
             fork()
             assert (await session.grow(1, 40, timeout_s=10)).ok

@@ -37,19 +37,22 @@ def client(allocator: ServerProcess) -> Iterator[AllocatorClient]:
 
 
 def test_an_idle_session_for_threads_keeps_its_pool(client: AllocatorClient) -> None:
-    with client.open_session("kept", SPEC) as session, client.open_session("left", SPEC, keep_alive=False) as left:
+    with (
+        client.session("kept", SPEC, transport="calls") as session,
+        client.session("left", SPEC, transport="calls", keep_alive=False) as left,
+    ):
         look_for(client, LEASES * LEASE_S)
         assert session.allocate(1, 4).ok
         with pytest.raises(QuireError) as raised:
             left.allocate(1, 4)
         assert raised.value.reason is Reason.SESSION_UNKNOWN
-    assert repr(session) == f"<UnarySession of pool kept at {client.address}, closed>"
+    assert repr(session) == f"<CallSession of pool kept at {client.address}, closed>"
 
 
 async def test_an_idle_session_for_asyncio_keeps_its_pool(allocator: ServerProcess) -> None:
     async with (
         AsyncAllocatorClient(allocator.address) as client,
-        await client.open_session("kept", SPEC) as session,
+        client.session("kept", SPEC, transport="calls") as session,
     ):
         end = time.monotonic() + LEASES * LEASE_S
         while time.monotonic() < end:
@@ -58,14 +61,14 @@ async def test_an_idle_session_for_asyncio_keeps_its_pool(allocator: ServerProce
 
 
 def test_a_session_that_is_forgotten_warns_and_is_not_kept(client: AllocatorClient) -> None:
-    with pytest.warns(ResourceWarning, match="unclosed <UnarySession of pool forgotten"):
-        client.open_session("forgotten", SPEC)
+    with pytest.warns(ResourceWarning, match="unclosed <CallSession of pool forgotten"):
+        client.session("forgotten", SPEC, transport="calls").open()
     look_for(client, LEASES * LEASE_S)
     assert client.list_pools() == ()
 
 
 def test_a_grow_that_grants_nothing_has_a_row_for_each_group(client: AllocatorClient) -> None:
-    with client.open_session("rows", SPEC) as session:
+    with client.session("rows", SPEC, transport="calls") as session:
         session.allocate(1, 3)
         assert session.grow(1, 4).tables == ((),)
         assert session.grow(1, 400).tables == ((),)

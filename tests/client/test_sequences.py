@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from quire import (
@@ -51,15 +51,14 @@ class Turned(Awaited):
 @asynccontextmanager
 async def opened(allocator: Allocator, flavour: str, spec: PoolSpec) -> AsyncIterator[Any]:
     """An engine on pool "a"."""
+    transport: Literal["stream", "calls"] = "stream" if flavour.startswith("stream") else "calls"
     if "threads" not in flavour:
-        async with AsyncAllocatorClient(allocator.address) as client:
-            make = client.engine if flavour == "stream" else client.unary_engine
-            async with make("a", spec) as engine:
-                yield engine
+        client = AsyncAllocatorClient(allocator.address)
+        async with client, client.engine("a", spec, transport=transport) as engine:
+            yield engine
     else:
         with AllocatorClient(allocator.address) as sync_client:
-            make_sync = sync_client.engine if flavour.startswith("stream") else sync_client.unary_engine
-            sync_engine = Turned(make_sync("a", spec))
+            sync_engine = Turned(sync_client.engine("a", spec, transport=transport))
             await sync_engine.open()
             try:
                 yield sync_engine

@@ -121,10 +121,10 @@ async def test_while_no_allocator_answers_the_step_waits_and_says_why() -> None:
             await asyncio.sleep(0)
         assert not step.done()
         assert not scene.session.connected
-        assert repr(scene.session) == f"<PoolSession of pool {scene.session.pool}, not attached>"
+        assert repr(scene.session) == f"<AsyncSession of pool {scene.session.pool}, not attached>"
         await scene.start_allocator()
         assert (await step).grows[0].result is Result.OK
-        assert repr(scene.session) == f"<PoolSession of pool {scene.session.pool}, attached>"
+        assert repr(scene.session) == f"<AsyncSession of pool {scene.session.pool}, attached>"
 
 
 async def test_an_outage_that_is_longer_than_the_silence_of_a_stream_ends_with_it(

@@ -178,8 +178,8 @@ async def test_a_session_that_was_not_opened_in_time_does_not_take_the_pool_late
         before = asyncio.all_tasks()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(late.open(), 0.2)
-        assert not {task for task in asyncio.all_tasks() - before if "PoolSession" in repr(task)}
-        assert len(client._session_links) == 2
+        assert not {task for task in asyncio.all_tasks() - before if "AsyncSession" in repr(task)}
+        assert len(client._link._others) == 2
         with pytest.raises(UnavailableError, match="closed"):
             await late.open()
         await owner.close()

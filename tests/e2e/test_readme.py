@@ -22,7 +22,7 @@ from quire.hashing import prompt_digests, root_digest
 from quire.local import LocalStack, ServerProcess
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 
 from tests.e2e.stack import server, started
 
@@ -126,7 +126,7 @@ def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalSt
         "client.prefill(document)": lambda: branches(stack),
         "engine(...)": lambda: engine(stack),
         "session(...)": lambda: asyncio.run(session(stack)),
-        "open_session(...)": lambda: unary(stack),
+        'session(..., transport="calls")': lambda: unary(stack),
         'watch_events("default")': lambda: watched(stack),
         "quire.PrefixMirror": lambda: watched(stack),
         "import quire_kernels": lambda: printed(stack, "-c", "import quire_kernels"),
@@ -143,7 +143,7 @@ def installed(folder: Path) -> None:
     """The client alone, without what its extras bring."""
     options = ["--no-deps", "--no-build-isolation", "--no-index", "-q", "--target", str(folder)]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, "."], cwd=ROOT, check=True, timeout=60)
-    assert (folder / "quire" / "client.py").exists()
+    assert (folder / "quire" / "_async" / "client.py").exists()
 
 
 def extras() -> None:
@@ -180,7 +180,8 @@ async def session(stack: LocalStack) -> None:
 
 
 def unary(stack: LocalStack) -> None:
-    with AllocatorClient(stack.allocator_address) as client, client.open_session("readme/calls", SPEC) as running:
+    client = AllocatorClient(stack.allocator_address)
+    with client, client.session("readme/calls", SPEC, transport="calls") as running:
         assert running.session_id
 
 
@@ -313,14 +314,14 @@ def test_an_engine_of_ones_own_decodes_on_while_its_allocator_is_dead(tmp_path: 
 async def test_an_engine_of_ones_own_is_right_when_every_answer_is_there_before_it_computes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    submit = PoolSession.submit
+    submit = AsyncSession.submit
 
-    async def answered(session: PoolSession, step: StepBuilder) -> asyncio.Future[StepOutcome]:
+    async def answered(session: AsyncSession, step: StepBuilder) -> asyncio.Future[StepOutcome]:
         answer = await submit(session, step)
         await asyncio.wait([answer])
         return answer
 
-    monkeypatch.setattr(PoolSession, "submit", answered)
+    monkeypatch.setattr(AsyncSession, "submit", answered)
     monkeypatch.setenv("QUIRE_ALLOCATOR", f"unix://{tmp_path}/socket")
     allocator = await asyncio.to_thread(allocator_process, tmp_path)
     await runpy.run_path(str(ROOT / "examples" / "own_engine.py"))["main"]()

@@ -22,7 +22,7 @@ from quire.local import ServerProcess
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.state_digest import SequenceRow, state_digest
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.v1 import allocator_pb2 as pb
 
 from tests.simulation.histories import History, pool_spec
@@ -263,7 +263,7 @@ async def metric(place: Place, name: str) -> float:
 class Owner:
     """A session with an engine at random behind it."""
 
-    def __init__(self, session: PoolSession, spec: pb.PoolSpec, seed: int) -> None:
+    def __init__(self, session: AsyncSession, spec: pb.PoolSpec, seed: int) -> None:
         self.session = session
         self.history = History(spec, random.Random(seed))
 

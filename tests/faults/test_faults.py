@@ -20,7 +20,7 @@ import pytest_asyncio
 from quire import AsyncAllocatorClient, IndexCleared, PoolSpec, SnapshotEnd
 from quire.errors import QuireError, Reason
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 
 from tests.faults.conftest import WallClock
 from tests.faults.scene import LEASE_S, Name, attached, metric, named, report
@@ -174,7 +174,7 @@ async def test_sessions_and_calls_of_one_client_leave_a_silent_connection_each_f
     name.proxy.let_through()
 
 
-async def is_left(session: PoolSession) -> None:
+async def is_left(session: AsyncSession) -> None:
     """Returns once its stream is down."""
     while session.connected:
         await asyncio.sleep(0)

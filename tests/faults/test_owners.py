@@ -16,7 +16,7 @@ from quire.errors import QuireError, Reason, from_rpc_error
 from quire.hashing import block_digests
 from quire.protocol.outcomes import Result
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.v1 import allocator_pb2 as pb
 
 from tests.faults.scene import Name, Owner, attached, flood, named, pool_of, report
@@ -134,7 +134,7 @@ async def test_steps_that_are_unanswered_are_few_and_answers_kept_no_longer_than
         assert 1 < most <= 4
         await owner.check(name.place)
     async with AsyncAllocatorClient(name.place.address) as client:
-        wide = PoolSession(client._stub, "wide", pool_spec("full", 64), window=9)
+        wide = AsyncSession(client._stub, "wide", pool_spec("full", 64), window=9)
         with pytest.raises(QuireError, match="window"):
             await wide.open()
 

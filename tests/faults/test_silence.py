@@ -29,7 +29,8 @@ async def test_dead_connections_are_left_by_clients_of_either_kind_and_by_the_se
     await asyncio.gather(place.start(), proxy.start())
     proxy.target = place.address
     owner = AllocatorClient(place.address)
-    session = await asyncio.to_thread(owner.open_session, "p", SPEC)
+    session = owner.session("p", SPEC, transport="calls")
+    await asyncio.to_thread(session.open)
     client, watcher, threads = AsyncAllocatorClient(proxy.address), AsyncAllocatorClient(proxy.address), []
     heard: list[CacheEvent] = []
     waits: list[QuireError] = []

@@ -83,7 +83,8 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
             with server("gateway", tmp_path, there, *behind) as (_, gateway):
                 with AllocatorClient(allocator["address"]) as client:
                     for run in range(50 * RUNS):  # two lines each
-                        session = client.open_session(f"pool-{run}", SPEC, keep_alive=False)
+                        session = client.session(f"pool-{run}", SPEC, transport="calls", keep_alive=False)
+                        session.open()
                         assert session.allocate(1, 10).ok
                         session.close()
                 with Client(of_worker["address"]) as client:
@@ -100,7 +101,7 @@ def test_children_that_are_forked_beside_a_session_leave_it_alone(tmp_path: Path
 import os, sys
 from quire import AllocatorClient, PoolSpec
 with AllocatorClient({allocator["address"]!r}) as client:
-    with client.open_session("p", PoolSpec.full_attention(block_count=64, block_size=16)) as session:
+    with client.session("p", PoolSpec.full_attention(block_count=64, block_size=16), transport="calls") as session:
         for number in range(1, {5 * RUNS} + 1):
             assert session.allocate(number, 5).ok
             child = os.fork()

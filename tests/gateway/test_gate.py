@@ -13,8 +13,8 @@ from pathlib import Path
 import openai
 import pytest
 import structlog
+from quire import AsyncClient
 from quire._transport.messages import worker_status
-from quire.aio import AsyncClient
 from quire.cli.app import app as cli
 from quire.errors import Reason, UnavailableError, UsageError
 from quire.local import ServerFailedError

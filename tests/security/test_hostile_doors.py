@@ -87,7 +87,8 @@ async def assert_others_are_served(deployment: Deployment) -> None:
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
     tls = deployment.certificates.client("honest")
     async with AsyncAllocatorClient(deployment.allocator.address, token=TOKEN, tls=tls) as client:
-        session = await client.open_session(f"honest-{next(NUMBERS)}", SPEC, keep_alive=False)
+        session = client.session(f"honest-{next(NUMBERS)}", SPEC, transport="calls", keep_alive=False)
+        await session.open()
         assert (await session.allocate(1, 4, namespace="honest")).ok
         await session.close()
     async with AsyncClient(deployment.worker.address, token=TOKEN, tls=tls) as client:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import structlog
 from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.outcomes import StepOutcome
-from quire.session import PoolSession, SessionLostError
+from quire.session import AsyncSession, SessionLostError
 
 from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
@@ -76,7 +76,7 @@ class Engine:
         model: PagedModel,
         cache: KVCache,
         tokenizer: Tokenizer,
-        session: PoolSession,
+        session: AsyncSession,
         scheduler: Scheduler,
         telemetry: WorkerTelemetry,
         waiting_max: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quire.errors import QuireError, Reason
-from quire.session import PoolSession
+from quire.session import AsyncSession
 
 from quire_worker.cache import KVCache
 from quire_worker.door import Door
@@ -30,7 +30,7 @@ class Reception:
         model: PagedModel,
         cache: KVCache,
         tokenizer: Tokenizer,
-        session: PoolSession,
+        session: AsyncSession,
         door: Door,
         *,
         clock: Callable[[], float],

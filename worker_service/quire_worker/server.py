@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import structlog
 import torch
+from quire import AsyncAllocatorClient
 from quire._serving import logs
 from quire._serving.never_blocking import write_out
 from quire._serving.process import collect_garbage_rarely, stop_event
 from quire._serving.server import Server
-from quire.aio import AsyncAllocatorClient
 from quire.errors import QuireError, Reason, UsageError
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.tls import tls_of
 from quire.types import PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
@@ -186,7 +186,7 @@ def capture_decode(part: Part, size_max: int) -> Shortcut | None:
     return None if graphs is None else graphs.logits_of
 
 
-def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSession) -> Engine:
+def build_engine(options: argparse.Namespace, loaded: Loaded, session: AsyncSession) -> Engine:
     """Puts the parts together; nothing is connected yet."""
     model, cache, tokenizer = loaded.model, loaded.cache, loaded.tokenizer
     if options.swap_memory and loaded.leader is not None:

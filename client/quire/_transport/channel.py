@@ -215,6 +215,7 @@ class Link:
         self.server = ANY_SERVER  # what is expected there
         self._found = (-math.inf, "")
         self.timeout_s = checked_timeout(timeout_s)
+        self._given = token, tls
         self._tls = tls = resolve_tls(tls)
         self.credentials = tls.channel_credentials() if tls is not None else None
         token = resolve_token(token)
@@ -338,6 +339,12 @@ class SyncLink(Link):
             request_id = getattr(request, "request_id", None)
             raise self.translate(error, request_id, self.deadline(timeout_s)) from None
 
+    def for_asyncio(self) -> AsyncLink:
+        """Returns a connection of its own to the same server, for asyncio; called inside the loop that uses it."""
+        link = AsyncLink(self.address, *self._given, self.timeout_s)
+        link.server = self.server
+        return link
+
     def close(self) -> None:
         """Ends all calls and the connection."""
         self._is_closed = True
@@ -351,6 +358,8 @@ class AsyncLink(Link):
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         super().__init__(address, token, tls, timeout_s)
         self.channel = self._new_channel()
+        self._others = set[AsyncLink]()  # made by `another`, and not closed yet
+        self._origin: AsyncLink | None = None
 
     def _new_channel(self) -> aio.Channel:
         if self.credentials is None:
@@ -358,9 +367,11 @@ class AsyncLink(Link):
         return aio.secure_channel(self.address, self.credentials, options=self.options)
 
     def another(self) -> AsyncLink:
-        """Does the same, on a connection of its own."""
+        """Returns a connection of its own to the same server, which ends with this one at the latest."""
         twin = copy.copy(self)
         twin.channel = self._new_channel()
+        twin._others, twin._origin = set(), self
+        self._others.add(twin)
         return twin
 
     async def reconnect(self) -> None:
@@ -394,7 +405,11 @@ class AsyncLink(Link):
         raise await asyncio.to_thread(self.translate, failed, request_id, self.deadline(timeout_s))
 
     async def close(self) -> None:
-        """Ends all calls and the connection."""
+        """Ends all calls and the connection, and those of every `another` one."""
         self._is_closed = True
         if not self.is_inherited:
             await self.channel.close(None)
+        if self._origin is not None:
+            self._origin._others.discard(self)
+        while self._others:
+            await self._others.pop().close()

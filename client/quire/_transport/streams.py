@@ -11,7 +11,6 @@ import asyncio
 import ctypes
 import os
 import threading
-import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final, Protocol, Self, TypeVar
@@ -19,11 +18,8 @@ from typing import Any, Final, Protocol, Self, TypeVar
 import grpc
 from grpc import aio
 
-from quire import sampling
-from quire._transport.channel import AsyncLink, Attempts, SyncLink, is_task_cancelled, readable
-from quire._transport.watch import Watch
+from quire._transport.channel import AsyncLink, SyncLink, is_task_cancelled, readable
 from quire.errors import UnavailableError
-from quire.events import CacheEvent
 
 ItemT = TypeVar("ItemT")
 ReadT_co = TypeVar("ReadT_co", covariant=True)
@@ -47,7 +43,7 @@ class _Attempts(Protocol[ReadT_co]):
     def again(self) -> None: ...
 
 
-class _Stream(Iterator[ItemT]):
+class SyncStream(Iterator[ItemT]):
     """Items of one stream as they come, for threads."""
 
     def __init__(self, link: SyncLink, attempts: _Attempts[ItemT]) -> None:
@@ -96,7 +92,7 @@ class _Stream(Iterator[ItemT]):
             self._attempts.again()
 
 
-_STREAMS: Final[weakref.WeakSet[_Stream[Any]]] = weakref.WeakSet()
+_STREAMS: Final[weakref.WeakSet[SyncStream[Any]]] = weakref.WeakSet()
 
 
 def _keep_calls() -> None:
@@ -109,7 +105,7 @@ def _keep_calls() -> None:
 os.register_at_fork(after_in_child=_keep_calls)
 
 
-class _AsyncStream(AsyncIterator[ItemT]):
+class AsyncStream(AsyncIterator[ItemT]):
     """Items of one stream as they come, for asyncio."""
 
     def __init__(self, link: AsyncLink, attempts: _Attempts[ItemT]) -> None:
@@ -168,79 +164,3 @@ class _AsyncStream(AsyncIterator[ItemT]):
         await asyncio.sleep(pause_s)
         if not self._closed:
             self._attempts.again()
-
-
-class ChunkStream(_Stream[sampling.Chunk]):
-    """Chunks of one request as they come.
-
-    `close`, leaving the `with` block and losing the last reference (as `break` out of a loop over `client.stream(...)`
-    does) cancel the request, which frees its blocks at once.
-    """
-
-    def __init__(self, link: SyncLink, attempts: Attempts[sampling.Chunk], request_id: str) -> None:
-        super().__init__(link, attempts)
-        self.request_id = request_id
-
-
-class AsyncChunkStream(_AsyncStream[sampling.Chunk]):
-    """Chunks of one request as they come.
-
-    `aclose`, leaving the `async with` block and losing the last reference (as `break` out of a loop over
-    `client.stream(...)` does) cancel the request, which frees its blocks at once.
-    """
-
-    def __init__(self, link: AsyncLink, attempts: Attempts[sampling.Chunk], request_id: str) -> None:
-        super().__init__(link, attempts)
-        self.request_id = request_id
-
-
-class EventStream(_Stream[CacheEvent]):
-    """Events of one pool as they come, without end. `close`, leaving the `with` block and losing the last reference
-    end the watch."""
-
-    def __init__(self, link: SyncLink, watch: Watch) -> None:
-        super().__init__(link, watch)
-        self._watch = watch
-
-    @property
-    def session_id(self) -> bytes:
-        """Returns what to resume from later, together with `cursor`; empty inside a snapshot, which has to be begun
-        again."""
-        return self._watch.session_id
-
-    @property
-    def cursor(self) -> int:
-        """Returns what to resume from later, together with `session_id`."""
-        return self._watch.cursor
-
-    @property
-    def age_s(self) -> float:
-        """Returns the seconds since the allocator was heard last, which is so every 5 s while nothing happens. A mirror
-        of these events is as old."""
-        return time.monotonic() - self._watch.heard_s
-
-
-class AsyncEventStream(_AsyncStream[CacheEvent]):
-    """Events of one pool as they come, without end. `aclose`, leaving the `async with` block and losing the last
-    reference end the watch."""
-
-    def __init__(self, link: AsyncLink, watch: Watch) -> None:
-        super().__init__(link, watch)
-        self._watch = watch
-
-    @property
-    def session_id(self) -> bytes:
-        """Returns what to resume from later, together with `cursor`; empty inside a snapshot, which has to be begun
-        again."""
-        return self._watch.session_id
-
-    @property
-    def cursor(self) -> int:
-        """Returns what to resume from later, together with `session_id`."""
-        return self._watch.cursor
-
-    @property
-    def age_s(self) -> float:
-        """Returns the seconds since the allocator was heard last, which is so every 5 s while nothing happens. A mirror
-        of these events is as old."""
-        return time.monotonic() - self._watch.heard_s

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quire import AllocatorClient
 from quire.cli import block_map, options, output, pool_usage
-from quire.client import AllocatorClient
 from quire.views import PoolBlocks, PoolSummary, PoolUsage
 
 POOLS_EXAMPLES = """List the pools of an allocator.

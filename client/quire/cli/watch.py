@@ -9,9 +9,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from quire import AllocatorClient
 from quire.cli import options
 from quire.cli.pool_usage import DIGEST_CHARACTERS, repr_of
-from quire.client import AllocatorClient
 from quire.errors import QuireError, UsageError
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 

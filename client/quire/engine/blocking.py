@@ -7,7 +7,7 @@ thread between two calls, and by the loop only inside of one: nothing is locked,
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Self, TypedDict, Unpack
+from typing import Self, TypedDict, Unpack
 
 from quire._transport.loop_thread import LoopThread
 from quire.engine.sequence import Sequence
@@ -30,13 +30,13 @@ class AdmitOptions(TypedDict, total=False):
 class Engine:
     """Owns a pool and its sequences, for one thread; `with` takes the pool, and gives it back at the end.
 
-    Made by `AllocatorClient.engine` or `.unary_engine`. Methods do and raise what those of `AsyncEngine` do.
+    Made by `AllocatorClient.engine`. Methods do and raise what those of `AsyncEngine` do.
 
     Args:
         make: makes the engine, and what closes the client that it is on; called inside the loop.
     """
 
-    def __init__(self, make: Callable[[], tuple[AsyncEngine[Any], Callable[[], Awaitable[None]]]]) -> None:
+    def __init__(self, make: Callable[[], tuple[AsyncEngine, Callable[[], Awaitable[None]]]]) -> None:
         self._loop = LoopThread("quire-engine")
         self._engine, self._disconnect = self._loop.made(make)
 
@@ -49,6 +49,16 @@ class Engine:
     def spec(self) -> PoolSpec:
         """Returns the specification of the pool."""
         return self._engine.spec
+
+    @property
+    def connected(self) -> bool:
+        """Tells whether an allocator answers, as far as is known."""
+        return self._engine.connected
+
+    @property
+    def report_count(self) -> int:
+        """Counts the allocators that were told what the pages hold; 0 over "calls", where none ever is."""
+        return self._engine.report_count
 
     @property
     def live(self) -> tuple[Sequence, ...]:

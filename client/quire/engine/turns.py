@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 from quire.engine.agenda import Agenda, NotAdmittedError
 from quire.engine.carriers import Carrier
@@ -18,13 +18,11 @@ from quire.protocol.outcomes import Copy, StepOutcome
 from quire.session import SessionLostError
 from quire.types import PoolSpec
 
-CarrierT = TypeVar("CarrierT", bound=Carrier)
 
-
-class AsyncEngine(Generic[CarrierT]):
+class AsyncEngine:
     """Owns a pool and its sequences; `async with` takes the pool, and gives it back at the end.
 
-    Made by `AsyncAllocatorClient.engine` or `.unary_engine`.
+    Made by `AsyncAllocatorClient.engine`.
 
     Args:
         pool: its name.
@@ -33,12 +31,22 @@ class AsyncEngine(Generic[CarrierT]):
         ahead_tokens: for which a sequence is to have room beyond its next token.
     """
 
-    def __init__(self, pool: str, spec: PoolSpec, carrier: CarrierT, ahead_tokens: int) -> None:
+    def __init__(self, pool: str, spec: PoolSpec, carrier: Carrier, ahead_tokens: int) -> None:
         self.pool = pool
         self.spec = spec
-        self.carrier = carrier
+        self._carrier = carrier
         self._agenda = Agenda(spec, ahead_tokens)
         self._under_way: asyncio.Task[StepOutcome] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Tells whether an allocator answers, as far as is known."""
+        return self._carrier.connected
+
+    @property
+    def report_count(self) -> int:
+        """Counts the allocators that were told what the pages hold; 0 over "calls", where none ever is."""
+        return self._carrier.report_count
 
     @property
     def live(self) -> tuple[Sequence, ...]:
@@ -63,7 +71,7 @@ class AsyncEngine(Generic[CarrierT]):
         Raises:
             QuireError: the allocator refuses for good (specification, version, token).
         """
-        await self.carrier.open()
+        await self._carrier.open()
 
     async def admit(
         self,
@@ -146,7 +154,7 @@ class AsyncEngine(Generic[CarrierT]):
             under_way.cancel()
             await asyncio.wait({under_way})
         self._agenda.lose()
-        await self.carrier.close()
+        await self._carrier.close()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -163,7 +171,7 @@ class AsyncEngine(Generic[CarrierT]):
         operations = self._agenda.next_operations()
         if operations:
             # A task of its own: a step cannot be called back, whoever is cancelled while waiting for it.
-            self._under_way = asyncio.create_task(self.carrier.carry(operations))
+            self._under_way = asyncio.create_task(self._carrier.carry(operations))
         return bool(operations)
 
     async def _take_in(self) -> None:

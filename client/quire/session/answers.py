@@ -21,7 +21,7 @@ class SessionLostError(Exception):
 
 
 class AnswersMissedError(Exception):
-    """The caller of a step was cancelled, and nobody has taken its answer in: see `PoolSession.missed`."""
+    """The caller of a step was cancelled, and nobody has taken its answer in: see `AsyncSession.missed`."""
 
 
 class Pending(asyncio.Future[StepOutcome]):

@@ -52,12 +52,12 @@ BACKOFF_S: Final = (0.01, 0.16)
 BACK_S: Final = 0.5  # that closing waits for a stream to be there again
 WINDOW: Final = 4
 
-__all__ = ["AnswersMissedError", "PoolSession", "SessionLostError"]
+__all__ = ["AnswersMissedError", "AsyncSession", "SessionLostError"]
 
 log = logging.getLogger(__name__)
 
 
-class PoolSession:
+class AsyncSession:
     """Owns one pool over a stream. It is opened once, and its methods are for one task at a time.
 
     Args:

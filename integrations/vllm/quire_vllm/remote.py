@@ -24,9 +24,9 @@ from concurrent.futures import Future
 from typing import Final, NamedTuple
 
 from quire import AllocatorClient, GroupKind, GroupSpec, PoolSpec
-from quire.blocking import BlockingSession
 from quire.protocol.outcomes import GrowOutcome, Result, StepOutcome
 from quire.protocol.steps import StepBuilder
+from quire.session import Session
 from quire.session.lookahead import AHEAD_TOKENS, Decoding, Increment, needs_of
 
 from quire_vllm.embedded import Admitted, Need, Prompt, Waiting
@@ -93,7 +93,7 @@ class RemotePool:
 
     def _begin(self) -> None:
         """Takes the pool, which is empty then."""
-        self._session: BlockingSession = self._client.blocking_session(self._options.pool, self._spec)
+        self._session: Session = self._client.session(self._options.pool, self._spec)
         try:
             self._session.open(self._options.open_timeout_s)
         except TimeoutError:

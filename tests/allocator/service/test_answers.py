@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from quire.aio import AsyncAllocatorClient
+from quire import AsyncAllocatorClient
 from quire.errors import Reason
 from quire.protocol.limits import MESSAGE_BYTES_MAX
 from quire.protocol.packing import pack_uint64

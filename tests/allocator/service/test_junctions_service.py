@@ -42,7 +42,7 @@ def step_of(*operations: tuple[str, tuple[object, ...], dict[str, object]]) -> S
 
 
 async def test_by_unary_calls_the_second_prompt_is_told_and_the_third_hits(client: AsyncAllocatorClient) -> None:
-    async with await client.open_session("a", PoolSpec(64, (FULL, STATE))) as session:
+    async with client.session("a", PoolSpec(64, (FULL, STATE)), transport="calls") as session:
         seen = []
         for number, letters in enumerate(("abcdwx", "abcdyz", "abcduv"), 1):
             done = await session.allocate(number, 96, d(letters))
@@ -61,8 +61,8 @@ async def test_a_router_is_told_of_a_pool_that_serves_nothing_yet_but_its_juncti
     client: AsyncAllocatorClient,
 ) -> None:
     async with (
-        await client.open_session("a", PoolSpec(64, (FULL, STATE))) as bare,
-        await client.open_session("b", PoolSpec(64, (FULL, STATE))) as ready,
+        client.session("a", PoolSpec(64, (FULL, STATE)), transport="calls") as bare,
+        client.session("b", PoolSpec(64, (FULL, STATE)), transport="calls") as ready,
     ):
         for session in (bare, ready):
             await session.allocate(1, 80)
@@ -111,7 +111,7 @@ async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that
 async def test_a_prompt_whose_passes_will_not_fit_is_refused_before_it_begins(client: AsyncAllocatorClient) -> None:
     for block_count in range(38, 43):
         spec = PoolSpec(block_count, (FULL, SLIDING), chunk_token_count_max=128)
-        async with await client.open_session(f"announced-{block_count}", spec) as session:
+        async with client.session(f"announced-{block_count}", spec, transport="calls") as session:
             # 32 blocks of full attention, and 13 of a window of 64 with passes of 128: 45.
             assert (await session.allocate(1, 16, prompt_token_count=512)).result is Result.TOO_LONG
 
@@ -121,7 +121,7 @@ async def test_a_pass_that_is_too_long_says_by_how_much_and_a_smaller_one_is_gra
 ) -> None:
     letters = [chr(33 + number) for number in range(32)]
     digests = b"".join(letter.encode().ljust(32, b".") for letter in letters)
-    async with await client.open_session("a", PoolSpec(40, (FULL, SLIDING))) as session:
+    async with client.session("a", PoolSpec(40, (FULL, SLIDING)), transport="calls") as session:
         assert (await session.allocate(1, 512)).result is Result.PASS_TOO_LONG
         assert (await session.allocate(1, 16, prompt_token_count=512)).ok
         await session.commit(1, 16, digests[:32])

@@ -82,7 +82,7 @@ def test_an_allocator_whose_output_nobody_takes_serves_on_and_ends_when_told(nam
     with OUTPUTS[name]() as output, serving(tmp_path, stdout=output, stderr=output) as (process, ready):
         with AllocatorClient(ready["address"]) as client:
             for number in range(300):  # two lines each, of some 150 bytes: more than a pipe holds
-                with client.open_session(f"pool-{number}", SPEC, keep_alive=False, timeout_s=WAIT_S) as session:
+                with client.session(f"pool-{number}", SPEC, transport="calls", keep_alive=False) as session:
                     assert session.allocate(1, 10, timeout_s=WAIT_S).ok
         if name != "unread":
             assert dropped(ready["metrics_address"]) >= 600

@@ -1,10 +1,10 @@
 """A session for threads: steps are submitted from any thread, and their answers waited for as long as the caller likes.
 
-    with client.blocking_session("mine", spec) as session:
+    with client.session("mine", spec) as session:
         answer = session.submit(step)          # sent at once; returns at once
         outcome = answer.result(timeout=0.02)  # TimeoutError: it is still to come, and stays so
 
-The stream is `PoolSession`, on an event loop in a thread of its own, which keeps the lease and attaches again after an
+The stream is `AsyncSession`, on an event loop in a thread of its own, which keeps the lease and attaches again after an
 outage, whatever the callers do. A step is applied though nobody waits for its answer any more: it has blocks to note.
 """
 
@@ -21,17 +21,17 @@ from quire.errors import UnavailableError
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session.answers import Pending
-from quire.session.pool_session import PoolSession
+from quire.session.pool_session import AsyncSession
 
 
-class BlockingSession:
-    """Owns one pool over a stream; made by `AllocatorClient.blocking_session`. `with` opens and closes it.
+class Session:
+    """Owns one pool over a stream; made by `AllocatorClient.session`. `with` opens and closes it.
 
     Args:
         make: makes the session, and what closes the client that it is on; called inside the loop.
     """
 
-    def __init__(self, make: Callable[[], tuple[PoolSession, Callable[[], Awaitable[None]]]]) -> None:
+    def __init__(self, make: Callable[[], tuple[AsyncSession, Callable[[], Awaitable[None]]]]) -> None:
         self._loop = LoopThread("quire-session")
         self._closing = threading.Lock()
         self._steps: asyncio.Queue[tuple[StepBuilder, Future[StepOutcome]]] = asyncio.Queue()
@@ -54,13 +54,13 @@ class BlockingSession:
 
         Raises:
             TimeoutError: nobody has let it in so far; the session is closed.
-            QuireError: as `PoolSession.open`.
+            QuireError: as `AsyncSession.open`.
         """
         self._loop.run(self._opened(), timeout_s)
 
     def submit(self, operations: StepBuilder) -> Future[StepOutcome]:
         """Sends a step behind those submitted before, and returns the answer to come, which has `done()` and
-        `result(timeout)`. It raises what `PoolSession.submit` and its future raise. No step is called back: cancelling
+        `result(timeout)`. It raises what `AsyncSession.submit` and its future raise. No step is called back: cancelling
         an answer does nothing."""
         answer: Future[StepOutcome] = Future()
         answer.set_running_or_notify_cancel()

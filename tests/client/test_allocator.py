@@ -57,7 +57,7 @@ class Scene:
     async def open(self, spec: PoolSpec) -> Any:
         """Takes pool "a"."""
         opened = self.client.session("a", spec, transport="calls")
-        self.session = Awaited(opened) if isinstance(self.client, Awaited) else opened
+        self.session = Awaited(await opened) if isinstance(self.client, Awaited) else opened
         await self.session.open()
         return self.session
 

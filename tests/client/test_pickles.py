@@ -46,6 +46,13 @@ def test_every_exception_arrives_as_it_was(kind: type[Exception], again: Callabl
     assert (str(arrived), repr(arrived), vars(arrived)) == (str(error), repr(error), vars(error))
 
 
+@pytest.mark.parametrize("kind", exceptions(), ids=lambda kind: kind.__name__)
+def test_whoever_catches_errors_of_quire_catches_every_one_that_is_public(kind: type[Exception]) -> None:
+    module = kind.__module__.removeprefix("quire.")
+    is_public = (kind.__name__, module) not in {("EndedError", "session.call"), ("ConfigError", "planning.fields")}
+    assert issubclass(kind, QuireError) is is_public
+
+
 def values() -> list[Any]:
     """An instance of every public value, with something in each field."""
     made: list[Any] = []

@@ -21,20 +21,27 @@ from typing import Any
 
 from quire.engine.operations import Admission, Commit, Fork, Grow, Operations
 from quire.engine.sequence import Refusal, Sequence
-from quire.errors import InternalError
+from quire.errors import InternalError, ResourceExhaustedError
 from quire.hashing import DigestChain, root_digest
 from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome
 from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 from quire.types import GroupKind, PoolSpec
 
+LATER = frozenset({Result.NO_SPACE, Result.PENDING, Result.QUOTA})  # what others hold or compute now
 
-class NotAdmittedError(Exception):
+
+class NotAdmittedError(ResourceExhaustedError):
     """A prompt was not let in; `refusal` says why, and whom to free for it."""
 
     def __init__(self, refusal: Refusal) -> None:
         missing = f", {refusal.shortfall} blocks are missing" if refusal.shortfall else ""
         super().__init__(f"{refusal.result.name}{missing}")
         self.refusal = refusal
+
+    @property
+    def is_retryable(self) -> bool:
+        """Tells whether the prompt may be let in once others have left, or have computed its prefix."""
+        return self.refusal.result in LATER
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Is pickled by what it is made of; Exception's own would hand its message to `__init__`."""

@@ -6,9 +6,9 @@
 calls. The state machine is `owner`, without a wire; `pool_session` drives it over gRPC.
 """
 
+from quire.errors import AnswersMissedError, SessionLostError
 from quire.session._async.call_session import AsyncCallSession
 from quire.session._sync.call_session import CallSession
-from quire.session.answers import AnswersMissedError, SessionLostError
 from quire.session.blocking import Session
 from quire.session.pool_session import WINDOW, AsyncSession
 

@@ -336,7 +336,9 @@ class RemotePool:
         while self._under_way and not is_over():
             try:
                 self._under_way[0].answer.result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
+            except TimeoutError as error:
+                if self._under_way[0].answer.done():  # the answer is an error of that kind
+                    raise self._lost() from error
                 self._is_silent = True
                 return
             except Exception as error:

@@ -62,6 +62,19 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def anchors_of(document: Path) -> set[str]:
+    """What a link may say behind `#`: the headings, as GitHub spells them there."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_into_a_document_lead_to_a_heading(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text(encoding="utf-8")):
+        other = document.parent / target if target else document
+        assert anchor in anchors_of(other), f"{document.name} links to {target}#{anchor}"
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_python_file_that_is_named_exists(document: Path) -> None:
     """`core/pool.py` is found by the end of its path, so that documents need not spell out folders that are clear."""

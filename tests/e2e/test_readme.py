@@ -223,13 +223,8 @@ def test_the_page_of_the_first_hour_says_what_each_line_prints() -> None:
 def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     # Activation is what `sys.executable` stands for; the compose line is run by `make test-compose`.
-    elsewhere = {
-        ". .venv/bin/activate",
-        'docker compose exec worker quire generate "The for statement"',
-        "git clone ... quire && cd quire",
-        "pip install .",  # this and the next are run by the test above
-        "quire-allocator --cpu 3",
-    }
+    elsewhere = {". .venv/bin/activate", 'docker compose exec worker quire generate "The for statement"'}
+    elsewhere |= {"git clone ... quire && cd quire", "pip install .", "quire-allocator --cpu 3"}  # two of a test above
     by_make = [line for line in first_hour() if line.startswith("make ")]
     assert {line.split()[1] for line in by_make} <= targets
     here = [line for line in first_hour() if line not in (*by_make, *elsewhere)]

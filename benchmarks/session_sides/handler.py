@@ -12,7 +12,7 @@ from quire_allocator.session.registry import SessionRegistry
 
 
 class _Nobody:
-    """Ignores all events."""
+    """Ignores all events of the session machine."""
 
     def ignore(self, *_: object) -> None:
         """Takes any message and does nothing."""

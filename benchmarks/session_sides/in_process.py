@@ -15,7 +15,7 @@ from quire_allocator.session.registry import SessionRegistry
 
 
 class _Nobody:
-    """Ignores all events."""
+    """Ignores all events of the session machine."""
 
     def opened(self, owner: Ownership) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The contracts of `.importlinter` notice what they are for: each is broken once, in a copy of the packages."""
+"""The contracts of `.importlinter` notice breaks: each is broken once, in a copy of the packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is deployed agrees with what the services are: names of metrics, ports, users, mounts. No Docker needed."""
+"""The deployment agrees with the services: names of metrics, ports, users, mounts. No Docker needed."""
 
 from __future__ import annotations
 

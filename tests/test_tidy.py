@@ -81,7 +81,7 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 @dataclass
 class ClassFacts:
-    """What is known of the classes of one name: their bases, and the methods that they document."""
+    """The known facts of the classes of one name: their bases, and the methods that they document."""
 
     bases: set[str] = field(default_factory=set)
     documented: set[str] = field(default_factory=set)

@@ -35,7 +35,7 @@ def naive_needs(
     free = free_block_count
 
     def add_unit(sequence: int) -> int:
-        """What it costs to fill up to the next multiple of a increment."""
+        """Returns the tokens up to the next multiple of an increment."""
         before = room[sequence]
         room[sequence] = (before // increment + 1) * increment
         return blocks_of(room[sequence], sizes) - blocks_of(before, sizes)
@@ -141,7 +141,7 @@ def room_of(session: PoolSession, sequence_id: int) -> int:
 
 
 async def asked(session: PoolSession, *decoding: Decoding[int]) -> tuple[StepOutcome, list[int]]:
-    """Asks ahead for these; the answer, and the room of each afterwards, which is what the answer said."""
+    """Asks ahead for these; returns the answer, and checks the room of each afterwards against it."""
     step = StepBuilder()
     session.ahead.ask(step, decoding)
     outcome = await session.step(step)

@@ -156,7 +156,7 @@ def test_a_closed_session_says_so(allocator: ServerProcess) -> None:
 
 
 def test_kept_blocks_outlive_the_allocator(allocator: ServerProcess, tmp_path: Path) -> None:
-    """Two compute the same side by side; the next allocator knows of both, and what is taken over is told."""
+    """Two sequences compute the same side by side. The next allocator knows both, and the owner hears of takeovers."""
     port = allocator.address.rpartition(":")[2]
     with AllocatorClient(allocator.address) as client, client.blocking_session("mine", APPEND_ONLY) as session:
         first = answered(session, allocate(1, 13)).grows[0].blocks[0]

@@ -1,4 +1,4 @@
-"""`quire plan`: tables and JSON from a `config.json`, and what is said when something is wrong."""
+"""`quire plan`: tables and JSON from a `config.json`, and its errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORKED_EXAMPLE = {
 
 
 class Outcome(NamedTuple):
-    """What a run of the command left."""
+    """The result of a run of the command."""
 
     code: int
     out: str

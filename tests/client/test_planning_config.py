@@ -1,4 +1,4 @@
-"""What a `config.json` says about the cache: ten architectures and the words of others, all counted by hand."""
+"""Reading the cache's shape from a `config.json`: ten architectures and the words of others, all counted by hand."""
 
 from __future__ import annotations
 

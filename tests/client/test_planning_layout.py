@@ -1,4 +1,4 @@
-"""From layers to a layout: scenarios counted by hand, and a slow obvious model of what a sequence holds."""
+"""From layers to a layout: scenarios counted by hand, and a slow obvious model of a sequence's blocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def layers_of(*kinds: Kind) -> tuple[LayerSpec, ...]:
 
 
 class Scenario(NamedTuple):
-    """Layers, and what was worked out for them by hand."""
+    """Layers, and their results by hand."""
 
     kinds: tuple[Kind, ...]
     groups: tuple[tuple[int, int, int], ...]  # per family: groups, layers in each, tokens per block
@@ -301,7 +301,8 @@ def test_a_layout_agrees_with_a_model_that_looks_at_every_token_and_byte(seed: i
 
 
 def check_slices(layout: Layout, layers: tuple[LayerSpec, ...]) -> None:
-    """Every layer has all its bytes, in groups that name it, aligned, inside slots, and nobody else's."""
+    """Checks that every layer has all its bytes, in groups that name it, aligned, inside slots, and apart from all
+    others."""
     taken: dict[int, list[tuple[int, int]]] = {}
     slices = layout.slices()
     assert set(slices) == set(layers)

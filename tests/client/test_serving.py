@@ -1,4 +1,4 @@
-"""The gRPC server that both services run, with a service that does nothing but wait."""
+"""The gRPC server of both services, with a service that only waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Branches through real processes: whose they are, how long they live, and what is left of them."""
+"""Branches through real processes: their owners, how long they live, and their remains."""
 
 from __future__ import annotations
 

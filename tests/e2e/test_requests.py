@@ -1,4 +1,4 @@
-"""Requests through real processes: the right text, clear errors, and no block held by anybody who left."""
+"""Requests through real processes: the right text, clear errors, and no blocks held after a caller left."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rows of the fault table about what an owner asks for, on a real allocator: what it never computed, frees that are
-wrong, holds that nobody gives back, messages that are too large, callers that say nothing or too much."""
+"""Rows of the fault table about an owner's requests, on a real allocator: uncomputed tokens, wrong frees, holds that
+are never given back, messages that are too large, callers that are silent or too fast."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The fault table under a worker that streams: the text is that of an undisturbed run, both sides' states are the same
-while it goes on, and in the end every block is free. Which test answers which row is written in `docs/session.md`."""
+"""The fault table under a worker that streams: the text is that of an undisturbed run, both sides' states agree
+meanwhile, and in the end every block is free. Which test answers which row is written in `docs/session.md`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_text_goes_on_after_an_outage_that_is_longer_than_a_stream_may_be_
 
 
 async def test_text_goes_on_when_answers_are_lost_with_or_without_their_allocator(name: Name, text: Worker) -> None:
-    """Where an answer was on its way already when answers began to be lost, no more steps come after it."""
+    """If an answer is already on its way when answers begin to be lost, no more steps follow it."""
     lost = 0
     for run in range(2 * RUNS):
         async with text.streaming() as streams:
@@ -118,7 +118,7 @@ async def test_text_goes_on_when_the_worker_wanders_between_allocators(name: Nam
 
 
 async def test_text_goes_on_when_reports_are_cut_in_the_middle(name: Name, text: Worker) -> None:
-    """Behind the namespaces of its first chunk, which follow the sequences. What was cut is made again."""
+    """Behind the namespaces of its first chunk, which follow the sequences. Cut parts are made again."""
     for run in range(2 * RUNS):
         await name.ready()
         async with text.streaming(namespace="cut") as streams:

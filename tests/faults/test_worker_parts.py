@@ -1,5 +1,5 @@
-"""Parts of a worker process that fail: the model, the memory, the tokenizer. The request that they fail for ends with
-a reason, whoever streams beside it gets the text of transformers, every block is free in the end, the worker lives."""
+"""Parts of a worker process that fail: the model, the memory, the tokenizer. The failing request ends with a reason,
+requests beside it get the text of transformers, every block is free in the end, and the worker lives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prompt(seed: int, length: int = 20) -> list[int]:
 
 @dataclass
 class Scene:
-    """A worker whose model and tokenizer are broken in places, and the same model in order."""
+    """A worker whose model and tokenizer are broken in places, and the same model without faults."""
 
     process: ServerProcess
     place: Place
@@ -83,7 +83,7 @@ class Scene:
         return {s.labels["kind"]: s.value for s in samples if s.name == "quire_worker_failures_total"}
 
     async def failure_of(self, tokens: str | list[int], kind: str) -> Reason:
-        """The reason with which a request ends, which is counted, and logged by its id."""
+        """Returns the reason of a request's end, which is counted, and logged by its id."""
         before = await self.failures()
         with pytest.raises(QuireError) as caught:
             await self.client.generate(tokens, max_tokens=40, ignore_eos=True, request_id=f"doomed-{kind}")
@@ -93,7 +93,7 @@ class Scene:
 
 
 def break_model(healthy: Path, folder: Path) -> list[int]:
-    """Breaks a copy of a model, and returns a prompt whose text cannot be decoded by it."""
+    """Breaks a copy of a model, and returns a prompt whose text it cannot decode."""
     shutil.copytree(healthy, folder)
     decode = Tokenizer(healthy).decode
     spared = {token for i in range(3) for token in reference_text(healthy, tuple(prompt(100 + i)), LENGTH)}

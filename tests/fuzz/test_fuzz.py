@@ -43,7 +43,7 @@ def test_an_operator_may_drop_the_cache_of_any_pool() -> None:
 
 
 def unchecked(*_: Any) -> None:
-    """A check that somebody forgot."""
+    """Removes a check, as if it had been forgotten."""
 
 
 def late(check: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""From bodies to what workers are asked, and what is refused by its name."""
+"""From bodies to the workers' requests, and refusals by the parameter's name."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_what_no_server_of_ours_has_said_is_not_passed_on(kind: type[QuireError]
 
 
 def places(text: str, tokens: list[bytes], *, cuts: tuple[int, ...] = (), is_held: bool = False) -> list[int]:
-    """Where tokens are said to be in a text that comes whole, or in pieces that end where tokens do."""
+    """Returns the offsets of tokens in a text that comes whole, or in pieces that end where tokens do."""
     found, begun = Places(), 0
     offsets = []
     for end in (*cuts, len(tokens)):

@@ -1,7 +1,7 @@
 """The doors of allocator and worker: while one caller does its worst within its permissions, another one is served.
 
-Real servers and sockets. The attacker has a certificate of its own, and the token; a stranger has neither. What both
-try is generated from the protocol: every call held half-sent, every wait held as often as it can be.
+Real servers and sockets. The attacker has a certificate of its own, and the token; a stranger has neither. The attempts
+on both are generated from the protocol: every call held half-sent, every wait held as often as possible.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def metadata(token: str | None = TOKEN) -> tuple[tuple[str, str], ...]:
 
 
 def half_sent(connection: aio.Channel, method: str, count: int, token: str | None = TOKEN) -> list[Any]:
-    """Calls whose messages never come."""
+    """Makes calls whose messages never come."""
     opened = connection.stream_stream(method)
     return [opened(metadata=metadata(token)) for _ in range(count)]
 

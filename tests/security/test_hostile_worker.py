@@ -109,7 +109,7 @@ def stack(folder: Path) -> Iterator[LocalStack]:
 
 @contextmanager
 def attacked(stack: LocalStack, attack: Attack, *, at_once: int = 4) -> Iterator[list[QuireError]]:
-    """Repeats an attack, several at a time; yields what the attacker is told."""
+    """Repeats an attack, several at a time; yields the attacker's answers."""
     is_over, refusals = threading.Event(), list[QuireError]()
 
     def go_on(first: int) -> None:

@@ -171,7 +171,7 @@ def get_status(scene: Scene, who: str) -> Any:
 
 
 def of_adapters(method: str, answer: Reason | None = None, **fields: Any) -> Callable[[Scene, str], Any]:
-    """A call about the worker's adapters, of which it has none; whoever may call is answered that."""
+    """Calls about the worker's adapters, and it has none; a permitted caller gets that answer."""
 
     def call(scene: Scene, who: str) -> Any:
         request = getattr(worker_pb, f"{method}Request")(**fields)
@@ -229,7 +229,7 @@ def free_a_child(scene: Scene, who: str) -> Any:
 
 
 def close_another(scene: Scene, who: str) -> Any:
-    """Closes the session of a pool that somebody else has opened, and which lives on if the caller may not."""
+    """Closes another caller's session of a pool, which survives if the caller is not permitted."""
     opened = scene.call("everything", "OpenSession", request_id=next(IDS), pool=next(NAMES), spec=spec())
     try:
         return scene.call(who, "CloseSession", session_id=opened.session_id)
@@ -246,7 +246,7 @@ def prefill(scene: Scene, who: str) -> Any:
 
 
 def of_branch(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
-    """A call on a branch in `red`, made by somebody who may."""
+    """Calls on a branch in `red` of a permitted caller."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
@@ -257,7 +257,7 @@ def of_branch(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
 
 
 def of_branches(method: str) -> Callable[[Scene, str], Any]:
-    """A call that names branches, of which it leaves alone those that the caller may not use."""
+    """Makes a call that names branches, and must not touch those that the caller may not use."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))

@@ -1,4 +1,4 @@
-"""Requests that a draft could change in every way, and the comparison of what came of them."""
+"""Requests that a draft could change in every way, and the comparison of their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When an alarm rings: at the earliest time, and not before a loop that stood still has read what came meanwhile."""
+"""The time of an alarm: the earliest one, and not before a loop that stood still has read its messages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The worker's attention, on a CPU and through the kernels, against a plain float64 softmax per query.
 
 Every case runs over all implementations: plain torch where keys lie and gathered, the kernels for CPUs, and those in
-Triton, which are interpreted where there is no GPU. Batches are as small as what they test allows; larger ones, for the
-CPU's two alone, are in `test_torch_attention.py` and `test_cpu_attention.py`.
+Triton, which are interpreted where there is no GPU. Batches are as small as the tests allow; larger ones, for the CPU's
+two alone, are in `test_torch_attention.py` and `test_cpu_attention.py`.
 """
 
 from __future__ import annotations

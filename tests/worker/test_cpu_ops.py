@@ -158,7 +158,7 @@ def test_the_greedy_choice_is_the_first_largest_and_a_nan_before_all(library: Li
 
 
 def peculiar(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
-    """Logits of which many are equal, and rows with what no sum should become."""
+    """Returns logits with many equal values, and rows with NaN and infinities."""
     generator = torch.Generator().manual_seed(1000 * vocabulary + seed)
 
     def somewhere() -> int:

@@ -1,4 +1,4 @@
-"""Who is refused before it waits, or ended while it does; on a real model."""
+"""Refusals before a request waits, and ends while it waits; on a real model."""
 
 from __future__ import annotations
 

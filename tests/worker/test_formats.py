@@ -132,14 +132,14 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> dict[Path, PagedModel]:
-    """What the harness runs in the place of a folder's model."""
+    """Returns the model that the harness runs in place of a folder's."""
     models = dict[Path, PagedModel]()
     monkeypatch.setattr(engine_harness, "paged_model", lambda folder: models[folder])
     return models
 
 
 def logits_of(model: PagedModel, tokens: list[int]) -> torch.Tensor:
-    """After the last of some tokens, in two chunks, through pages that nobody wrote before."""
+    """Returns the logits after the last of some tokens, in two chunks, through pages that were never written."""
     groups, length = model.cache_spec.groups, -(-len(tokens) // 16)
     cache = KVCache(model.cache_spec, length * len(groups))
     for buffer in cache.buffers:

@@ -1,4 +1,4 @@
-"""The worker's limits, each to the number: what reaches one is taken, one more is refused with its reason."""
+"""The worker's limits are exact: a request at one is accepted, one more is refused with its reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every family of models on a GPU, token by token against transformers' own `generate` on the CPU.
 
-`test_families.py` and `test_states.py` say what the same scenes hold on a CPU. Here decode is captured as CUDA graphs
-where the model lets itself be captured, and once more launched by the host.
+`test_families.py` and `test_states.py` run the same scenes on a CPU. Here decode is captured as CUDA graphs where the
+model lets itself be captured, and once more launched by the host.
 """
 
 from __future__ import annotations

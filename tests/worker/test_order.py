@@ -1,4 +1,5 @@
-"""Who is let in when: priorities, shares of namespaces, deadlines, and who may pass somebody that does not fit."""
+"""The order of admission: priorities, shares of namespaces, deadlines, and requests that may pass one that does not
+fit."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def busy_worker(*, block_count: int = 20) -> tuple[PretendedWorker, Request]:
 
 
 def starts(worker: PretendedWorker, requests: list[Request]) -> list[int]:
-    """Runs everything, and returns the requests' places in the order in which they were first let in."""
+    """Runs everything, and returns the requests' places in the order of first admission."""
     order: list[int] = []
     while worker.scheduler.roster.has_work:
         worker.turn()
@@ -173,12 +174,12 @@ class World:
         return worker, requests
 
     def arrive(self, worker: PretendedWorker, requests: list[Request], turn: int) -> None:
-        """Those come who come before a turn."""
+        """Adds the requests that arrive before a turn."""
         requests += [worker.submit(prompt, max_tokens=count) for prompt, count in self.arrivals.get(turn, [])]
 
 
 def passed_heads(worker: PretendedWorker) -> Iterator[int]:
-    """Numbers of requests that somebody who runs has passed."""
+    """Returns the numbers of requests that a running one has passed."""
     for sample in worker.scheduler.roster.running:
         if sample.passed is not None:
             yield sample.passed.request.number
@@ -213,7 +214,7 @@ def test_a_head_that_is_passed_starts_in_the_turn_in_which_it_would_have_without
 
 
 def test_the_promise_was_put_to_the_test() -> None:
-    """Heads are passed, and some of those who passed them are preempted for it, in the worlds of the test above."""
+    """Heads are passed, and some requests that passed them are preempted for them, in the worlds of the test above."""
     head_count = victim_count = 0
     for seed in range(30):
         world = World(seed)

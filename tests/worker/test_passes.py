@@ -1,4 +1,4 @@
-"""Where the scheduler cuts prompts: at boundaries in pools with states, and where a pass would be too long at once."""
+"""The scheduler's cuts of prompts: at stops in pools with states, and where a pass would be too long."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def full(block_size: int) -> GroupSpec:
 
 
 def prompt(user: int) -> list[int]:
-    """96 tokens, of which the first 64 are those of every user."""
+    """Returns 96 tokens; the first 64 are the same for every user."""
     return SHARED + numbers(32, seed=user)
 
 

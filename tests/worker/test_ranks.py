@@ -54,7 +54,7 @@ class Pair:
 
     @asynccontextmanager
     async def running(self, folder: Path, *, blocks_per_group: int = 256, **job: Any) -> AsyncIterator[Harness]:
-        """An engine whose model both ranks compute."""
+        """Runs an engine whose model both ranks compute."""
         model = self.load(folder, blocks_per_group=blocks_per_group, **job)
         lost: list[str] = []
         leader = Leader(self.crew, silence_s=0.5, on_lost=lost.append)
@@ -99,7 +99,7 @@ def write(name: str, folder: Path) -> Path:
 
 
 def split_modules(model: PagedModel) -> Counter[str]:
-    """How many modules each rank has a part of, by what they are called."""
+    """Returns how many modules of each name are split between the ranks."""
     return Counter(name.rpartition(".")[2] for name, part in model.module.named_modules() if isinstance(part, Summed))
 
 

@@ -1,4 +1,4 @@
-"""What a caller asks for and gets, from the client through the wire and the engine and back."""
+"""Requests and results of a caller, from the client through the wire and the engine and back."""
 
 from __future__ import annotations
 

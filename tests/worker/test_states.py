@@ -157,8 +157,8 @@ async def test_a_pass_that_fails_midway_leaves_states_as_they_were(folders: dict
 
 
 def difference(folder: Path, dtype: str = "float32") -> float:
-    """How far the logits after two chunks of a prompt, among others and in pages of NaN, are from transformers' in
-    float32."""
+    """Returns how far the logits after two chunks of a prompt, among others and in pages of NaN, are from transformers'
+    in float32."""
     model, tokens = load_model(folder, dtype=dtype), prompt(70, seed=7)
     with torch.inference_mode():
         expected = reference_model(folder)(torch.tensor([tokens])).logits[0, -1]
@@ -256,7 +256,7 @@ def test_layers_of_minimax_that_attend_may_have_a_window(tmp_path: Path) -> None
 
 
 def test_a_layer_of_the_cache_gives_the_states_that_it_is_asked_for() -> None:
-    """As transformers before 5.21 asks."""
+    """Transformers before 5.21 asks this way."""
     view = SegmentView(cast("Any", None), Segment(slice(0, 2), torch.tensor([0]), is_begun=False))
     inputs, state = torch.ones(1, 4, 2), torch.ones(1, 5)
     view.update_conv_state(inputs, 3, state_idx=1)

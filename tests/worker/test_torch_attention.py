@@ -1,4 +1,4 @@
-"""What the CPU's path alone has: tiles and gathering, longer shapes that need them, and float64.
+"""The CPU's path alone: tiles and gathering, longer shapes that need them, and float64.
 
 Cases that hold for every implementation are in `test_attention.py`.
 """

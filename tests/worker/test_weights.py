@@ -1,4 +1,4 @@
-"""Weights on their way into memory: what is refused, what the log says, and how much memory it takes."""
+"""Weights on their way into memory: refusals, log lines, and memory."""
 
 from __future__ import annotations
 

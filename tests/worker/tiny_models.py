@@ -167,7 +167,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def tiny_shape(heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> dict[str, Any]:
-    """What configurations of most model types call their sizes."""
+    """Returns the names that configurations of most model types give their sizes."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 16 * heads,

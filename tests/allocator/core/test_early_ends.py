@@ -1,4 +1,5 @@
-"""The early end of a prompt: which prompts have one and where, and who hits there. Numbers worked out by hand."""
+"""The early end of a prompt: which prompts have one and where, and which prompts hit there. Numbers worked out by
+hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What eviction learns of a prompt that full attention has further than the other groups serve it."""
+"""Eviction's conclusions from a prompt that full attention has further than the other groups serve it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def serve(pool: Pool, request: Sequence[int]) -> None:
 
 
 def evict(pool: Pool, position_count: int) -> None:
-    """Makes somebody take so many positions more than are empty."""
+    """Evicts this many positions more than are empty."""
     width = len(pool.spec.groups)
     positions = pool.blocks.empty_count // width + position_count
     assert pool.allocate(pool.last_sequence_id + 1, positions * BLOCK_TOKENS).result is Result.OK
@@ -71,21 +71,21 @@ def entry_of(policy: ReuseValue, parent: Stretch | None = ROOT, blocks: int = 4,
 
 
 def release(policy: ReuseValue, entry: Stretch) -> Stretch:
-    """Nobody holds it any more."""
+    """Releases the entry, which has no holders then."""
     entry.live = 0
     policy.released(entry)
     return entry
 
 
 def hit_after(policy: ReuseValue, entry: Stretch, block_count: int) -> None:
-    """Sequences ask for so many blocks, those of the entry are the last of them; then nobody holds it again."""
+    """Requests this many blocks, the last of them the entry's, and releases them."""
     policy.hit(entry_of(policy, blocks=block_count - entry.blocks, name=99))
     policy.hit(entry)
     release(policy, entry)
 
 
 def cut(policy: ReuseValue, entry: Stretch, upper_blocks: int) -> tuple[Stretch, bool]:
-    """Splits an entry, of which the lower part stays; returns the upper one, and whether the lower has moved."""
+    """Splits an entry, whose lower part stays; returns the upper one, and whether the lower has moved."""
     upper = Stretch(77, upper_blocks)
     upper.copy_history(entry)
     upper.live = min(entry.live, 1)

@@ -1,5 +1,5 @@
-"""`benchmarks/hybrid.py`: no cache hits more than its bound, its texts are prefixes of each other where they should be,
-and Quire's owner publishes what it computes."""
+"""`benchmarks/hybrid.py`: no cache hits more than its bound, texts are prefixes of each other as intended, and Quire's
+owner publishes its computed blocks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def choices(items: frozenset[Item], room: int) -> Iterator[frozenset[Item]]:
 
 
 def hits_at_most(requests: list[Request], room: int) -> int:
-    """Tokens that the best of all caches hits: every choice of what to keep is tried.
+    """Returns the hit tokens of the best cache: every choice of kept blocks is tried.
 
     A tail is one item for each end of a block, though windows overlap there by nothing: each is a block long.
     """

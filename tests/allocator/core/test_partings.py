@@ -1,4 +1,4 @@
-"""Where prompts part from cached ones, and which windows stay therefore. Numbers worked out by hand."""
+"""The places where prompts part from cached ones, and the windows that stay for them. Numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts()
 
 
 def edited_chats(pool: Pool, *, chat_count: int, round_count: int) -> float:
-    """Chats whose last quarter is written anew each time; returns the share of what they have in common that hits."""
+    """Returns the share of hits in the common tokens of chats whose last quarter is written anew each time."""
     hits = 0
     for number in range(round_count):
         for chat in range(chat_count):

@@ -1,4 +1,4 @@
-"""Who is let in and who is not: whole-prompt fit, watermark, promised blocks, quotas. Worked out by hand.
+"""Admission and refusal: whole-prompt fit, watermark, promised blocks, quotas. Worked out by hand.
 
 Unless said otherwise blocks have 4 tokens and there is one group of full attention.
 """

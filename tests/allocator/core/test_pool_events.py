@@ -1,4 +1,4 @@
-"""What the log tells of a pool's index: in order, once acknowledged, once for all copies. Blocks of 4 tokens."""
+"""The log of a pool's index: in order, once acknowledged, once for all copies. Blocks of 4 tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def told(pool: Pool, after: int = 0) -> Told:
 
 
 def all_told(pool: Pool) -> Told:
-    """The same, with everything acknowledged."""
+    """Returns the log with everything acknowledged."""
     pool.log.publish(pool.log.step)
     return told(pool)
 

@@ -1,4 +1,5 @@
-"""What windows leave behind costs by the stretch, not by the block: finding, committing, freeing and evicting it."""
+"""Blocks that fell out of windows cost by the stretch, not by the block: finding, committing, freeing and evicting
+them."""
 
 from __future__ import annotations
 

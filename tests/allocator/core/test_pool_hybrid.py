@@ -1,4 +1,4 @@
-"""Several types of group in one pool: a hit is what all of them can serve. Numbers worked out by hand."""
+"""Several types of group in one pool: a hit is as long as all of them can serve. Numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
 def busy_pool() -> Pool:
     """A borrower, a hold, a prompt in chunks, sharers of a half-filled block, something cached.
 
-    Sequence 3 borrows what 1 published; 4 is a hold of 1; 5 is a prompt in chunks; 7 and 8 share.
+    Sequence 3 borrows a block that 1 published; 4 is a hold of 1; 5 is a prompt in chunks; 7 and 8 share.
     """
     pool = make_pool(60, full(4), sliding(4, 6), quotas=(Quota("", None, 20),))
     pool.allocate(1, 12)
@@ -179,7 +179,7 @@ def lose_a_queue_entry_of_a_namespace(pool: Pool) -> None:
 
 
 def last_stop(pool: Pool) -> Any:
-    """One behind which there is none."""
+    """Returns a stop without any after it."""
     return next(b for b in pool.blocks.namespaces[""].stops.values() if not b.way_count)
 
 

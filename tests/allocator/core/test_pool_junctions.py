@@ -1,4 +1,4 @@
-"""Junctions: who is told up to where a checkpoint would have made it a hit, and that it does so the next time."""
+"""Junctions: a prompt learns where a checkpoint would have made a hit, and the next prompt hits there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def told(answer: GrowResult) -> tuple[Result, int, int]:
 
 
 def served(pool: Pool, sequence_id: int, letters: str) -> tuple[int, int]:
-    """A prompt as an owner serves it that cuts its passes where it is told to: tokens matched, and the junction."""
+    """Serves a prompt as an owner that cuts its passes at stops; returns the matched tokens, and the junction."""
     size, length = pool.digest_tokens, len(letters) * pool.digest_tokens
     answer = pool.allocate(sequence_id, length, d(letters))
     assert answer.result is Result.OK
@@ -171,7 +171,7 @@ def common(first: list[int], second: list[int]) -> int:
 
 
 def packed(prompt: list[int]) -> bytes:
-    """Digests of a prompt's prefixes, each of which stands for all before it."""
+    """Returns digests of a prompt's prefixes, each for all tokens before its end."""
     return b"".join(repr(prompt[: end + 1]).encode()[-32:].rjust(32, b" ") for end in range(len(prompt)))
 
 

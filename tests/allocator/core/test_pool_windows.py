@@ -1,4 +1,4 @@
-"""Sliding-window and chunked-local groups: what is kept, what falls out, what is hit. Numbers worked out by hand.
+"""Sliding-window and chunked-local groups: kept blocks, fallen blocks, and hits. Numbers worked out by hand.
 
 A token at position `t` of a sliding window of `w` reads `t - w + 1` to `t`; of chunks of `w` it reads its own chunk up
 to itself. A block falls out when no token to come reads anything in it.

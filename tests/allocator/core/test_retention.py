@@ -1,4 +1,4 @@
-"""Which blocks of windowed groups stay cached, and what leaves before what. Numbers worked out by hand."""
+"""The blocks of windowed groups that stay cached, and the order of eviction. Numbers worked out by hand."""
 
 from __future__ import annotations
 

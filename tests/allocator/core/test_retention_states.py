@@ -1,4 +1,5 @@
-"""Which checkpoints of states stay cached, and with what they leave. Numbers worked out by hand."""
+"""The checkpoints of states that stay cached, and the blocks with which they are evicted. Numbers worked out by
+hand."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ THREE_STATES = (full(4), *(state(16),) * 3)
 
 
 def without_early_ends(pool: Pool) -> Pool:
-    """A pool of which prompts leave states at their ends, at junctions and at multiples of the interval alone."""
+    """Makes a pool whose prompts leave states only at their ends, at junctions and at multiples of the interval."""
     pool.coordinator.stop_rules.foresees = False
     return pool
 
 
 def serve(pool: Pool, digests: bytes, token_count: int) -> int:
-    """Allocates, computes and frees a prompt whose passes end at its stops and at every 16 tokens; returns how
-    many tokens of it hit."""
+    """Allocates, computes and frees a prompt whose passes end at its stops and at every 16 tokens; returns the hit
+    tokens."""
     number, size = pool.last_sequence_id + 1, pool.digest_tokens
     own = digests[: token_count // size * 32]
     answer = pool.allocate(number, min(16, token_count), own, prompt_token_count=token_count)
@@ -42,7 +43,7 @@ def serve(pool: Pool, digests: bytes, token_count: int) -> int:
 
 
 def worths(pool: Pool, digests: bytes, manager: int = 1) -> dict[int, int]:
-    """What the cached checkpoints of a text are worth, by the tokens before them."""
+    """Returns the worth of a text's cached checkpoints, by the tokens before them."""
     scope, size = pool.blocks.namespaces[""].scopes[manager], pool.digest_tokens
     units: list[Unit] = scope.units()  # type: ignore[attr-defined]
     placed = sorted([(unit.first_position, unit) for unit in units], key=lambda item: item[0])
@@ -151,7 +152,7 @@ HEAVY = (full(4), *(state(1024),) * 6)
 
 
 def burdens(pool: Pool, digests: bytes) -> list[int]:
-    """Of the runs of a text, from the root down."""
+    """Returns the burdens of a text's runs, from the root down."""
     hit = pool.managers[0].find(pool.blocks.namespaces[""].scopes[0], digests, 4 * len(digests) // 32)
     return [run.burden for run in hit.runs]  # type: ignore[attr-defined]
 

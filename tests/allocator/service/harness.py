@@ -61,7 +61,7 @@ class Allocator:
 
     @contextlib.asynccontextmanager
     async def from_elsewhere(self, number: int) -> AsyncIterator[Allocator]:
-        """The same as another caller reaches it, on a connection of its own."""
+        """Calls as another caller, on a connection of its own."""
         options = [*MESSAGE_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("number", number)]
         async with aio.insecure_channel(self.address, options=options) as channel:
             yield replace(self, stub=pb_grpc.AllocatorServiceStub(channel))
@@ -212,7 +212,7 @@ class StreamOwner:
         assert await self.call.read() is aio.EOF
 
     async def end(self) -> None:
-        """How the stream ended: nothing, or the error raised."""
+        """Returns the end of the stream: nothing, or the error raised."""
         status = await self._ending.status()
         if status.code() is not grpc.StatusCode.OK:
             raise status

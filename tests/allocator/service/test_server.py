@@ -86,7 +86,7 @@ def exit_of(*arguments: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One allocator without a token, for tests that leave it as it was."""
+    """Starts one allocator without a token, for tests that do not change it."""
     with started(tmp_path_factory.mktemp("plain"), "--log-format", "json") as running:
         yield running
 

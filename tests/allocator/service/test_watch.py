@@ -1,4 +1,4 @@
-"""WatchEvents over gRPC: snapshot, order, acknowledgement, resuming, and what ends a watch."""
+"""WatchEvents over gRPC: snapshot, order, acknowledgment, resuming, and the ends of a watch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def allocator() -> AsyncIterator[Allocator]:
 
 
 class Watch:
-    """A watcher, and what it believes can be hit."""
+    """A watcher, and its view of what can be hit."""
 
     def __init__(self, allocator: Allocator, session_id: bytes = b"", cursor: int = 0, pool: str = "a") -> None:
         request = pb.WatchEventsRequest(pool=pool, session_id=session_id, cursor=cursor)

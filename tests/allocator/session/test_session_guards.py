@@ -1,4 +1,4 @@
-"""What one owner may not do to the others, and what a defect may not do to the process: the allocator's side alone."""
+"""Limits of one owner's influence on others, and of a defect's influence on the process: the allocator's side alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def attached(sessions: SessionRegistry, name: str) -> tuple[SessionMachine, Pool
 
 
 def claimed(sessions: SessionRegistry, name: str, now: float = 0.0) -> SessionMachine:
-    """A stream that has a place for its report, and has sent none of it."""
+    """Returns a stream that has a place for its report, and has sent none of it."""
     side, stream = owner(name, last_step=7), SessionMachine(sessions)
     side.attach()
     stream.receive(side.outbox.popleft(), now)

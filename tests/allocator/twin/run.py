@@ -21,7 +21,7 @@ EVENTS_PER_HISTORY = 4000
 
 
 def run_history(shape: str, seed: int, policy: str, event_count: int) -> Counter[str]:
-    """One history; what happened how often. Where pool and twin differ, says how to see it again."""
+    """Runs one history; returns the counts of events. Where pool and twin differ, says how to see it again."""
     simulation = Simulation(shape, seed, policy)
     try:
         simulation.run(event_count)

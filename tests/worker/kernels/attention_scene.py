@@ -123,9 +123,9 @@ class Scene:
 
 
 def spread(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The same numbers, the last entry of a dimension 2^31 elements after the first.
+    """Returns equal numbers, with the last entry of a dimension 2^31 elements after the first.
 
-    On a CPU memory is backed only where it is written; the tensor should be float16, of which it is 4 GiB.
+    On a CPU memory is backed only where it is written. The tensor should be float16, which makes it 4 GiB.
     """
     sizes = list(tensor.shape)
     strides = [0] * tensor.dim()

@@ -32,10 +32,10 @@ class Fault:
 def plant(fault: Fault, folder: Path) -> ModuleType:
     """The module with the fault, or the last of those it is seen through, under a name of its own.
 
-    The real modules stay as they are.
+    The real modules are not changed.
 
     Args:
-        fault: what to change.
+        fault: the change.
         folder: where the changed sources go: Triton reads them from files.
 
     Raises:

@@ -32,7 +32,7 @@ ROW = {"work": "decode", "batch": 32, "context": 8192, "status": "measured", "no
 
 
 def bench(device: torch.device | None = None, **changed: Any) -> gpu.Bench:
-    """Launches what it times, and says that it took a millisecond."""
+    """Launches the timed function, and reports a millisecond."""
 
     def timer(side: Callable[[], torch.Tensor]) -> float:
         side()

@@ -23,7 +23,7 @@ BLOCKS = 24  # of each group
 
 @pytest.fixture
 def triton_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where a model runs on the Triton kernels."""
+    """Returns the device on which a model runs on the Triton kernels."""
     if device.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     return device

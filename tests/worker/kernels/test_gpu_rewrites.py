@@ -1,4 +1,4 @@
-"""The rewrites for a GPU: what they replace, the logits they give, and how few launches a layer makes."""
+"""The rewrites for a GPU: replaced parts, logits, and the number of launches of a layer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ VIEWS = {
 
 @pytest.fixture
 def triton_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where a model runs on the Triton kernels."""
+    """Returns the device on which a model runs on the Triton kernels."""
     if device.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     return device
@@ -83,7 +83,7 @@ def write(name: str, folder: Path) -> Path:
 
 
 class Launches(TorchDispatchMode):
-    """The names of what would be launched on a GPU, in order: torch's operators, and Triton's kernels."""
+    """The names of all launches on a GPU, in order: torch's operators, and Triton's kernels."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How many faults are planted in which module: one that is dropped, or a kernel that has none, is noticed here."""
+"""The number of planted faults of each module: a dropped fault, or a kernel without any, fails here."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def ragged_wrapper(
 
 
 def addresses(wrapper: BatchPrefillWithRaggedKVCacheWrapper) -> list[int]:
-    """Of everything that a captured launch reads and a plan writes."""
+    """Returns the addresses of everything that a captured launch reads and a plan writes."""
     assert wrapper._planned is not None
     kv_indptr, _, queries = wrapper._planned
     work = queries.division.work

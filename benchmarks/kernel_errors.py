@@ -264,7 +264,7 @@ def merged(dtype: torch.dtype) -> Errors:
 
 
 def quantised(dtype: torch.dtype) -> Iterator[Errors]:
-    """Returns the read-back values, times the scale."""
+    """Yields errors of the read-back values, times the scale."""
     tokens = torch.randn(2, 64, KV_HEADS, HEAD_DIM, device=DEVICE).to(dtype)
     table = (index(range(4)), starts([4]), index([PAGE_SIZE]))
     requests, positions = index([0] * 64), index(range(64))

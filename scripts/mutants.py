@@ -71,7 +71,7 @@ class Mutant(NamedTuple):
 
 
 def changes_of(node: ast.AST) -> Iterator[ast.AST]:
-    """Returns the possible replacements of a node."""
+    """Yields the possible replacements of a node."""
     match node:
         case ast.Compare(left, ops, comparators):
             for number, operator in enumerate(ops):
@@ -119,7 +119,7 @@ def nodes_that_run(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def mutants_of(file: Path) -> Iterator[Mutant]:
-    """Returns every change of a file."""
+    """Yields every change of a file."""
     data = file.read_bytes()
     starts = [0]
     for line in data.splitlines(keepends=True):

@@ -158,7 +158,7 @@ server.wait_for_termination()
 
 @contextmanager
 def lost_worker() -> Iterator[str]:
-    """Returns the address of a process that kills itself at its first request to generate."""
+    """Yields the address of a process that kills itself at its first request to generate."""
     process = subprocess.Popen([sys.executable, "-c", LOST_WORKER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process, process.stdout as lines:

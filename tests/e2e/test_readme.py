@@ -147,7 +147,7 @@ def installed(folder: Path) -> None:
 
 
 def extras() -> None:
-    """Returns those that the README lists, and one that has all of them."""
+    """Checks the extras that the README lists, and the one that has all of them."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (of_all,) = named["all"]
     brought = set(re.findall(r"\[(.*)\]", of_all)[0].split(","))

@@ -311,7 +311,7 @@ def rows_of(seen: pb.GetPoolResponse) -> list[SequenceRow]:
 
 @asynccontextmanager
 async def named(folder: Path, *, environment: Mapping[str, str] | None = None) -> AsyncIterator[Name]:
-    """Returns a name with two allocators whose leases are short."""
+    """Yields a name with two allocators whose leases are short."""
     name = Name(folder, "--lease", f"{LEASE_S}", environment=environment)
     await name.start()
     try:

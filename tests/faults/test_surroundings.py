@@ -26,7 +26,7 @@ START_S = 90.0
 
 @contextlib.contextmanager
 def unread() -> Iterator[int]:
-    """Returns a pipe whose reader stands still."""
+    """Yields a pipe whose reader stands still."""
     reader, writer = os.pipe()
     try:
         yield writer

@@ -10,7 +10,7 @@ TOKENS_WINDOW = 6  # the same of a list of token ids
 
 
 def forms_of_text(text: str) -> Iterator[str]:
-    """Returns every stretch of a text that gives it away, as it is and as Python and JSON would quote it."""
+    """Yields every stretch of a text that gives it away, as it is and as Python and JSON would quote it."""
     for start in range(max(1, len(text) - TEXT_WINDOW + 1)):
         stretch = text[start : start + TEXT_WINDOW]
         yield stretch

@@ -39,7 +39,7 @@ def worker() -> Iterator[ScriptedServer]:
 
 
 def as_many(asked: Any, context: Any) -> Iterator[Any]:
-    """Returns a script of one sample per request."""
+    """Yields a script of one sample per request."""
     answers = two_samples(asked, context)
     return answers if asked.sampling.n == 2 else (each for each in answers if each.sample == 0)
 

@@ -171,7 +171,7 @@ def get_status(scene: Scene, who: str) -> Any:
 
 
 def of_adapters(method: str, answer: Reason | None = None, **fields: Any) -> Callable[[Scene, str], Any]:
-    """Calls about the worker's adapters, and it has none; a permitted caller gets that answer."""
+    """Returns a call about the worker's adapters. It has none, and a permitted caller gets that answer."""
 
     def call(scene: Scene, who: str) -> Any:
         request = getattr(worker_pb, f"{method}Request")(**fields)
@@ -257,7 +257,7 @@ def of_branch(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
 
 
 def of_branches(method: str) -> Callable[[Scene, str], Any]:
-    """Makes a call that names branches, and must not touch those that the caller may not use."""
+    """Returns a call that names branches, and that must not touch those that the caller may not use."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))

@@ -285,7 +285,7 @@ class PretendedWorker:
             self.states[block] = known[: item.end]
 
     def _read(self, item: Work, tables: list[array[int]], known: list[int]) -> None:
-        """Returns what the tokens of `item` read: of each group as far back as its window reaches."""
+        """Checks that the tokens of `item` read their own text, in each group as far back as its window reaches."""
         size = self.scheduler.roster.block_size
         for table, group in zip(tables, self.scheduler.roster.groups, strict=True):
             first = group.first_read(item.start)

@@ -9,7 +9,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 
 
 class ImagesElsewhere(ECConnectorBase):
-    """Returns when images are there; encoders here compute none of them. There is no worker that would load them."""
+    """Decides when images are there; encoders here compute none of them. There is no worker that would load them."""
 
     def __init__(self, *, are_there: Callable[[], bool]) -> None:  # its base asks for a configuration of transfers
         self._are_there = are_there

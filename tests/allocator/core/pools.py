@@ -98,7 +98,7 @@ def everything(pool: Pool) -> tuple[Any, ...]:
 def computed(
     pool: Pool, sequence_id: int, letters: str, *, namespace: str = "", tokens: int = 0, **options: Any
 ) -> None:
-    """Returns a sequence with the digest blocks of `letters`, and `tokens` more, allocated, computed and committed."""
+    """Allocates, computes and commits a sequence with the digest blocks of `letters`, and `tokens` more."""
     size = pool.digest_tokens
     token_count = size * len(letters) + tokens
     grown = pool.allocate(sequence_id, token_count, d(letters), namespace, **options)

@@ -212,7 +212,7 @@ class StreamOwner:
         assert await self.call.read() is aio.EOF
 
     async def end(self) -> None:
-        """Returns the end of the stream: nothing, or the error raised."""
+        """Waits for the end of the stream, and raises its error, if any."""
         status = await self._ending.status()
         if status.code() is not grpc.StatusCode.OK:
             raise status

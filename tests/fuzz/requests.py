@@ -102,7 +102,7 @@ class Plausible:
         return self.digests[: self.chance.randint(0, 7)]
 
     def _end(self, committed: int, granted: int) -> int:
-        """Returns a count to commit to: a malformed grow may have made a sequence whose digests would not fit a step."""
+        """Returns a count to commit to. A malformed grow may have made a sequence too long for one step's digests."""
         return self.chance.randint(committed, min(granted, committed + 64))
 
     def _commit(self, pool: Pool, sequence_id: int, count: int) -> list[bytes]:

@@ -19,7 +19,7 @@ import quire_gateway
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "allocator_service" / "quire_allocator" / "core"
 
-# What the base installation brings, as import names; everything else is an extra's.
+# The modules of the base installation, as import names; everything else is an extra's.
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
 EXTRAS_OF_SERVERS_AND_CLI = {"structlog", "prometheus_client", "uvloop", "typer", "rich", "cryptography"} | {
     "fastapi",
@@ -133,7 +133,7 @@ def compiled_modules() -> dict[str, Path]:
 def test_no_compiled_class_derives_from_one_that_is_not() -> None:
     """Reading a missing attribute of such an object is a SystemError in some releases of Python, such as 3.11.2."""
     paths = compiled_modules()
-    harmless = {"ABC", "Enum", "Generic", "IntEnum", "NamedTuple", "Protocol"}  # and what is compiled itself
+    harmless = {"ABC", "Enum", "Generic", "IntEnum", "NamedTuple", "Protocol"}  # and compiled modules themselves
     found = 0
     for module, path in paths.items():
         tree = ast.parse(path.read_text())

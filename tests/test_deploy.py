@@ -30,7 +30,7 @@ DOCKERFILES = [
 SERVICES_OF_OURS = ("allocator", "worker")
 CLIENT_FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
 ONE_SHOT = ("certs", "quire")
-# Of a histogram, Prometheus stores three series under the family's name.
+# Prometheus stores three series of a histogram under the family's name.
 HISTOGRAM_SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
 

@@ -194,7 +194,7 @@ def test_a_silent_proto_element_would_be_noticed() -> None:
     assert list(undocumented("// A.\nmessage A {\n  // Both.\n  uint32 b = 1;\n  uint32 c = 2;\n}\n")) == []
 
 
-# Folders whose docstrings were read once as a whole; the list grows until it is all of `FOLDERS`.
+# Folders whose docstrings were read as a whole; the list grows until it is all of `FOLDERS`.
 READ_ONCE = (
     "allocator_service",
     "worker_service/quire_cpu",
@@ -205,7 +205,7 @@ READ_ONCE = (
     "tests",
 )
 UNREAD = ("allocator_service/quire_allocator/core/groups", "allocator_service/quire_allocator/core/retention")
-# How a docstring begins that has no subject, or refers to one that the reader has to look for.
+# Beginnings of docstrings without a subject, or with one that the reader has to look for.
 NO_NAMED_SUBJECT = re.compile(r"(?:What|Who|Whom|Whoever|Whose|Those|Does (?:the same|so)|The same) ")
 
 

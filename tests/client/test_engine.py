@@ -12,7 +12,7 @@ import pytest
 from quire._transport import grpc_io
 
 MESSAGES = 200
-# How often the threads of gRPC's own EventEngine were put on a CPU while that many messages went to and fro.
+# How often the threads of gRPC's own EventEngine ran while this many messages were exchanged.
 SCRIPT = f"""
 import asyncio, os, pathlib, sys
 {{imports}}

@@ -167,5 +167,5 @@ def test_of_two_blocks_with_one_digest_the_later_is_reported_unless_the_earlier_
     pages, space = Pages(), DigestSpace("", 0)
     for block in (4, 9):
         pages.publish(space, 0, None, bytes(32), array("I", [block]))
-    pages.publish(DigestSpace("other", 0), 0, None, bytes(32), array("I", [7]))  # the same in another namespace is none
+    pages.publish(DigestSpace("other", 0), 0, None, bytes(32), array("I", [7]))  # none in another namespace
     assert _outdated(pages, held) == outdated

@@ -13,7 +13,7 @@ from tests.client.test_planning_layout import CHUNKED, FULL, SLIDING, STATE, Kin
 
 THREE_WINDOWS = layers_of(Kind(FULL, 9), Kind(SLIDING, 39, 128), Kind(SLIDING, 5, 2048))
 GEMMA = layers_of(Kind(FULL, 10), Kind(SLIDING, 52, 1024))
-LENGTHS = (256, 1_024, 4_096, 16_384, 32_768)  # what layouts of sequences up to 32,768 tokens are judged by
+LENGTHS = (256, 1_024, 4_096, 16_384, 32_768)  # the range of the layouts' comparison: sequences up to 32,768 tokens
 
 
 def test_windows_of_two_lengths_are_eleven_groups_and_long_sequences_waste_nothing() -> None:

@@ -133,7 +133,7 @@ async def test_a_refused_prompt_says_what_is_missing_and_whom_to_free(engine: An
     with pytest.raises(NotAdmittedError, match="NO_SPACE, 7 blocks are missing") as raised:
         await engine.admit(range(100, 160))
     refusal = raised.value.refusal
-    assert (refusal.result, refusal.shortfall, refusal.victim) == (Result.NO_SPACE, 7, first)  # one for whoever runs
+    assert (refusal.result, refusal.shortfall, refusal.victim) == (Result.NO_SPACE, 7, first)  # one for a running one
     refusal.victim.free()
     assert (await engine.admit(range(100, 160))).room >= 60
     with pytest.raises(NotAdmittedError, match="TOO_LONG"):
@@ -218,7 +218,7 @@ async def test_a_fork_shares_what_is_computed_and_copies_the_block_that_it_write
     parent = await engine.admit(range(6))
     parent.append(6)
     child, late = parent.fork(), parent.fork()
-    late.free()  # before anybody was told of it
+    late.free()  # before the owner got it
     grandchild = child.fork()
     child.append(7)
     grandchild.append(8)

@@ -32,7 +32,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 ROOT = Path(__file__).resolve().parent.parent.parent
 LASTING_SERVICES = ("allocator", "worker", "gateway", "prometheus", "grafana")
 PROFILED_SERVICES = ("vllm",)
-# What Grafana puts in: everything for the variables that choose, four scrapes for the shortest range.
+# Grafana's values: everything for the variables that choose, four scrapes for the shortest range.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
 CREDENTIALS = ("/run/quire/client.pem", "/run/quire/server.pem")
 KILLED = 128 + 9

@@ -65,7 +65,7 @@ def test_the_python_example_runs_and_prints_what_it_says(stack: LocalStack) -> N
     assert 2 * int(counts[1]) < int(counts[2]), "it shows what sharing saves"
 
 
-# What the page leaves to its reader: pages that are lists, and a model that is a hash of what they hold.
+# The parts that the page leaves to its reader: pages that are lists, and a model that hashes their contents.
 ENGINE = """
 import asyncio, hashlib
 prompt_tokens = list(range(40))
@@ -221,7 +221,7 @@ def test_the_page_of_the_first_hour_says_what_each_line_prints() -> None:
 
 def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    # Activation is what `sys.executable` stands for; the compose line is run by `make test-compose`.
+    # `sys.executable` stands for the activated environment; `make test-compose` runs the compose line.
     elsewhere = {". .venv/bin/activate", 'docker compose exec worker quire generate "The for statement"'}
     by_make = [line for line in commands() if line.startswith("make ")]
     assert {line.split()[1] for line in by_make} <= targets
@@ -249,7 +249,7 @@ def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_pa
                 with subprocess.Popen(words, cwd=where, env=environment, stdout=-1, stderr=-1, text=True) as process:
                     assert process.stdout is not None
                     first = ""
-                    if "watch" in words:  # which goes on for ever
+                    if "watch" in words:  # which runs forever
                         first = process.stdout.readline()
                         process.send_signal(signal.SIGINT)
                     out, error = process.communicate(timeout=60)

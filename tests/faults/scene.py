@@ -37,7 +37,7 @@ class Proxy:
         self.target = ""
         self.address = ""
         self._bytes_left: int | None = None  # to forward towards the target before everything is cut
-        self._counted_from = b""  # what has to pass before they are counted
+        self._counted_from = b""  # bytes before the count begins
         self._connections: set[_Connection] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self._swallowed = _Open(True, True)
@@ -155,7 +155,7 @@ class _Connection:
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
-        self.hold_back(_Open(True, True))  # who waits there finds out
+        self.hold_back(_Open(True, True))  # waiting callers find out
 
 
 class Place:

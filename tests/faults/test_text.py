@@ -151,7 +151,7 @@ async def test_decoding_goes_on_with_what_was_granted_ahead_while_the_allocator_
     async with text.client.stream(prompt, ignore_eos=True, timeout_s=300, **sampling) as chunks:
         output = [(await anext(chunks)).text for _ in range(20)]
         ahead = 0
-        while ahead < AHEAD - BLOCK_SIZE:  # a busy machine may let the worker run ahead of what it has asked for
+        while ahead < AHEAD - BLOCK_SIZE:  # a busy machine may let the worker run ahead of its requests for blocks
             (granted,) = [each.token_count for each in (await pool_of(name.place, "default")).sequences]
             ahead = granted - prompt_token_count - ((await text.client.status()).output_token_count - before)
         name.place.send(signal.SIGSTOP)

@@ -100,7 +100,7 @@ class Episode:
         """One malformed message, or one exchange that has one in it."""
         self.clock.now += self.chance.random() * 0.02
         for owner in self.directory._owners.values():
-            owner.lease_end = self.clock.now + 10.0  # nobody is to expire by accident
+            owner.lease_end = self.clock.now + 10.0  # no lease is to expire by accident
         rounds = (self._bad_step, self._bad_step, self._bad_unary, self._bad_unary, self._bad_reading)
         self.chance.choice((*rounds, self._bad_message, self._bad_attach, self._bad_report))()
         if self.chance.random() < 0.05 and not self.is_worn_out:

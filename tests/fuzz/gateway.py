@@ -87,7 +87,7 @@ class FuzzedGateway:
                 while data := await reader.read(65_536):
                     found += data
                 return found
-        except ConnectionError:  # what was answered before it counts
+        except ConnectionError:  # earlier answers count
             return found
         except TimeoutError:
             raise ViolationError(f"the connection did not end within {LIMIT_S:g} s") from None

@@ -12,7 +12,7 @@ from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
 
-GROW = pb.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # of a sequence that nobody has
+GROW = pb.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # of an unknown sequence
 TEXTS_MAX = 6
 PLACES = 256
 READING = ("MatchPrefix", "ListPools", "GetPool")
@@ -23,7 +23,7 @@ class Plausible:
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
-        # Of one text, which every sequence has: the digest at each place is that of all before it.
+        # Every sequence has the same text: the digest at each place is that of all tokens before it.
         self.digests = [hashlib.sha256(str(place).encode()).digest() for place in range(PLACES)]
         self.used_id, self._next_id = "", "request"
 

@@ -58,7 +58,7 @@ def late(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def too_late(_victim: object) -> None:
-    raise Refusal("TOO_LARGE", "the answer is too long")  # of what has been done already
+    raise Refusal("TOO_LARGE", "the answer is too long")  # of a finished operation
 
 
 def forgetful(self: StagedReport, *_: Any) -> None:

@@ -89,7 +89,8 @@ def missing(expected: Any, found: Any, where: str = "") -> list[str]:
 
 
 OPENAI_ONLY = {".choices[].logprobs.refusal"}
-# What OpenAI's client knows of an answer. vLLM adds names of its own (kv_transfer_params, token_ids, ...), ours none.
+# The fields of an answer that OpenAI's client knows. vLLM adds names of its own (kv_transfer_params, token_ids, ...),
+# Quire none.
 OPENAI_FIELDS = {
     "/v1/completions": {"id", "object", "created", "model", "choices", "usage"},
     "/v1/chat/completions": {"id", "object", "created", "model", "choices", "usage"},
@@ -251,7 +252,7 @@ def test_streams_have_the_same_events(ours: ServerProcess, theirs: Any, path: st
 def test_errors_have_the_same_status_and_form(ours: ServerProcess, theirs: Any, path: str, ask: dict[str, Any]) -> None:
     mine, peer = curl(ours, path, body=ask), curl(theirs, path, body=ask)
     assert mine.status == peer.status
-    if peer.status != 200 and path != "/v1/nothing":  # of which vLLM says {"detail": "Not Found"}
+    if peer.status != 200 and path != "/v1/nothing":  # vLLM answers {"detail": "Not Found"}
         assert mine.error.keys() == json.loads(peer.body)["error"].keys()
 
 

@@ -30,10 +30,10 @@ from tests.e2e.stack import DEMO, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "/run/quire"
-LIFE_MAX = datetime.timedelta(days=90, minutes=10)  # and what clocks may differ by
+LIFE_MAX = datetime.timedelta(days=90, minutes=10)  # and the difference of clocks
 METRICS_TOKEN = "metrics-token"
 EVERYTHING = {"quire://pool/*", "quire://observe/*", "quire://namespace/*"}
-# What each folder lets its service do.
+# The permissions of each folder's service.
 PERMISSIONS = {
     "allocator": set[str](),
     "worker": {"quire://pool/default", "quire://namespace/*"},

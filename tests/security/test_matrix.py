@@ -25,7 +25,7 @@ NAMES = (f"fresh/{number}" for number in itertools.count())
 IDS = (f"request {number}" for number in itertools.count())
 SEQUENCES = itertools.count(100)
 
-# Callers: their certificate's options, or what is wrong with them.
+# Callers: their certificate's options, or its fault.
 PERMITTED = {
     "everything": ["--pool", "*", "--namespace", "*"],
     "nothing": [],
@@ -274,8 +274,8 @@ def of_branches(method: str) -> Callable[[Scene, str], Any]:
 
 OWNING = Reason.POOL_FORBIDDEN
 USING = Reason.NAMESPACE_FORBIDDEN
-UNKNOWN = Reason.BRANCH_UNKNOWN  # also of those that there are, for who may not use their namespace
-# Of each RPC: how it is called; then what an observer of all pools, and who may use another namespace, is answered.
+UNKNOWN = Reason.BRANCH_UNKNOWN  # also for existing ones, for callers without their namespace
+# For each RPC: its call; then the answers to an observer of all pools, and to a caller with another namespace.
 CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None]] = {
     "Session": (session, OWNING, None),
     "OpenSession": (open_and_close, OWNING, None),
@@ -307,7 +307,7 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "health of the allocator": (health("allocator"), None, None),
     "health of the worker": (health("worker"), None, None),
 }
-# What needs no pool that the caller names, and so is answered whatever pools it may touch.
+# Calls without a pool of the caller's choice, which are answered whatever its pools.
 WITHOUT_POOL = {
     "MatchPrefix",
     "ListPools",

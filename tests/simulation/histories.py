@@ -62,7 +62,7 @@ class Text:
     granted: int
     prompt: int  # tokens to compute before anything is sampled
     is_hold: bool = False
-    is_leaving: bool = False  # this and what follows: once the steps that are unanswered are answered
+    is_leaving: bool = False  # this and later steps: once the unanswered steps are answered
     committing: int = 0
     growing: int = 0
     cuts: tuple[int, ...] = ()  # where passes end: at the junction or early end, and at ends of its answer

@@ -30,7 +30,7 @@ SMALL_CHUNKS = {
     "REPORT_CHUNK_BYTES_MAX": 248,  # the fixed bytes of a sequence with all ends of its answer fit
     "HEADS_MAX": 4,
 }  # so that all is cut in two
-STUCK_STEPS = 2000  # without an answer, although the owner goes on trying
+STUCK_STEPS = 2000  # without an answer, although the owner keeps trying
 FAULTS = {
     "stream lost": 6,
     "stream lost, server notices late": 6,

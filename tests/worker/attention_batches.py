@@ -59,7 +59,7 @@ class Scene:
         kv_heads: int = 2,
         head_dim: int = 32,
         dtype: torch.dtype = torch.float32,
-        layers_between: int = 0,  # whose pages lie between two of this layer's
+        layers_between: int = 0,  # its pages lie between two of this layer's
         latent_dim: int | None = None,
         shared: list[int] | None = None,  # per sequence: first tokens that lie in pages of the sequence before it
         seed: int = 0,

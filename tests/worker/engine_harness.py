@@ -257,9 +257,9 @@ async def running(
         for buffer in drafter.cache.buffers:
             buffer.fill_(NAN_BYTE)
     for buffer in kv_cache.buffers:
-        buffer.fill_(NAN_BYTE)  # what was never written must never be read
+        buffer.fill_(NAN_BYTE)  # unwritten places must never be read
     graphs = None
-    if graph_batch_max:  # on a GPU: whoever imports this has not chosen yet where kernels run
+    if graph_batch_max:  # on a GPU: the importing test has not chosen yet where kernels run
         from quire_worker.execution.decode_graphs import decode_graphs_of
 
         graphs = decode_graphs_of(model, kv_cache, graph_batch_max)

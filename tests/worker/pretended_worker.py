@@ -246,7 +246,7 @@ class PretendedWorker:
         for slots, blocks in laid.restores:
             for slot, block in zip(slots, blocks, strict=True):
                 self._fill(block, *self.host[slot])
-        # Who ended with the token before has none in this place; the model computes whatever it sampled there.
+        # A sample that ended with the token before has none in this place; the model computes the sampled token there.
         tokens = [[*item.sample.tokens, STOP][: item.end] for item in batch.work]
         for item, tables, states, known in zip(batch.work, laid.tables, laid.states, tokens, strict=True):
             if not item.is_restored:

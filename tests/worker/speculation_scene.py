@@ -11,7 +11,7 @@ import pytest
 
 from tests.worker.engine_harness import Harness, Output, prompt
 
-# What a token depends on in every way: tokens before it, random numbers, the number of tokens.
+# Everything that a token can depend on: tokens before it, random numbers, the number of tokens.
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.4, "seed": 3},

@@ -221,7 +221,7 @@ def test_queries_keys_and_values_may_have_any_strides(attention: PagedAttention)
     plan = attention.plan(scene.batch, scene.spec)
     plan.append(key, value, scene.pages)
     output = plan.attend(query, scene.pages, scale=0.2).cpu()
-    # Of the same numbers by the same implementation: far closer than either has to be to the reference.
+    # Equal numbers by the same implementation: far closer than either has to be to the reference.
     torch.testing.assert_close(output, expected, rtol=2e-6, atol=2e-6)
 
 

@@ -165,7 +165,7 @@ def peculiar(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
         return int(torch.randint(vocabulary, (1,), generator=generator))
 
     logits = torch.randn(rows, vocabulary, generator=generator)
-    logits[: rows // 2] = logits[: rows // 2].bfloat16().float()  # of which there are few between 3 and 4
+    logits[: rows // 2] = logits[: rows // 2].bfloat16().float()  # there are few between 3 and 4
     logits[::4] = logits[::4].round()  # zeros of both signs among them
     logits[1::4][logits[1::4] > 0.5] = -float("inf")  # ruled out
     logits[0] = -float("inf")

@@ -34,7 +34,7 @@ THREE_TO_ONE: dict[str, Any] = {
     "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
 }
 
-# By the start of the classes' names, what is changed in the shape that all have.
+# By the start of the classes' names, the changes of the common shape.
 SERVED: dict[str, dict[str, Any]] = {
     "Apertus": {},
     "Arcee": {},

@@ -118,7 +118,7 @@ async def test_it_waits_no_longer_than_a_moment(thread: ModelThread) -> None:
     first, second = submit(thread, one, two)
     one.let_end()
     two.let_end()
-    found = await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)  # nobody tells it to go on
+    found = await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)  # no event lets it continue
     assert found == [one.result, two.result]
 
 

@@ -22,8 +22,8 @@ from tests.worker.tiny_models import FAMILIES, write_tiny, write_tiny_llama, wri
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-# What a graph holds: no recurrent states, which the host moves, no experts, of which torch asks on the host in float32
-# which are used, and nothing that is made on the host in each pass, as numbers of Gemma-3n are.
+# Models for graphs: no recurrent states (the host moves them), no float32 experts (torch picks them on the host), and
+# no values made on the host in each pass, as Gemma-3n's are.
 CAPTURED = ["llama", "qwen3", "mistral", "gemma2", "gemma3"]
 LAUNCHED = ["llama", "qwen3", *FAMILIES, *STATE_FAMILIES]
 

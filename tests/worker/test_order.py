@@ -110,7 +110,7 @@ def test_namespaces_that_all_wait_are_served_alike(seed: int) -> None:
                 longest = max(longest, len(prompt) + OUTPUT_TOKEN_COST * 25)
         worker.turn()
         served = {name: worker.scheduler.roster.shares.counter(name) for name in names}
-        # As many as run may have been let in while a counter lagged, and each is charged for what it makes later.
+        # As many as run may have been admitted while a counter lagged, and each is charged later for its tokens.
         assert max(served.values()) - min(served.values()) <= (worker.scheduler.running_max + 1) * longest
     assert min(served.values()) > 10 * longest, "the bound means something by now"
 
@@ -193,7 +193,7 @@ def test_a_head_that_is_passed_starts_in_the_turn_in_which_it_would_have_without
     world = World(seed)
     depth = admission.DEPTH
     worker, requests = world.play(turns=0)
-    expected: dict[int, int] = {}  # request -> the turn in which it starts if nobody passes it from now on
+    expected: dict[int, int] = {}  # request -> the turn in which it starts if no other passes it from now on
     for turn in itertools.count():
         world.arrive(worker, requests, turn)
         if turn > 60 and not worker.scheduler.roster.has_work:

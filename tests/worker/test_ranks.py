@@ -106,7 +106,7 @@ def split_modules(model: PagedModel) -> Counter[str]:
 ATTENTION, MLP, EXPERTS, SHARED = "self_attn", "mlp", "experts", "shared_experts"
 
 
-# What has parts, and the KV heads of one rank: half of them, or the one that there is.
+# The split modules, and the KV heads of one rank: half of them, or the one that there is.
 @pytest.mark.parametrize(
     ("name", "parts", "kv_heads"),
     [

@@ -76,7 +76,7 @@ LATE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
 }
 
-# Per family: what makes it, and how often each rewrite has to fit it.
+# Per family: its model, and how often each rewrite has to fit it.
 FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
     "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)), LAYERS + Counter(LinearRewrite=1)),
     "llama, tied": (lambda: LlamaForCausalLM(LlamaConfig(**TIED)), LAYERS + Counter(TiedHead=1)),
@@ -109,8 +109,8 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
         lambda: OlmoForCausalLM(OlmoConfig(**SHAPE, clip_qkv=1000.0)),
         WITHOUT_ATTENTION - Counter(NormRewrite=5),
     ),
-    # Its activation is an approximated GELU; its norms count from 1; its embedding is scaled, so that it and the head
-    # that shares its weights stay as they are.
+    # Its activation is an approximated GELU, and its norms count from 1. Its embedding is scaled, so that it and the
+    # head that shares its weights are not replaced.
     "gemma": (lambda: GemmaForCausalLM(GemmaConfig(**TIED)), LAYERS),
     # Its activation is GELU itself, so that its layers stay, and the three products of each are packed by themselves.
     "llama, exact gelu": (

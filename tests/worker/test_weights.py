@@ -206,7 +206,7 @@ def test_reading_tells_how_far_it_is(llama: Path, monkeypatch: pytest.MonkeyPatc
     assert [line["bytes"] for line in lines if line["event"] == "weights read"] == [sum(sizes)]
 
 
-# What a process of its own prints: the most memory that it held before and after loading, and the bytes of the weights.
+# The output of a process of its own: its peak memory before and after loading, and the bytes of the weights.
 _MEASURE = """
 import sys, torch
 from pathlib import Path

@@ -33,7 +33,8 @@ def state(block_size: int) -> GroupSpec:
     return GroupSpec(GroupKind.STATE, block_size)
 
 
-# Groups and retention of pools that tell nobody where to leave a state: none, all of them, or no attention to judge by.
+# Groups and retention of pools without early stops and stops of answers: no states, only states, or no attention to
+# compare with.
 WITHOUT_TOLD_ENDS = [
     ((full(4),), ""),
     ((full(4), sliding(4, 8)), ""),

@@ -109,7 +109,7 @@ def test_what_is_worth_least_is_noticed_at_once() -> None:
     policy.patience = 1_000_000
     queue = EvictionQueue(policy)
     entries = [Stretch(number, blocks=2) for number in range(5)]
-    for hits, entry in enumerate(entries, 1):  # four lanes, all worth more than what prompts leave behind
+    for hits, entry in enumerate(entries, 1):  # four lanes, all worth more than left-behind ends
         policy.stored(entry, ROOT)
         entry.live = 1
         for _ in range(hits):

@@ -101,7 +101,7 @@ def test_what_a_chat_says_behind_a_shared_prompt_was_not_shared() -> None:
     chat, digests = range(4), digests_of(range(4))
     pool.allocate(1, 17, digests)
     pool.commit(1, 8, digests[:64])
-    for other in (2, 3):  # two share what it has computed so far
+    for other in (2, 3):  # two share its computed blocks so far
         pool.allocate(other, 9, digests[:64])
         pool.free(other)
     pool.commit(1, 16, digests[64:])
@@ -109,7 +109,7 @@ def test_what_a_chat_says_behind_a_shared_prompt_was_not_shared() -> None:
     serve(pool, range(10, 14))
     serve(pool, range(10, 15))  # the first four are shared once
     assert [run.hits for run in runs_of(pool, chat)] == [2, 0]
-    evict(pool, 3)  # what was let go of first, its end before the rest
+    evict(pool, 3)  # released first, its end before the rest
     assert (cached_count(pool, chat), cached_count(pool, range(10, 15))) == (1, 5)
 
 
@@ -233,7 +233,7 @@ def test_a_cut_through_the_spare_end_leaves_the_rest_of_it_to_the_upper_part() -
     policy = ReuseValue(POOL_BLOCKS)
     policy._left_behind = [6] * 4
     entry = release(policy, entry_of(policy, blocks=10))
-    entry.live = 1  # by a sequence that computed the same once more: nobody shared it
+    entry.live = 1  # by a sequence that computed the same once more: not shared
     upper, _ = cut(policy, entry, 7)
     assert (upper.spare, entry.spare) == (3, 3)
 

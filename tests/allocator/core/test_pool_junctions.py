@@ -23,7 +23,7 @@ from tests.allocator.core.pools import (
     state,
 )
 
-SYSTEM = "abcd"  # 64 tokens in blocks of 16, with which three prompts of 96 tokens begin
+SYSTEM = "abcd"  # 64 tokens in blocks of 16, the common prefix of three prompts of 96 tokens
 
 
 def told(answer: GrowResult) -> tuple[Result, int, int]:
@@ -59,7 +59,7 @@ def test_the_second_of_three_prompts_is_told_of_what_they_share_and_the_third_hi
     groups: tuple[GroupSpec, ...],
 ) -> None:
     if groups == (state(1024),):
-        groups = (state(16), state(1024))  # digests cover what the smallest block does
+        groups = (state(16), state(1024))  # a digest covers the smallest block
     pool = make_pool(64, *groups)
     assert [served(pool, i + 1, SYSTEM + user) for i, user in enumerate(("wx", "yz", "uv"))] == [
         (0, 0),
@@ -102,7 +102,7 @@ def test_a_match_and_a_pending_answer_tell_the_junction_too() -> None:
 
 
 def test_others_are_not_told_of_what_the_owner_has_not_acknowledged() -> None:
-    pool = make_pool(32, full(4), state(64), state(64))  # whose answers have no ends
+    pool = make_pool(32, full(4), state(64), state(64))  # answers without ends
     pool.log.step = 1
     computed(pool, 1, "ab")
     pool.log.step = 2

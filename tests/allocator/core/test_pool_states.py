@@ -69,7 +69,7 @@ def test_a_commit_that_passes_a_multiple_makes_none() -> None:
 
 
 def test_no_checkpoint_is_made_while_tokens_beyond_it_are_granted() -> None:
-    # They may be computed without asking again, and would overwrite what was published.
+    # They may be computed without another request, and would overwrite the published state.
     pool = make_pool(4, state(4))
     pool.allocate(1, 8)
     commit(pool, 1, "a", 4)

@@ -83,7 +83,7 @@ def test_a_checkpoint_leaves_with_the_prefix_that_it_stands_behind() -> None:
         serve(pool, text(number, 4), 17)
     pool.blocks.take(pool.blocks.empty_count + 1)  # the last block before the older one's stop: it is gone
     assert worths(pool, text(1, 4)) == {16: SPARE}
-    pool.blocks.take(pool.blocks.empty_count + 5)  # what is left of it: three blocks, and three of states
+    pool.blocks.take(pool.blocks.empty_count + 5)  # its rest: three blocks, and three of states
     assert worths(pool, text(1, 4)) == {}
     assert pool.match("", text(2, 4)) == 16
 
@@ -198,7 +198,7 @@ def test_what_is_kept_and_what_is_spare_is_told_of_the_groups_of_each_specificat
     pool = without_early_ends(make_pool(80, full(4), sliding(4, 8), *(state(16),) * 5))
     serve(pool, text(1, 8), 33)
     pool.allocate(1 + pool.last_sequence_id, 4)
-    # Of the window the last two blocks are kept; of the checkpoints after 16 and 32 tokens, the latter.
+    # Of the window the last two blocks are kept, of the checkpoints after 16 and 32 tokens the latter.
     assert usage.retention(pool) == [
         ("full_attention 4", 1, 8, 0),
         ("sliding_window 4 8", 1, 2, 6),

@@ -175,7 +175,7 @@ class StreamOwner:
 
     async def exchange(self, message: pb.SessionRequest) -> pb.SessionReply:
         """One message there, one back."""
-        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # what went wrong is told by reading
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # reading shows the error
             await self.send(message)
         return await self.receive()
 

@@ -149,7 +149,7 @@ def test_who_sends_no_report_loses_its_place_whatever_else_it_sends(sessions: Se
     for stream in idle:
         assert stream.ending is not None
         assert stream.ending.reason == "IDLE"
-        stream.close()  # as who waits for its messages does when it is told
+        stream.close()  # as a handler does that waits for its messages
     assert claimed(sessions, "honest", limits.REPORT_PAUSE_S).phase is Phase.REPORTING
 
 

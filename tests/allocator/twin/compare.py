@@ -116,7 +116,7 @@ class Comparison:
             self.seen["victim"] += theirs[6] is not None
             self.seen["junction"] += theirs[7] > 0
             self.seen["early end"] += event == "allocate" and theirs[0] == "OK" and self._newest().early_stop > 0
-        if event == "drop":  # in which order the blocks of a subtree become empty is the pool's own affair
+        if event == "drop":  # the order in which the blocks of a subtree become empty is the pool's choice
             self.seen["dropped"] += ours
             assert sorted(self.pool.blocks.empty) == sorted(self.twin.empty)
             self.twin.empty = list(self.pool.blocks.empty)[::-1]

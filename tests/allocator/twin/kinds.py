@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 NULL = 0xFFFFFFFF
 ORDER = ("full_attention", "sliding_window", "chunked_local", "state")
-Place = tuple[int, tuple[bytes, ...]]  # position, and what a slot there is published as
+Place = tuple[int, tuple[bytes, ...]]  # position, and a slot's publication
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tests.allocator.twin.pool_twin import Slot, TwinPool, TwinSequence
 
-Cell = tuple[str, int, int]  # namespace, group, number of a text: what attention over it caches, or the state after it
+Cell = tuple[str, int, int]  # namespace, group, number of a text: what attention over it caches, or its state
 
 
 @dataclass(slots=True)

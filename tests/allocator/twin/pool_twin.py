@@ -47,7 +47,7 @@ class TwinPool(TwinRetention):
             return ("PENDING", matched, pending, [], [], 0, None, junction, ())
         if answer[0] in ("QUOTA", "NO_SPACE") and take_over(self):
             answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
-        if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nobody to wait for: do without the hit
+        if answer[0] == "NO_SPACE" and matched and not self.sequences:  # none to wait for: do without the hit
             prompt = prompt_token_count
             return self.allocate(
                 sequence_id,
@@ -110,7 +110,7 @@ class TwinPool(TwinRetention):
             own = [s for s in copied if s.key and self.kinds[s.kind].name == "state" and self.holders(s) == 1]
             if missing > sum(len(slot.blocks) for slot in own):
                 return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id), 0, ())
-            for slot in own:  # a checkpoint is given up before anybody is refused
+            for slot in own:  # a checkpoint is given up before a refusal
                 self._not_published(slot)
                 sequence.tables[slot.kind] = [Slot(slot.kind, slot.namespace, slot.blocks)]
         blocks, copies = self._grant(sequence, token_count)
@@ -132,7 +132,7 @@ class TwinPool(TwinRetention):
         swaps = list[tuple[int, int, int]]()
         for number, kind in enumerate(self.kinds):
             if kind.name == "state" and granted > until:
-                continue  # nobody would ask before it is overwritten
+                continue  # no request would come before it is overwritten
             replaced = []
             for position, digest in kind.filled(sequence.committed, until, digests, self.digest_tokens, sequence.stops):
                 own = self._publish(sequence, number, position, digest, swaps)

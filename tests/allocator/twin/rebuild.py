@@ -29,7 +29,7 @@ class Node:
         run: the one that it became a part of.
     """
 
-    # Of a report there may be a million: what most never change is the class's.
+    # A report may have a million nodes: rarely changed defaults are the class's.
     children = _NONE
     parent: Node | None = None
     ends = 0

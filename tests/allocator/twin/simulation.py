@@ -122,7 +122,7 @@ class Simulation(Comparison):
         if self.has_state and rng.random() < 0.5:  # an owner that wants checkpoints ends its passes there
             first = (length - 1) // self.pool.spec.edge_tokens * self.pool.spec.edge_tokens or length
         digests = self._digests(self.memory.numbers(plan), 0, length)
-        if rng.random() < (0.7 if self.shape.append_only else 0.1):  # what is not hit is computed twice
+        if rng.random() < (0.7 if self.shape.append_only else 0.1):  # missed tokens are computed twice
             digests = digests[: rng.randint(0, len(digests))]
         prompt = length if first < length or rng.random() < 0.1 else 0
         defer = rng.randint(1, 2 * self.twin.digest_tokens) if rng.random() < 0.4 else 0

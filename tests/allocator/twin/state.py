@@ -78,8 +78,8 @@ class TwinSequence:
     announced: list[bytes] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     hold_until: float | None = None
-    last: dict[int, Slot] = field(default_factory=dict)  # of each kind, what it hit last; of states, or made
-    needed: list[Slot] = field(default_factory=list)  # fallen out, and what a hit at its last edge takes
+    last: dict[int, Slot] = field(default_factory=dict)  # of each kind its last hit; of states also the last made
+    needed: list[Slot] = field(default_factory=list)  # fallen out, and needed by a hit at its last edge
     stop: TwinStop | None = None  # the deepest one that it made or hit
 
 
@@ -109,11 +109,11 @@ class TwinState:
         self.watermark = watermark
         self.quotas = quotas or {}
         self.chunk_max = chunk_max  # tokens that the owner computes in one pass of a prompt
-        self.prompts: list[tuple[str, list[bytes]]] = []  # of all sequences that were ever let in
+        self.prompts: list[tuple[str, list[bytes]]] = []  # of all sequences ever admitted
         self.sequences: dict[int, TwinSequence] = {}
         self.highest_id = 0
-        self.replaced_count = 0  # early ends whose place another stop took
-        self.answered_count = 0  # ends of prompts and of parts of answers whose place one behind them took
+        self.replaced_count = 0  # early ends replaced by another stop
+        self.answered_count = 0  # ends of prompts and of parts of answers, replaced by later ones
         self.empty = list(range(block_count))[::-1]  # the last one is granted next
         self.published: list[Slot] = []
         self.clock = 0

@@ -31,7 +31,7 @@ class Scene:
     cache_dtype: torch.dtype | None = None
     layout: str = "NHD"
     query_lengths: list[int] | None = None  # None: one each (decode)
-    last_of_none: int = 0  # what `last_page_len` says of requests without pages: nobody looks at it
+    last_of_none: int = 0  # `last_page_len` of requests without pages, which is not read
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:

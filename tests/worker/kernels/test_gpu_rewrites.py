@@ -54,14 +54,14 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], Counter[str]]] = {
         {},
         Counter(GpuAttentionRewrite=2, GpuGatedMlpRewrite=2, GpuNormRewrite=5, DecoderLayerRewrite=2),
     ),
-    "gemma3": (  # whose layers have four norms
+    "gemma3": (  # layers with four norms
         Gemma3ForCausalLM,
         Gemma3TextConfig,
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
         Counter(GpuAttentionRewrite=2, GpuGatedMlpRewrite=2, GpuNormRewrite=9),
     ),
 }
-# What makes no launch of its own; `reshape` of what is dense is a view.
+# Calls without a launch of their own; `reshape` of a dense tensor is a view.
 VIEWS = {
     "alias", "_unsafe_view", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "permute", "select",
     "slice", "split", "split_with_sizes", "t", "transpose", "unsqueeze", "view", "_reshape_alias", "unbind",

@@ -15,7 +15,7 @@ FAULTS = [
     *(fault for fault, _ in attention.FAULTS),
     *(fault for _, fault in (*cache.FAULTS, *latent.FAULTS)),
 ]
-COUNT = {  # by module: whoever adds or drops one says so here
+COUNT = {  # by module: update it with each added or dropped fault
     "append_paged_kv_cache": 8,
     "append_slots": 10,
     "append_token": 8,

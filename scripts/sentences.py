@@ -41,7 +41,7 @@ class Sentence(NamedTuple):
 def split(path: str, line: int, text: str) -> Iterator[Sentence]:
     """Yields the sentences of one paragraph."""
     for sentence in SENTENCE_END.split(" ".join(text.split())):
-        if len(sentence.split()) >= WORDS_MIN:
+        if len(sentence.split()) >= WORDS_MIN and not sentence.startswith("--"):
             yield Sentence(path, line, sentence)
 
 
@@ -50,7 +50,8 @@ def docstrings(path: str, tree: ast.Module) -> Iterator[Sentence]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
-                yield from split(path, node.body[0].lineno, paragraph)
+                if not paragraph.startswith("    "):  # code
+                    yield from split(path, node.body[0].lineno, paragraph)
 
 
 def comments(path: str, source: str) -> Iterator[Sentence]:

@@ -1,7 +1,7 @@
 """Prints README's table of figures from the rows in `results/`, and its chart.
 
 `--write` puts both where they belong: the table between its marks in README.md, the chart into docs/figures.svg.
-`tests/test_figures.py` compares them with this output, so that a figure in the README is a row's.
+`tests/test_figures.py` holds that they are what this prints, so that a figure in the README is a row's.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The allocator and the echo (grpc.aio on uvloop, an answer as long as is asked for) are processes with one CPU (`--cpu`),
 the clients have another; between them is a Unix socket, or TCP (`--transport tcp`). Steps are made beforehand, so that
 the wire and the server are measured; the row "through PoolSession" has building them and keeping the ledger, too. A
-step of 256 operations is an append for each of 256 sequences; 16 of them take a block.
+step of 256 operations is an append for each of 256 sequences, 16 of which take a block.
 
 CPU is that of a whole process for each message. The handler, from message to reply with the core in it, is measured
 twice: in this process, where nothing else runs in between; and in the server, by its own histogram of steps

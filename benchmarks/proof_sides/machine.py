@@ -68,7 +68,7 @@ def _version(package: str) -> str:
 
 
 def _note_imports() -> None:
-    """Notes early whether all imports of the other parts work."""
+    """Notes whether all that the other parts need can be imported: what is missing is better known at once."""
     modules = ("quire_worker.server", "quire_allocator.server", "quire.cli.plan")
     started = [
         subprocess.Popen([sys.executable, "-c", f"import {each}"], stderr=subprocess.PIPE, text=True)

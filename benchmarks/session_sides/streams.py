@@ -77,8 +77,8 @@ class Asked(Protocol):
 
 
 class Owner:
-    """A pool, and prepared steps for it. Each acknowledges the steps that must have been answered with at most `window`
-    outstanding, as `PoolSession` does."""
+    """A pool, and the steps that are made for it: each acknowledges what must have been answered when at most `window`
+    of them are outstanding, as `PoolSession` does."""
 
     def __init__(self, stream: Asked, name: str, block_count: int, incarnation: bytes, window: int = 1) -> None:
         self.stream = stream

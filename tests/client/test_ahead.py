@@ -141,7 +141,7 @@ def room_of(session: PoolSession, sequence_id: int) -> int:
 
 
 async def asked(session: PoolSession, *decoding: Decoding[int]) -> tuple[StepOutcome, list[int]]:
-    """Asks ahead for these; returns the answer, and checks the room of each afterwards against it."""
+    """Asks ahead for these; the answer, and the room of each afterwards, which is what the answer said."""
     step = StepBuilder()
     session.ahead.ask(step, decoding)
     outcome = await session.step(step)

@@ -1,7 +1,7 @@
 """Each RPC of both services has a method on both flavours of the clients, and that method calls it.
 
-The method's name is the RPC's in snake case, except for those in NAMES. Session exists for asyncio alone: an owner has
-to send heartbeats while it computes, and a synchronous client would need a hidden thread.
+The name of the method is the RPC's in snake case, but for what NAMES lists. Session is served over asyncio alone: an
+owner has to send heartbeats while it computes, for which a synchronous client would need a hidden thread.
 """
 
 from __future__ import annotations

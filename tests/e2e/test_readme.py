@@ -221,7 +221,7 @@ def test_the_page_of_the_first_hour_says_what_each_line_prints() -> None:
 
 def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    # `sys.executable` stands for the activated environment; `make test-compose` runs the compose line.
+    # Activation is what `sys.executable` stands for; the compose line is run by `make test-compose`.
     elsewhere = {". .venv/bin/activate", 'docker compose exec worker quire generate "The for statement"'}
     by_make = [line for line in commands() if line.startswith("make ")]
     assert {line.split()[1] for line in by_make} <= targets

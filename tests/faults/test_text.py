@@ -1,5 +1,5 @@
-"""The fault table under a worker that streams: the text is that of an undisturbed run, both sides' states agree
-meanwhile, and in the end every block is free. Which test answers which row is written in `docs/session.md`."""
+"""The fault table under a worker that streams: the text is that of an undisturbed run, both sides' states are the same
+while it goes on, and in the end every block is free. Which test answers which row is written in `docs/session.md`."""
 
 from __future__ import annotations
 

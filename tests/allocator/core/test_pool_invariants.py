@@ -179,7 +179,7 @@ def lose_a_queue_entry_of_a_namespace(pool: Pool) -> None:
 
 
 def last_stop(pool: Pool) -> Any:
-    """Returns a stop without any after it."""
+    """One behind which there is none."""
     return next(b for b in pool.blocks.namespaces[""].stops.values() if not b.way_count)
 
 

@@ -18,7 +18,7 @@ THREE_STATES = (full(4), *(state(16),) * 3)
 
 
 def without_early_ends(pool: Pool) -> Pool:
-    """Makes a pool whose prompts leave states only at their ends, at junctions and at multiples of the interval."""
+    """A pool of which prompts leave states at their ends, at junctions and at multiples of the interval alone."""
     pool.coordinator.stop_rules.foresees = False
     return pool
 

@@ -91,7 +91,7 @@ def _ends(retention: Retention, space: Namespace, tails: Sequence[_Tails]) -> se
 
 
 def _restore_paths(retention: Retention, space: Namespace, tails: Sequence[_Tails]) -> None:
-    """Restores the stops of a namespace, path by path from the root down."""
+    """Returns the stops of a namespace, path by path from the root down."""
     ends, edge = _ends(retention, space, tails), retention.edge_tokens
     counts = {token_count for token_count, _ in ends}
     others = [
@@ -160,7 +160,7 @@ def _make(
 
 
 def _follow(retention: Retention, sequence: SequenceState, tails: Sequence[_Tails]) -> None:
-    """Restores the deepest stop of a live sequence's path, and the blocks that its last edge needs."""
+    """Returns what a live sequence remembers: the deepest stop of its path, and the needs of its last edge."""
     if retention.full:
         run: Run | None = cast(RunPart, sequence.parts[0]).run
         while run is not None and not run.stops:

@@ -5,7 +5,7 @@ The stream is `quire.blocking`, in a thread of its own; the scheduler's thread s
     1. turn    takes in what was answered; says what was computed and freed, and asks for room ahead, in one step
     2. wait    only where a new prompt asks, or a running request has no room for its next token: `WAIT_S` at most, and
                not at all again until the allocator has said something
-    3. alone   without an answer the turn goes on: whoever has room runs, the others are passed over
+    3. alone   without an answer the turn continues: requests with room run, the others are passed over
 
 So a dead allocator costs a turn no more than `WAIT_S` once. Requests run for about `AHEAD_TOKENS` more tokens, and
 continue when the allocator, or its successor with a report of the pages, answers again.

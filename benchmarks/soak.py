@@ -1,10 +1,11 @@
-"""Does an allocator grow? Streams are opened and cancelled, and sequences live and die, for as long as is asked for.
+"""Memory growth of an allocator. Streams are opened and cancelled, and sequences live and die, for as long as is asked
+for.
 
     python benchmarks/soak.py --minutes 5 --json
 
-The allocator is a process of its own. Its resident memory is read before and after each phase: bytes per cancelled
-stream, a watch or an owner's in turn, after the first 2,000, which fill what is kept anyway; bytes per hour while
-sequences come and go, after a fifth of that phase. At the end every block must be free.
+The allocator is a process of its own. Its resident memory is read before and after each phase. Bytes per canceled
+stream, a watch or an owner's in turn, count after the first 2,000, which fill caches. Bytes per hour while sequences
+come and go count after a fifth of that phase. At the end every block must be free.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Streams:
         self._attach.spec.CopyFrom(pb.PoolSpec(block_count=BLOCKS, groups=[group]))
 
     async def cancel(self, count: int) -> None:
-        """So many, a watch and an owner's in turn."""
+        """Cancels this many streams, a watch and an owner's in turn."""
         for _ in range(count // 2):
             await self._watch()
             await self._own()
@@ -127,7 +128,7 @@ async def measure(minutes: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3.0, help="of both phases together (default: %(default)s)")
     add_output_arguments(parser)

@@ -1,4 +1,4 @@
-"""What a prompt of a million tokens costs in pools with windows or states: a lookup that misses, and its commit."""
+"""Cost of a prompt of a million tokens in pools with windows or states: a lookup that misses, and its commit."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def measure() -> dict[str, float]:
 
 
 def _with_checkpoints(dice: random.Random) -> tuple[Pool, bytes]:
-    """Returns a pool of full attention and states in which one prompt has left a checkpoint every 512 tokens, and the
-    digests of another one, of which it has the full attention and no checkpoint."""
+    """Returns a pool of full attention and states with a checkpoint every 512 tokens of one prompt, and the digests of
+    another prompt that has full attention and no checkpoint there."""
     count = TOKENS // CHECKPOINT_TOKENS
     full = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS)
     state = GroupSpec(GroupKind.STATE, CHECKPOINT_TOKENS)
@@ -60,7 +60,7 @@ def _with_checkpoints(dice: random.Random) -> tuple[Pool, bytes]:
 
 
 def _compute(pool: Pool, digests: bytes) -> float:
-    """Allocates and commits a prompt; returns what the commit cost, in microseconds."""
+    """Allocates and commits a prompt; returns the cost of the commit in microseconds."""
     assert pool.allocate(1, TOKENS, digests).result is Result.OK
     cost, _ = cpu_us(pool.commit, [(1, TOKENS, digests)])
     return cost

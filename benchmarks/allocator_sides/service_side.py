@@ -96,7 +96,7 @@ class ServiceSide:
     async def _timed(
         self, pool: AsyncSession, fill: Callable[..., None], calls: Sequence[tuple[object, ...]]
     ) -> tuple[float, list[StepOutcome]]:
-        """Microseconds of both processes per step, building it included; and what the steps did."""
+        """Microseconds of both processes per step, building it included; and the results of the steps."""
         started = self._cpu_ns()
         outcomes = []
         for arguments in calls:
@@ -114,7 +114,7 @@ class ServiceSide:
         costs: Costs = {}
 
         async def admit(prompts: list[bytes], matched: int) -> tuple[float, float, list[int]]:
-            """Cost of allocating, of publishing what was not found, and the sequences."""
+            """Returns the cost of allocating, of publishing the missing part, and the sequences."""
             held = [next(ids) for _ in prompts]
             calls = [(i, LONG_TOKENS, d) for i, d in zip(held, prompts, strict=True)]
             grants, outcomes = await self._timed(pool, StepBuilder.allocate, calls)

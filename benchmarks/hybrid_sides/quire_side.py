@@ -21,7 +21,7 @@ class QuireSide:
     """A pool of Quire and the owner that fills it.
 
     Attributes:
-        refused_count: requests that found no room; none of their tokens hit.
+        refused_count: requests without room; none of their tokens hit.
     """
 
     def __init__(self, groups: tuple[GroupSpec, ...], block_count: int, chunk_tokens: int, retention: str = "") -> None:
@@ -91,7 +91,7 @@ class QuireSide:
         return True
 
     def _advance(self, sequence: int, done: int, end: int, digests: bytes) -> bool:
-        """Computes some tokens; tells whether there was room. What was granted beyond them is given back, since a state
+        """Computes some tokens; tells whether there was room. Blocks granted beyond them are given back, since a state
         that may still be written to is no checkpoint."""
         grown = self.pool.grow(sequence, end)
         if grown.result is not Result.OK:

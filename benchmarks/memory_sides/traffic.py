@@ -1,8 +1,7 @@
 """A trace of requests through the worker's scheduler and the allocator's pool; nothing is computed.
 
-Every turn is one of the engine's: plan, ask, schedule, advance, one token for whoever is complete, and what is asked
-for ahead. After each, slots are counted: those of blocks that somebody holds, and those of them in which nothing has
-been written.
+Every turn is one of the engine's: plan, ask, schedule, advance, one token for each complete sample, and the requests
+for room ahead. After each turn, slots are counted: those of held blocks, and the unwritten ones among them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class TraceRequest(NamedTuple):
     hash_ids: list[int]
 
     def prompt(self) -> list[int]:
-        """Makes tokens of which two prompts share as many as the trace says."""
+        """Makes the tokens of a prompt; two prompts share as many as in the trace."""
         first = (block * TRACE_BLOCK_TOKENS for block in self.hash_ids)
         tokens = [token for start in first for token in range(start, start + TRACE_BLOCK_TOKENS)]
         return tokens[: self.input_length]
@@ -58,9 +57,9 @@ class Slots(NamedTuple):
 
     Attributes:
         running_count: samples that hold blocks.
-        token_count: that these have in the pages; what several share counts for each.
+        token_count: tokens of these in the pages; shared ones count for each.
         held: slots of blocks in any table.
-        unwritten: of them, those in which nothing is written.
+        unwritten: the unwritten ones among them.
     """
 
     running_count: int
@@ -127,7 +126,7 @@ class Traffic:
             self.scheduler.extend(sample, token, is_stop=False)
 
     def _slots(self) -> Slots:
-        """Counts what is in the pages now; the pool counts what its owner has told it so far."""
+        """Counts the current use of the pages; the pool counts what its owner has reported so far."""
         holders = [sample for sample in self.scheduler.roster.running if sample.tables]
         room = sum(sample.table_length * self._block_size - sample.computed for sample in holders)
         held_blocks = {block for sample in holders for block in sample.tables[0]}

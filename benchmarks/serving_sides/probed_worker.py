@@ -138,8 +138,8 @@ def end_profiler() -> None:
 
 
 def answer(pipe: int) -> None:
-    """Does what lines ask for, as long as this process lives. What fails is printed, and done when it is asked for
-    again."""
+    """Answers the lines of requests as long as this process lives. A failure is printed, and the work is done when it
+    is requested again."""
     answers, done = {"n": write, "s": start_profiler, "e": end_profiler}, 0
     with os.fdopen(pipe) as lines:
         for line in lines:
@@ -154,7 +154,7 @@ def answer(pipe: int) -> None:
 
 
 def replace(path: Path, write_to: Callable[[Path], object]) -> None:
-    """Writes a file so that whoever finds it finds all of it."""
+    """Writes a file so that readers find all of it or nothing."""
     new = path.with_name("new-" + path.name)
     write_to(new)
     new.replace(path)

@@ -18,7 +18,7 @@ WATCH_S = 0.001
 
 
 class Found(NamedTuple):
-    """What a round took; `blocks_least` is what its texts need at least, where only these tell."""
+    """The result of a round; `blocks_least` is the minimum for its texts, where only these tell."""
 
     seconds: float
     tokens_computed: int

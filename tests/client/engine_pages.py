@@ -17,11 +17,11 @@ from quire.engine import NotAdmittedError, Sequence
 
 @dataclass
 class PretendedEngine:
-    """Plays random turns with an engine of any flavour, whose calls can be awaited.
+    """Plays random turns with an engine of any flavor, whose calls can be awaited.
 
     Attributes:
         pages: by block.
-        turns_played, refusal_count, hit_count, copy_count: what happened.
+        turns_played, refusal_count, hit_count, copy_count: counts of events.
     """
 
     engine: Any
@@ -34,7 +34,7 @@ class PretendedEngine:
     forked: list[tuple[Sequence, int]] = field(default_factory=list)
 
     async def admit(self, tokens: list[int], **options: Any) -> Sequence | None:
-        """Lets a prompt in; where it may not, frees whom the allocator names."""
+        """Admits a prompt; on a refusal frees the sequences that the allocator names."""
         try:
             admitted = await self.engine.admit(tokens, **options)
         except NotAdmittedError as error:
@@ -57,7 +57,7 @@ class PretendedEngine:
             self.copy_count += 1
 
     async def turn(self) -> int:
-        """Plays one turn, in which some of those that are ready are computed; returns how many."""
+        """Plays one turn, which computes some of the ready sequences; returns how many."""
         self.run_copies(await self.engine.turn())
         ready = [each for each in self.engine.ready() if self.random.random() < 0.9]
         for sequence in ready:
@@ -69,7 +69,7 @@ class PretendedEngine:
         return len(ready)
 
     def compute(self, sequence: Sequence) -> None:
-        """Writes what is due, after a look at all that the pass reads."""
+        """Writes the due tokens, after a look at everything that the pass reads."""
         self.check(sequence)
         for group, spec in enumerate(self.spec.groups):
             for position in sequence.due:

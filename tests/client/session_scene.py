@@ -1,4 +1,4 @@
-"""A session, and an allocator in this process whose streams break when they are told to."""
+"""A session, and an allocator in this process whose streams break on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPEC = PoolSpec.full_attention(block_count=16, block_size=4)
 
 
 class BrokenError(Exception):
-    """What the test's server breaks a stream with."""
+    """The error with which the test's server breaks a stream."""
 
 
 class LossyStream(SessionStream):

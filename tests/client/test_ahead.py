@@ -35,7 +35,7 @@ def naive_needs(
     free = free_block_count
 
     def add_unit(sequence: int) -> int:
-        """What it costs to fill up to the next multiple of a increment."""
+        """Returns the tokens up to the next multiple of an increment."""
         before = room[sequence]
         room[sequence] = (before // increment + 1) * increment
         return blocks_of(room[sequence], sizes) - blocks_of(before, sizes)

@@ -1,4 +1,4 @@
-"""What an owner and a reader of a pool can ask for, in both flavours of the client, of a real allocator."""
+"""The calls of a pool's owner and readers, in both flavors of the client, to a real allocator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DIGESTS = block_digests(ROOT, TOKENS, 4)
 
 
 class Awaited:
-    """A client for threads whose methods are awaited, so that one test can talk to either flavour."""
+    """A client for threads whose methods are awaited, so that one test can use either flavor."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -48,7 +48,7 @@ class Awaited:
 
 @dataclass
 class Scene:
-    """A pool, who owns it, and who looks at it."""
+    """A pool, its owner, and its reader."""
 
     allocator: Allocator
     client: Any

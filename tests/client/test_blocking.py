@@ -80,7 +80,7 @@ def test_an_allocator_that_comes_back_empty_is_not_told_of_what_was_dropped(tmp_
         step.free(1)
         answered(session, step)
         assert client.drop_cache("mine", "", digests(0, 3), 1).dropped_block_count == 2
-        answered(session, allocate(2, 4))  # whose answer tells the owner
+        answered(session, allocate(2, 4))  # the answer tells the owner
         first.process.kill()
         first.process.wait()
     with client, allocator_process(tmp_path / "next", "--listen", first.address):
@@ -156,7 +156,7 @@ def test_a_closed_session_says_so(allocator: ServerProcess) -> None:
 
 
 def test_kept_blocks_outlive_the_allocator(allocator: ServerProcess, tmp_path: Path) -> None:
-    """Two compute the same side by side; the next allocator knows of both, and what is taken over is told."""
+    """Two sequences compute the same side by side. The next allocator knows both, and the owner hears of takeovers."""
     port = allocator.address.rpartition(":")[2]
     with AllocatorClient(allocator.address) as client, client.session("mine", APPEND_ONLY) as session:
         first = answered(session, allocate(1, 13)).grows[0].blocks[0]

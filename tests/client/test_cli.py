@@ -221,7 +221,7 @@ def test_health_is_success_only_where_somebody_serves(allocator: str) -> None:
 
 
 def test_health_keeps_to_its_timeout_where_nobody_answers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # the kernel takes the connection, nobody reads from it
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # accepted by the kernel, read by no process
         start = time.monotonic()
         result = quire("health", f"127.0.0.1:{listening.getsockname()[1]}", "--timeout", "0.5")
     assert (result.returncode in (3, 4), result.stdout) == (True, "")
@@ -273,7 +273,7 @@ def test_generate_shows_samples_side_by_side_on_a_terminal(worker: ScriptedServe
     with subprocess.Popen(command, stdout=end, stderr=subprocess.DEVNULL, env=environment) as process:
         os.close(end)
         seen = b""
-        with contextlib.suppress(OSError):  # which is how a terminal ends whose other side is gone
+        with contextlib.suppress(OSError):  # as a terminal ends when its other side is gone
             while piece := os.read(terminal, 4096):
                 seen += piece
     os.close(terminal)

@@ -1,4 +1,4 @@
-"""What calls and streams of a client say that is closed, before or meanwhile."""
+"""Errors of calls and streams of a client that was closed, before or meanwhile."""
 
 from __future__ import annotations
 

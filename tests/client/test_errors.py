@@ -30,7 +30,7 @@ PROTO = Path(__file__).resolve().parents[2] / "protos" / "quire" / "v1" / "error
 
 
 def as_received(code: grpc.StatusCode, details: bytes | None, message: str = "what happened") -> aio.AioRpcError:
-    """What a client's call raises when a server ended it like that."""
+    """Returns the error that a client's call raises when a server ended it like that."""
     trailing = aio.Metadata() if details is None else aio.Metadata((DETAILS_KEY, details))
     return aio.AioRpcError(code, aio.Metadata(), trailing, details=message)
 

@@ -1,4 +1,4 @@
-"""What a new user meets in the first hour: wrong addresses, wrong services, pipes, and words for each of them."""
+"""A new user's first hour: wrong addresses, wrong services, pipes, and words for each of them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from quire.local import ServerProcess
 from tests.client.servers import allocator_process
 
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
-LEASES = 4  # that pass while nobody calls
+LEASES = 4  # these pass without a call
 LEASE_S = 0.3
 
 

@@ -207,7 +207,7 @@ def test_a_stack_whose_worker_cannot_start_stops_the_allocator_again(tmp_path: P
 def test_nobody_is_killed_while_it_drains() -> None:
     assert local.DRAIN_S == _child.DRAIN_S == DRAIN_S == 30
     for drain_s, arguments in ((local.DRAIN_S, []), (5.0, ["quire_worker", "--drain-timeout", "5.0"])):
-        needed_s = drain_s + 2.0  # for open calls, and for what comes after them
+        needed_s = drain_s + 2.0  # for open calls, and for the work after them
         assert min(local.grace_s(drain_s), _child.kill_s(arguments)) >= 2 * needed_s
 
 

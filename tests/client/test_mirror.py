@@ -1,4 +1,4 @@
-"""A watcher that applies what it is told knows exactly what a real pool can hit, however its connection breaks."""
+"""A watcher that applies its events knows exactly the hits of a real pool, however its connection breaks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ POOLS = {
 
 @dataclass
 class Scene:
-    """An allocator whose connections can be cut without its forgetting anything."""
+    """An allocator whose connections can be cut without losing its state."""
 
     spec: PoolSpec
     service: AllocatorService
@@ -79,7 +79,7 @@ class Scene:
         return self.service.directory.pool("a").pool
 
     async def check(self, mirror: PrefixMirror, prompts: Sequence[tuple[str, list[bytes]]]) -> None:
-        """The mirror has exactly what the pool can hit, and says of every prompt what the pool says."""
+        """Checks that the mirror has exactly the pool's hits, and agrees with it about every prompt."""
         assert mirror.is_exact
         held: dict[tuple[int, str], set[bytes]] = {}
         for stretch in index.walk(self.pool):
@@ -271,7 +271,7 @@ async def test_a_watch_ends_with_not_found_when_its_pool_goes() -> None:
     ],
 )
 async def test_a_hit_is_as_long_as_every_group_can_serve(kind: str, lengths: tuple[int, int, int]) -> None:
-    """Of a prompt of 24 tokens computed 4 at a time: all of it, without its last block, and with a half as long."""
+    """A prompt of 24 tokens computed 4 at a time: all of it, without its last block, and with a half as long."""
     spec = POOLS[kind]
     digests = block_digests(bytes(32), list(range(24)), 4)
     half = [*digests[:3], *block_digests(digests[2], [7] * 12, 4)]

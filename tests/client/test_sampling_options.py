@@ -1,4 +1,4 @@
-"""How a caller asks for sampling: what of it reaches the wire, what comes back, what is refused before it is sent."""
+"""Sampling options: their form on the wire and in answers, and refusals before anything is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines on `quire.engine`: what they read back from their pages is what they wrote, over streams and unary calls."""
+"""Engines on `quire.engine`: they read back from their pages what they wrote, over streams and unary calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FLAVOURS = ("stream", "unary", "stream, for threads", "unary, for threads")
 
 
 class Turned(Awaited):
-    """An engine for threads whose calls are awaited; what needs no call is its own."""
+    """An engine for threads whose calls are awaited; other attributes are its own."""
 
     def __getattr__(self, name: str) -> Any:
         target = getattr(self._target, name)
@@ -67,7 +67,7 @@ async def opened(allocator: Allocator, flavour: str, spec: PoolSpec) -> AsyncIte
 
 
 async def assert_same_tables(engine: Any, client: AsyncAllocatorClient) -> None:
-    """What the allocator holds of every live sequence is what the engine has."""
+    """Checks that the allocator's tables of every live sequence are the engine's."""
     shown = {each.sequence_id: each for each in (await client.get_pool_blocks("a")).sequences}
     assert set(shown) == {each.id for each in engine.live}
     for each in engine.live:
@@ -102,7 +102,7 @@ async def test_every_pass_reads_what_was_computed(flavour: str, kind: str) -> No
 
 
 async def settle(pretended: PretendedEngine) -> None:
-    """Turns until nothing is under way, and every fork and free was told; who gets no room asks for ever."""
+    """Runs turns until nothing is under way, and every fork and free is sent; a sequence without room asks forever."""
     engine = pretended.engine
     while engine._under_way is not None or engine._agenda._forks or engine._agenda._freed:
         pretended.run_copies(await engine.turn())
@@ -132,7 +132,7 @@ async def test_a_refused_prompt_says_what_is_missing_and_whom_to_free(engine: An
     with pytest.raises(NotAdmittedError, match="NO_SPACE, 7 blocks are missing") as raised:
         await engine.admit(range(100, 160))
     refusal = raised.value.refusal
-    assert (refusal.result, refusal.shortfall, refusal.victim) == (Result.NO_SPACE, 7, first)  # one for whoever runs
+    assert (refusal.result, refusal.shortfall, refusal.victim) == (Result.NO_SPACE, 7, first)  # one for a running one
     refusal.victim.free()
     assert (await engine.admit(range(100, 160))).room >= 60
     with pytest.raises(NotAdmittedError, match="TOO_LONG"):
@@ -217,7 +217,7 @@ async def test_a_fork_shares_what_is_computed_and_copies_the_block_that_it_write
     parent = await engine.admit(range(6))
     parent.append(6)
     child, late = parent.fork(), parent.fork()
-    late.free()  # before anybody was told of it
+    late.free()  # before the owner got it
     grandchild = child.fork()
     child.append(7)
     grandchild.append(8)

@@ -1,4 +1,4 @@
-"""Peers that send what is no message, and sessions whose own parts fail: whoever waits hears of it."""
+"""Peers that send invalid bytes, and sessions whose own parts fail: every waiting caller hears of it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Spoiler(grpc.GenericRpcHandler):
 
 
 class Deaf(Spoiler):
-    """The same, and on its first stream it reads and says nothing once that is open."""
+    """Reads and sends nothing on its first stream once that is open."""
 
     async def _serve(self, requests: AsyncIterator[bytes], context: Any) -> None:
         await super()._serve(requests if "report_end" in self.seen else self._until_open(requests), context)

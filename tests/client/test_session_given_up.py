@@ -1,4 +1,4 @@
-"""What callers give up: steps that are cancelled, sessions that are not opened in time."""
+"""Abandoned calls: steps that are cancelled, sessions that are not opened in time."""
 
 from __future__ import annotations
 

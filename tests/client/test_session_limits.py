@@ -1,4 +1,4 @@
-"""What an owner does where its allocator does not take what it sends, or does not take it at all."""
+"""An owner whose allocator refuses its messages, or the owner itself."""
 
 from __future__ import annotations
 

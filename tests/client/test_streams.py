@@ -1,4 +1,4 @@
-"""What happens to a stream of chunks whose server is lost, refuses, or says nothing: the same in both flavours."""
+"""A stream of chunks whose server is lost, refuses, or is silent: the same in both flavors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def texts(flavour: str, address: str, **options: Any) -> list[str]:
 
 
 def failing_first(*codes: grpc.StatusCode) -> Any:
-    """An answer whose attempts fail with these codes, one after the other, before one gives two samples."""
+    """Returns answers that fail with these codes, one after the other, before one gives two samples."""
     left = iter(codes)
 
     def answer(request: Any, context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:

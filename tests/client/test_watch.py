@@ -1,4 +1,4 @@
-"""A stream of events: what it yields, where it goes on after it was cut off, and which errors end it."""
+"""A stream of events: its events, where it continues after a break, and the errors that end it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def stored(cursor: int, digest: bytes = ONE) -> pb.CacheEvent:
 
 
 def attempts(*script: Sequence[pb.CacheEvent | grpc.StatusCode | Reason]) -> Any:
-    """An answer whose attempts, one after the other, send events and end as the script says."""
+    """Returns answers whose attempts, one after the other, send events and end as the script says."""
     left = iter(script)
 
     def answer(request: Any, context: grpc.ServicerContext) -> Iterator[pb.CacheEvent]:

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: real processes, and waiting for what they do."""
+"""The common parts of the end-to-end tests: real processes, and waiting for conditions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def clients(stack: LocalStack) -> Iterator[tuple[Client, AllocatorClient]]:
 
 @contextmanager
 def server(module: str, *arguments: str, folder: Path) -> Iterator[ServerProcess]:
-    """One server by itself, ready; what `LocalStack` makes two of."""
+    """Starts one server, ready; `LocalStack` makes two of these."""
     folder.mkdir()
     process = ServerProcess(
         module,

@@ -1,4 +1,4 @@
-"""Branches through real processes: whose they are, how long they live, and what is left of them."""
+"""Branches through real processes: their owners, how long they live, and their remains."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_branches_live_through_a_worker_that_stands_still_for_longer_than_their_
             worker.process.send_signal(signal.SIGSTOP)
             time.sleep(2.0)
             worker.process.send_signal(signal.SIGCONT)
-            time.sleep(0.5)  # who would end it has come by
+            time.sleep(0.5)  # its timer has run
             assert root.generate(max_tokens=2, ignore_eos=True).usage.output_token_count == 2
 
 

@@ -1,4 +1,4 @@
-"""What the README and the page on engines show works as it stands there."""
+"""The README's and the engine page's examples work as they are."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def python_of(document: str) -> list[str]:
 
 
 def printed(stack: LocalStack, *command: str) -> str:
-    """What a command prints that finds the stack where it looks by itself."""
+    """Returns the output of a command that finds the stack by its defaults."""
     addresses = {"QUIRE_WORKER": stack.worker_address, "QUIRE_ALLOCATOR": stack.allocator_address}
     done = subprocess.run(
         [sys.executable, *command],
@@ -65,7 +65,7 @@ def test_the_python_example_runs_and_prints_what_it_says(stack: LocalStack) -> N
     assert 2 * int(counts[1]) < int(counts[2]), "it shows what sharing saves"
 
 
-# What the page leaves to its reader: pages that are lists, and a model that is a hash of what they hold.
+# The parts that the page leaves to its reader: pages that are lists, and a model that hashes their contents.
 ENGINE = """
 import asyncio, hashlib
 prompt_tokens = list(range(40))
@@ -99,7 +99,7 @@ count, ends, forked = [0], [], []
 
 
 def test_the_engine_is_built_step_by_step_from_the_snippets_of_its_page(stack: LocalStack) -> None:
-    """Each snippet goes on where the one before it stopped; the fork comes once, after the first token."""
+    """Each snippet continues the one before it; the fork comes once, after the first token."""
     specification, admitted, turns, fork = python_of("docs/engine.md")
     once = "if not forked:\n    forked.append(1)\n" + textwrap.indent(textwrap.dedent(fork), "    ")
     append = "        text.append(token)  # they are computed, and this one came of them\n"
@@ -140,14 +140,14 @@ def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalSt
 
 
 def installed(folder: Path) -> None:
-    """The client alone, without what its extras bring."""
+    """Installs the client alone, without the packages of its extras."""
     options = ["--no-deps", "--no-build-isolation", "--no-index", "-q", "--target", str(folder)]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, "."], cwd=ROOT, check=True, timeout=60)
     assert (folder / "quire" / "_async" / "client.py").exists()
 
 
 def extras() -> None:
-    """Those that the README lists, and one that has all of them."""
+    """Checks the extras that the README lists, and the one that has all of them."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (of_all,) = named["all"]
     brought = set(re.findall(r"\[(.*)\]", of_all)[0].split(","))
@@ -251,7 +251,7 @@ def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_pa
                 with subprocess.Popen(words, cwd=where, env=environment, stdout=-1, stderr=-1, text=True) as process:
                     assert process.stdout is not None
                     first = ""
-                    if "watch" in words:  # which goes on for ever
+                    if "watch" in words:  # which runs forever
                         first = process.stdout.readline()
                         process.send_signal(signal.SIGINT)
                     out, error = process.communicate(timeout=60)

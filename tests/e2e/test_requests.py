@@ -1,4 +1,4 @@
-"""Requests through real processes: the right text, clear errors, and no block held by anybody who left."""
+"""Requests through real processes: the right text, clear errors, and no blocks held after a caller left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS = ["The for statement", "Return the", "A", "If the expression is true, "
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LocalStack]:
-    # Each token is a message of its own, so that what counts messages counts tokens.
+    # Each token is a message of its own, so that counting messages counts tokens.
     with started("--stream-interval-ms", "0") as running:
         yield running
 
@@ -155,7 +155,7 @@ def test_a_length_that_was_cut_is_said_in_the_answer(worker: Client) -> None:
 
 
 def test_32_identical_prompts_at_once_cost_one_prefill(worker: Client) -> None:
-    prompt = list(range(100, 420))  # 20 blocks, of which the last one's last token is computed by everybody
+    prompt = list(range(100, 420))  # 20 blocks; each sample computes the last block's last token
     before = worker.status()
     with ThreadPoolExecutor(32) as threads:
         outputs = list(threads.map(lambda _: worker.generate(prompt, max_tokens=4, ignore_eos=True), range(32)))

@@ -1,4 +1,4 @@
-"""`--tensor-parallel 2` as users run it: real processes, and what becomes of the crew when one of them is killed."""
+"""`--tensor-parallel 2` as users run it: real processes, and the rest of the crew after one is killed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT_S = 20.0  # within which a crew has ended; a second or two on a machine th
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[int, ...]:
-    """What transformers writes."""
+    """Returns the text of transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     tokens = torch.tensor([Tokenizer(DEMO).encode(PROMPT)])
     model.generation_config.eos_token_id = None

@@ -1,4 +1,4 @@
-"""Real allocator processes, a proxy on the way to them, and an owner that reads back what it wrote into its pages."""
+"""Real allocator processes, a proxy on the way to them, and an owner that reads its pages back."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ LEASE_S = 3
 
 
 class Proxy:
-    """Forwards TCP connections to whatever `target` is; can cut them, or hold back what they carry."""
+    """Forwards TCP connections to `target`; can cut them, or hold back their data."""
 
     def __init__(self) -> None:
         self.target = ""
         self.address = ""
         self._bytes_left: int | None = None  # to forward towards the target before everything is cut
-        self._counted_from = b""  # what has to pass before they are counted
+        self._counted_from = b""  # bytes before the count begins
         self._connections: set[_Connection] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self._swallowed = _Open(True, True)
@@ -63,8 +63,8 @@ class Proxy:
         self._connections.clear()
 
     def cut_after(self, byte_count: int, text: str = "") -> None:
-        """Closes every connection in the middle of whatever is being sent to the target, once so much more has been:
-        of all that is sent, or of what follows a text."""
+        """Closes every connection in the middle of a message to the target, after this many more bytes: of everything
+        sent, or of the bytes after a text."""
         self._bytes_left, self._counted_from = byte_count, text.encode()
 
     def swallow(self) -> None:
@@ -72,7 +72,7 @@ class Proxy:
         self._hold_back(_Open(False, False))
 
     def swallow_replies(self) -> None:
-        """Only what the target sends does not get through."""
+        """Drops everything that the target sends, and nothing else."""
         self._hold_back(_Open(True, False))
 
     def strand(self) -> None:
@@ -81,7 +81,7 @@ class Proxy:
             connection.hold_back(_Open(False, False))
 
     def let_through(self) -> None:
-        """Ends all that; what was held back is late, not lost."""
+        """Ends all faults; data held back arrives late."""
         self._hold_back(_Open(True, True))
 
     def _hold_back(self, swallowed: _Open) -> None:
@@ -155,11 +155,11 @@ class _Connection:
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
-        self.hold_back(_Open(True, True))  # who waits there finds out
+        self.hold_back(_Open(True, True))  # waiting callers find out
 
 
 class Place:
-    """Where an allocator runs: one process after another on the same port."""
+    """The address of an allocator: one process after another on the same port."""
 
     def __init__(self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self._folder = folder
@@ -220,7 +220,7 @@ class Name:
             self._starting = None
 
     def replace(self) -> None:
-        """kill -9; whoever comes back finds an empty one. The next one must be `ready`."""
+        """Replaces the allocator by kill -9; returning owners find an empty one. The next one must be `ready`."""
         assert self._starting is None
         self.proxy.target = self._next.address
         self.place.kill()
@@ -311,7 +311,7 @@ def rows_of(seen: pb.GetPoolResponse) -> list[SequenceRow]:
 
 @asynccontextmanager
 async def named(folder: Path, *, environment: Mapping[str, str] | None = None) -> AsyncIterator[Name]:
-    """A name with two allocators whose leases are short."""
+    """Yields a name with two allocators whose leases are short."""
     name = Name(folder, "--lease", f"{LEASE_S}", environment=environment)
     await name.start()
     try:
@@ -344,6 +344,6 @@ async def attached(
 
 
 async def flood(owner: Owner) -> None:
-    """Asks for new sequences as fast as answers come, for ever."""
+    """Asks for new sequences as fast as answers come, forever."""
     while True:
         await owner.session.submit(owner.history.make_new())

@@ -265,7 +265,7 @@ async def test_an_owner_that_was_silent_for_longer_than_its_lease_displaces_nobo
                 await living.step()
                 await living.check(name.place)
             assert not answer.done()
-        await zombie.act(step, answer)  # what its pages hold was reported, and is in force again
+        await zombie.act(step, answer)  # its pages were reported, and are in force again
         await zombie.step()
         await zombie.check(name.place)
 

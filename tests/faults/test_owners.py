@@ -1,5 +1,5 @@
-"""Rows of the fault table about what an owner asks for, on a real allocator: what it never computed, frees that are
-wrong, holds that nobody gives back, messages that are too large, callers that say nothing or too much."""
+"""Rows of the fault table about an owner's requests, on a real allocator: uncomputed tokens, wrong frees, holds that
+are never given back, messages that are too large, callers that are silent or too fast."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_what_was_granted_but_never_computed_is_not_found(name: Name) -> N
         assert beyond.commits == [Result.TOO_LONG]
         assert await matched(name, TOKENS) == 0
         await owner.session.step(step_of(("commit", 1, 16, digests[:4])))
-        await owner.session.step(StepBuilder())  # nobody is told before the one before is acknowledged
+        await owner.session.step(StepBuilder())  # no event before the previous step is acknowledged
         assert await matched(name, TOKENS) == 16
         await owner.check(name.place)
 

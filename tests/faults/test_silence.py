@@ -18,7 +18,7 @@ NOTICED_S = 30.0  # 10 of a client, 15 of a server, and a busy machine
 
 
 def connections(place: Place) -> int:
-    """How many clients the allocator believes to have."""
+    """Returns how many clients the allocator counts."""
     found = psutil.Process(place.server.process.pid).net_connections("tcp")
     port = int(place.address.rpartition(":")[2])
     return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port for each in found)

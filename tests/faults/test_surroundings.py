@@ -1,4 +1,4 @@
-"""A log that nobody reads, a disk that is full, a process that forks: servers serve on, and nobody loses anything."""
+"""A log without a reader, a full disk, a process that forks: servers keep serving, and no caller loses anything."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ START_S = 90.0
 
 @contextlib.contextmanager
 def unread() -> Iterator[int]:
-    """A pipe whose reader stands still."""
+    """Yields a pipe whose reader stands still."""
     reader, writer = os.pipe()
     try:
         yield writer
@@ -47,7 +47,7 @@ def full_disk() -> Iterator[int]:
 
 @contextlib.contextmanager
 def server(name: str, folder: Path, output: int, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Any]]:
-    """A server whose output goes there; and what its ready file says."""
+    """Starts a server with this output; returns it and its ready file."""
     ready = folder / f"{name}.json"
     command = [sys.executable, "-m", f"quire_{name}", "--listen", "127.0.0.1:0", "--ready-file", str(ready), *arguments]
     metrics = [] if name == "gateway" else ["--metrics", "127.0.0.1:0"]

@@ -1,4 +1,4 @@
-"""From bodies to what workers are asked, and what is refused by its name."""
+"""From bodies to the workers' requests, and refusals by the parameter's name."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_beams_are_asked_for_in_vllms_words_or_in_those_of_transformers(fields: 
     options = completion(early_stopping="never", length_penalty=0.5, **fields).options
     assert (options["num_beams"], options["temperature"]) == (4, 0.0)
     assert (options["early_stopping"], options["length_penalty"]) == ("never", 0.5)
-    assert completion(temperature=0.7, **fields).options["temperature"] == 0.7  # the worker says what is wrong with it
+    assert completion(temperature=0.7, **fields).options["temperature"] == 0.7  # the worker names the error
     assert "num_beams" not in completion(use_beam_search=False, n=4, num_beams=1, length_penalty=1.0).options
 
 
@@ -319,7 +319,7 @@ def test_what_no_server_of_ours_has_said_is_not_passed_on(kind: type[QuireError]
 
 
 def places(text: str, tokens: list[bytes], *, cuts: tuple[int, ...] = (), is_held: bool = False) -> list[int]:
-    """Where tokens are said to be in a text that comes whole, or in pieces that end where tokens do."""
+    """Returns the offsets of tokens in a text that comes whole, or in pieces that end where tokens do."""
     found, begun = Places(), 0
     offsets = []
     for end in (*cuts, len(tokens)):

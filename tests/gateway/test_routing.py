@@ -1,4 +1,4 @@
-"""Which of several workers is asked."""
+"""The choice among several workers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_a_prefix_counts_for_its_own_namespace_and_adapter_alone() -> None
 
 
 def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
-    """Two workers of one allocator; what one of them has computed for somebody else is found through its pool."""
+    """Two workers of one allocator: blocks that one of them has computed are found through its pool."""
     with LocalStack(DEMO, worker_arguments=["--blocks", "256", "--pool", "first"]) as stack:
         allocator = ["--allocator", stack.allocator_address]
         arguments = ["--model", str(DEMO), *allocator, "--listen", "127.0.0.1:0", "--blocks", "256", "--pool", "second"]

@@ -1,4 +1,4 @@
-"""Permissions inside a session: where namespaces come into a stream, and what a reader is shown."""
+"""Permissions inside a session: the places where namespaces enter a stream, and a reader's view."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ask(machine: SessionMachine, side: PoolOwner, step: StepBuilder) -> None:
 
 
 def grown(machine: SessionMachine, side: PoolOwner, step: StepBuilder, now: float = 0.0) -> list[Result]:
-    """What its grows are answered."""
+    """Returns the results of its grows."""
     side.submit(step)
     (reply,) = machine.receive(side.outbox.popleft(), now)
     answer = side.receive(reply, now)

@@ -1,4 +1,5 @@
-"""TLS: what a server refuses to start with, whom it lets in, and what a client refuses to send."""
+"""TLS: options that a server refuses at its start, callers that it admits, and credentials that a client refuses to
+send."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def token_file(tmp_path: Path) -> str:
 
 
 def server(*arguments: str) -> Server:
-    """As a process makes it of its command line; nothing is bound yet."""
+    """Makes a server as a process does from its command line; nothing is bound yet."""
     parser = argparse.ArgumentParser()
     add_arguments(parser, listen="127.0.0.1:0", metrics="127.0.0.1:0")
     return Server(parser.parse_args(arguments), service_name=SERVICE)
@@ -288,7 +289,7 @@ def test_files_of_a_client_that_cannot_be_used_are_named(certificates: Certifica
 
 
 def scrape(address: str, certificates: Certificates, tls: Tls | None, token: str | None = None) -> int | str:
-    """Status of GET /metrics over HTTPS, or the name of what went wrong."""
+    """Returns the status of GET /metrics over HTTPS, or the name of the error."""
     context = ssl.create_default_context(cafile=certificates.ca)
     if tls is not None and tls.cert is not None:
         context.load_cert_chain(tls.cert, tls.key)
@@ -328,7 +329,7 @@ def test_metrics_over_https_ask_for_the_token(certificates: Certificates, tmp_pa
 
 
 def served_serial(address: str, certificates: Certificates) -> int:
-    """Serial number of the certificate that a server shows now, to a caller who shows one."""
+    """Returns the serial number of the certificate that a server shows now to a caller with one."""
     host, port = address.split(":")
     context = ssl.create_default_context(cafile=certificates.ca)
     tls = certificates.client()

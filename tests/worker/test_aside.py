@@ -1,4 +1,4 @@
-"""What is computed beside the event loop: within its limits, in its turn, and without holding up the end."""
+"""Work beside the event loop: within its limits, in its turn, and without delaying the end."""
 
 from __future__ import annotations
 

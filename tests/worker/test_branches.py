@@ -1,4 +1,4 @@
-"""Branches on a real model and a real allocator: their text and scores against transformers, and who holds what."""
+"""Branches on a real model and a real allocator: their text and scores against transformers, and their blocks."""
 
 from __future__ import annotations
 

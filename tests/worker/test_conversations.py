@@ -1,4 +1,4 @@
-"""Conversations as chat templates take them, and what callers' texts may not do to them."""
+"""Conversations as chat templates take them, and the limits of callers' texts."""
 
 from __future__ import annotations
 

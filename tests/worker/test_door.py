@@ -1,4 +1,4 @@
-"""Who is refused before it waits, or ended while it does; on a real model."""
+"""Refusals before a request waits, and ends while it waits; on a real model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_who_cannot_be_done_in_time_is_refused_at_the_door_and_others_are_
             harness.submit(prompt(5), time_left_s=500 * pass_s, **sampling)
         assert caught.value.reason is Reason.DEADLINE
         assert not harness.engine.scheduler.roster.has_work
-        # It may end with its first token, for all that anybody knows.
+        # It may end with its first token, which is not known yet.
         kept = harness.submit(prompt(5), time_left_s=500 * pass_s, max_tokens=1000)
         harness.engine.cancel(kept)
 

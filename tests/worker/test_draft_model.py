@@ -1,7 +1,6 @@
-"""Drafts by a second model: texts are the same whatever it says, and its pages hold what it would compute itself.
+"""Drafts by a second model: texts do not depend on them, and its pages hold its own keys.
 
-A model that drafts for itself is always right as long as its own pages are: what it accepts less than that shows a key
-that is missing in them.
+A model that drafts for itself is always right as long as its own pages are. A lower acceptance shows a missing key.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ async def test_requests_that_outgrow_their_pool_are_preempted_and_finish_with_th
 ) -> None:
     folder = folders[family]
     prompts = [prompt(1 + i, seed=i) for i in range(4)]
-    blocks = pool_of(folder, 4)  # two are let in, and a window of 24 tokens alone is three blocks of each of them
+    blocks = pool_of(folder, 4)  # two are admitted, and a window of 24 tokens alone is three blocks of each of them
     async with running(folder, blocks=blocks) as harness:
         outputs = await asyncio.gather(
             *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)

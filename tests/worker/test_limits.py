@@ -1,4 +1,4 @@
-"""The worker's limits, each to the number: what reaches one is taken, one more is refused with its reason."""
+"""The worker's limits are exact: a request at one is accepted, one more is refused with its reason."""
 
 from __future__ import annotations
 
@@ -233,6 +233,6 @@ def test_every_limit_of_sampling_has_a_case() -> None:
         "STOP_TOKEN_COUNT_MAX",
         "TEMPERATURE_MAX",
         "TEMPERATURE_MIN",
-        "UINT64_MAX",  # of a seed: what its field holds
+        "UINT64_MAX",  # of a seed: the range of its field
     }
     assert math.log2(params.UINT64_MAX + 1) == 64

@@ -55,7 +55,7 @@ class Pair:
 
     @asynccontextmanager
     async def running(self, folder: Path, *, blocks_per_group: int = 256, **job: Any) -> AsyncIterator[Harness]:
-        """An engine whose model both ranks compute."""
+        """Runs an engine whose model both ranks compute."""
         model = self.load(folder, blocks_per_group=blocks_per_group, **job)
         lost: list[str] = []
         leader = Leader(self.crew, silence_s=0.5, on_lost=lost.append)
@@ -100,14 +100,14 @@ def write(name: str, folder: Path) -> Path:
 
 
 def split_modules(model: PagedModel) -> Counter[str]:
-    """How many modules each rank has a part of, by what they are called."""
+    """Returns how many modules of each name are split between the ranks."""
     return Counter(name.rpartition(".")[2] for name, part in model.module.named_modules() if isinstance(part, Summed))
 
 
 ATTENTION, MLP, EXPERTS, SHARED = "self_attn", "mlp", "experts", "shared_experts"
 
 
-# What has parts, and the KV heads of one rank: half of them, or the one that there is.
+# The split modules, and the KV heads of one rank: half of them, or the one that there is.
 @pytest.mark.parametrize(
     ("name", "parts", "kv_heads"),
     [

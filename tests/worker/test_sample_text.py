@@ -35,7 +35,7 @@ def splits(text: str) -> list[list[str]]:
 
 
 def streamed(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
-    """What comes out; no piece of it may be more than the text up to the first stop text."""
+    """Returns the streamed pieces; none may be more than the text up to the first stop text."""
     finder, out = StopTexts(stops), ""
     for piece in pieces:
         ready, is_found = finder.push(piece)

@@ -1,4 +1,4 @@
-"""How many blocks a pool gets, what is said where it gets too few, and what is told of it."""
+"""The number of blocks of a pool, the refusal of too few, and the pool's announcement."""
 
 from __future__ import annotations
 

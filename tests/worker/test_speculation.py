@@ -1,4 +1,5 @@
-"""Drafts by prompt lookup: what is drafted, and that texts are the same with and without, and those of transformers."""
+"""Drafts by prompt lookup: the drafted tokens, and that texts are the same with and without, and those of
+transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker shows to Prometheus, in the format that Prometheus asks for first."""
+"""A worker's metrics for Prometheus, in the format that Prometheus asks for first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of an answer is what its tokens add to the text of the prompt: streamed, whole, and in bytes."""
+"""The text of an answer is the text of prompt and answer minus the prompt's: streamed, whole, and in bytes."""
 
 from __future__ import annotations
 

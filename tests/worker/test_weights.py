@@ -1,4 +1,4 @@
-"""Weights on their way into memory: what is refused, what the log says, and how much memory it takes."""
+"""Weights on their way into memory: refusals, log lines, and memory."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_reading_tells_how_far_it_is(llama: Path, monkeypatch: pytest.MonkeyPatc
     assert [line["bytes"] for line in lines if line["event"] == "weights read"] == [sum(sizes)]
 
 
-# What a process of its own prints: the most memory that it held before and after loading, and the bytes of the weights.
+# The output of a process of its own: its peak memory before and after loading, and the bytes of the weights.
 _MEASURE = """
 import sys, torch
 from pathlib import Path

@@ -1,13 +1,13 @@
 """Admission: decides which sequences get blocks, and with which result the others are refused.
 
-A new sequence must pass, in this order:
+A new sequence is refused for the first of these reasons:
 
-    TOO_LONG        it could never fit, computed in passes as large as its owner announces
-    PASS_TOO_LONG   it could, but not with a first pass of so many tokens
-    PENDING         others are computing as much of its prefix as it would rather wait for
-    QUOTA           its namespace would hold more than it may
-    NO_SPACE        its whole prompt must fit (not only the first chunk), beside what was *promised* to prompts that are
-                    still growing, and leave the *watermark* free for whoever runs. An idle pool waives the last two
+    TOO_LONG        it can never fit, even in passes as large as its owner announces
+    PASS_TOO_LONG   it fits, but not with a first pass of this many tokens
+    PENDING         others are computing at least as much of its prefix as it asked to wait for
+    QUOTA           its namespace would exceed its limit
+    NO_SPACE        its whole prompt, not only the first chunk, does not fit beside the blocks *promised* to growing
+                    prompts and the free *watermark* of running ones. An idle pool waives these two
 
 A live sequence needs room for its request alone: TOO_LONG if no pass is small enough, else PASS_TOO_LONG with the
 excess of blocks; then QUOTA, as above; then NO_SPACE with the missing blocks and the victim whose preemption costs

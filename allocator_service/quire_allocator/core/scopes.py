@@ -1,4 +1,4 @@
-"""What can be evicted, and where it belongs: a namespace's part of one manager."""
+"""The namespaces of a pool, and the candidates for eviction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire_allocator.core.spec import GroupSpec, Quota
 
 
 class Scope:
-    """What one namespace has in one manager, in blocks.
+    """The blocks of one namespace in one manager.
 
     Attributes:
         held: blocks in tables of its sequences, each counted once.
@@ -57,7 +57,7 @@ class Namespace:
 
 
 class Scoped(Entry):
-    """What can be evicted, and where it belongs."""
+    """A candidate for eviction and its scope."""
 
     __slots__ = ("scope",)
 

@@ -1,4 +1,4 @@
-"""Small pools, and what can be seen of them."""
+"""Small pools, and their observable state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def state(block_size: int) -> GroupSpec:
     return GroupSpec(GroupKind.STATE, block_size)
 
 
-# Groups and retention of pools that tell nobody where to leave a state: none, all of them, or no attention to judge by.
+# Groups and retention of pools without early stops and stops of answers: no states, only states, or no attention to
+# compare with.
 WITHOUT_TOLD_ENDS = [
     ((full(4),), ""),
     ((full(4), sliding(4, 8)), ""),
@@ -89,12 +90,12 @@ def counts(pool: Pool) -> tuple[int, int, int]:
 
 
 def granted_next(pool: Pool) -> list[int]:
-    """All free blocks in the order in which they would be granted, one by one."""
+    """Returns all free blocks in the order of grants, one by one."""
     return what_if(pool.blocks, lambda blocks: [blocks.take(1)[0] for _ in range(blocks.free_count)])
 
 
 def everything(pool: Pool) -> tuple[Any, ...]:
-    """All that a refused operation must leave as it was."""
+    """Returns everything that a refused operation must not change."""
     sequences = [
         (i, s.token_count, s.committed_token_count, s.limit, s.promised, tables(pool, i))
         for i, s in pool.sequences.items()
@@ -108,7 +109,7 @@ def everything(pool: Pool) -> tuple[Any, ...]:
 def computed(
     pool: Pool, sequence_id: int, letters: str, *, namespace: str = "", tokens: int = 0, **options: Any
 ) -> None:
-    """A sequence whose digest blocks of `letters`, and `tokens` more, have been allocated, computed and committed."""
+    """Allocates, computes and commits a sequence with the digest blocks of `letters`, and `tokens` more."""
     size = pool.digest_tokens
     token_count = size * len(letters) + tokens
     grown = pool.allocate(sequence_id, token_count, d(letters), namespace, **options)
@@ -117,7 +118,7 @@ def computed(
 
 
 def commit(pool: Pool, sequence_id: int, letters: str, token_count: int, keep: int = 0) -> Any:
-    """What a forward pass up to `token_count` computed, of a text whose digest blocks are `letters`."""
+    """Commits a forward pass up to `token_count`, of a text whose digest blocks are `letters`."""
     size = pool.digest_tokens
     first = pool.sequences[sequence_id].committed_token_count // size
     digests = d_from(letters[: token_count // size], first)
@@ -134,7 +135,7 @@ def filled(pool: Pool, sequence_id: int, token_count: int) -> int:
 
 
 def published(scope: Any) -> dict[tuple[int, bytes], tuple[list[int], int]]:
-    """Of a windowed or state group, by position and digest: the blocks, and what they are worth."""
+    """Returns the published blocks of a windowed or state group, and their worth, by position and digest."""
     found = {unit.key: (list(unit.blocks), unit.worth) for unit in scope.units()}
     for stretch in getattr(scope, "stretches", {}).values():
         width = len(stretch.blocks) * 32 // stretch.size

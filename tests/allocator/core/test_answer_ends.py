@@ -1,4 +1,5 @@
-"""The ends of an answer: where it leaves states, which one is left, and who has none. Numbers worked out by hand."""
+"""The ends of an answer: where it leaves states, which one remains, and which answers have none. Numbers worked out by
+hand."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def answer(pool: Pool, sequence_id: int, digests: bytes, first: int, last: int) 
 
 
 def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
-    """Computes a prompt with passes that end at its stops, but for the early one; returns what was matched."""
+    """Computes a prompt with passes that end at its stops, except for the early one; returns the matched tokens."""
     grown = pool.allocate(sequence_id, prompt, digests[: prompt // 4 * DIGEST_BYTES])
     last = (prompt - 1) // 4 * 4
     done = grown.matched_token_count

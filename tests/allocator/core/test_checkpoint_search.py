@@ -13,7 +13,7 @@ from tests.allocator.core.pools import full, state
 
 
 def computed(pool: Pool, sequence_id: int, digests: bytes, ends: list[int]) -> None:
-    """Allocates a prompt in blocks of 4, and computes it in passes that end where they are told to."""
+    """Allocates a prompt in blocks of 4, and computes it in passes that end at the given stops."""
     count = len(digests) // 32
     assert pool.allocate(sequence_id, 4, digests, prompt_token_count=4 * count).result is Result.OK
     done = pool.sequences[sequence_id].committed_token_count // 4

@@ -1,4 +1,5 @@
-"""The early end of a prompt: which prompts have one and where, and who hits there. Numbers worked out by hand."""
+"""The early end of a prompt: which prompts have one and where, and which prompts hit there. Numbers worked out by
+hand."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_of_a_path_the_last_three_stay_however_many_turns_come_behind_it() -> No
 
 # -- whose place a junction takes --------------------------------------------------------------------------------------
 
-HEAVY = (full(4), *(state(1024),) * 20)  # what is new is no less than five blocks where there is an early end
+HEAVY = (full(4), *(state(1024),) * 20)  # the new part is at least five blocks where there is an early end
 
 
 def test_the_junction_takes_the_place_of_the_early_end_before_it() -> None:

@@ -1,4 +1,4 @@
-"""What eviction learns of a prompt that full attention has further than the other groups serve it."""
+"""Eviction's conclusions from a prompt that full attention has further than the other groups serve it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.allocator.core.pools import d, full, make_pool, state
 
 TEXT, OTHER = d("abcdefghijklmn"), d("abcdefghijwxyz")  # which part behind ten blocks
 PROMPT_TOKENS = 14 * 4 + 1
-LEFT = ReuseValue(1).lane_count // 5 - 1  # the kind of what prompts leave behind
+LEFT = ReuseValue(1).lane_count // 5 - 1  # the kind of left-behind ends
 
 
 def new_pool() -> Pool:

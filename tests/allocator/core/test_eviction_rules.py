@@ -44,7 +44,7 @@ def serve(pool: Pool, request: Sequence[int]) -> None:
 
 
 def evict(pool: Pool, position_count: int) -> None:
-    """Makes somebody take so many positions more than are empty."""
+    """Evicts this many positions more than are empty."""
     width = len(pool.spec.groups)
     positions = pool.blocks.empty_count // width + position_count
     assert pool.allocate(pool.last_sequence_id + 1, positions * BLOCK_TOKENS).result is Result.OK
@@ -72,21 +72,21 @@ def entry_of(policy: ReuseValue, parent: Stretch | None = ROOT, blocks: int = 4,
 
 
 def release(policy: ReuseValue, entry: Stretch) -> Stretch:
-    """Nobody holds it any more."""
+    """Releases the entry, which has no holders then."""
     entry.live = 0
     policy.released(entry)
     return entry
 
 
 def hit_after(policy: ReuseValue, entry: Stretch, block_count: int) -> None:
-    """Sequences ask for so many blocks, those of the entry are the last of them; then nobody holds it again."""
+    """Requests this many blocks, the last of them the entry's, and releases them."""
     policy.hit(entry_of(policy, blocks=block_count - entry.blocks, name=99))
     policy.hit(entry)
     release(policy, entry)
 
 
 def cut(policy: ReuseValue, entry: Stretch, upper_blocks: int) -> tuple[Stretch, bool]:
-    """Splits an entry, of which the lower part stays; returns the upper one, and whether the lower has moved."""
+    """Splits an entry, whose lower part stays; returns the upper one, and whether the lower has moved."""
     upper = Stretch(77, upper_blocks)
     upper.copy_history(entry)
     upper.live = min(entry.live, 1)
@@ -102,7 +102,7 @@ def test_what_a_chat_says_behind_a_shared_prompt_was_not_shared() -> None:
     chat, digests = range(4), digests_of(range(4))
     pool.allocate(1, 17, digests)
     pool.commit(1, 8, digests[:64])
-    for other in (2, 3):  # two share what it has computed so far
+    for other in (2, 3):  # two share its computed blocks so far
         pool.allocate(other, 9, digests[:64])
         pool.free(other)
     pool.commit(1, 16, digests[64:])
@@ -110,7 +110,7 @@ def test_what_a_chat_says_behind_a_shared_prompt_was_not_shared() -> None:
     serve(pool, range(10, 14))
     serve(pool, range(10, 15))  # the first four are shared once
     assert [run.hits for run in runs_of(pool, chat)] == [2, 0]
-    evict(pool, 3)  # what was let go of first, its end before the rest
+    evict(pool, 3)  # released first, its end before the rest
     assert (cached_count(pool, chat), cached_count(pool, range(10, 15))) == (1, 5)
 
 
@@ -234,7 +234,7 @@ def test_a_cut_through_the_spare_end_leaves_the_rest_of_it_to_the_upper_part() -
     policy = ReuseValue(POOL_BLOCKS)
     policy._left_behind = [6] * 4
     entry = release(policy, entry_of(policy, blocks=10))
-    entry.live = 1  # by a sequence that computed the same once more: nobody shared it
+    entry.live = 1  # by a sequence that computed the same once more: not shared
     upper, _ = cut(policy, entry, 7)
     assert (upper.spare, entry.spare) == (3, 3)
 

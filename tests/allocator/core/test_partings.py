@@ -1,4 +1,4 @@
-"""Where prompts part from cached ones, and which windows stay therefore. Numbers worked out by hand."""
+"""The places where prompts part from cached ones, and the windows that stay for them. Numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_chat_that_goes_on_parts_late_and_an_edited_one_early() -> None:
     assert seen(pool) == (1, 0)
     serve(pool, parted(1, 10, 5), 41)  # inside of the ten
     assert seen(pool) == (1, 1)
-    serve(pool, parted(2, 10, 5), 41)  # where two ways go on already
+    serve(pool, parted(2, 10, 5), 41)  # where two ways part already
     assert seen(pool) == (1, 1)
 
 
@@ -79,7 +79,7 @@ def test_steps_double_their_distance_and_stand_at_edges() -> None:
 
 def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts() -> None:
     pool = make_pool(2_000, full(4), sliding(4, 8))
-    for number in range(1, 4):  # three edited prompts and four believed to go on: 3 of 7 are 0.4 and more
+    for number in range(1, 4):  # three edited prompts and four assumed to continue: 3 of 7 are 0.4 and more
         serve(pool, text(10 * number, 8), 32)
         serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
     assert partings_of(pool).are_inside
@@ -93,7 +93,7 @@ def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts()
 
 
 def edited_chats(pool: Pool, *, chat_count: int, round_count: int) -> float:
-    """Chats whose last quarter is written anew each time; returns the share of what they have in common that hits."""
+    """Returns the share of hits in the common tokens of chats whose last quarter is written anew each time."""
     hits = 0
     for number in range(round_count):
         for chat in range(chat_count):
@@ -105,7 +105,7 @@ def edited_chats(pool: Pool, *, chat_count: int, round_count: int) -> float:
 
 
 def test_a_pool_that_has_learned_it_hits_what_edited_prompts_have_in_common() -> None:
-    # A chat has 40 blocks and, with its steps, at most 40 of the window. The first edit of each is told its junction,
+    # A chat has 40 blocks and, with its steps, at most 40 of the window. The first edit of each gets its junction,
     # which is hit from then on.
     pool = Pool(PoolSpec(12 * 60, (full(4), sliding(4, 32))))
     assert edited_chats(pool, chat_count=8, round_count=6) > 0.8

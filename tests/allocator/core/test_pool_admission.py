@@ -1,4 +1,4 @@
-"""Who is let in and who is not: whole-prompt fit, watermark, promised blocks, quotas. Worked out by hand.
+"""Admission and refusal: whole-prompt fit, watermark, promised blocks, quotas. Worked out by hand.
 
 Unless said otherwise blocks have 4 tokens and there is one group of full attention.
 """
@@ -111,7 +111,7 @@ def test_what_windows_give_back_is_promised_again_and_nothing_once_the_prompt_is
     assert pool.admission.promised_block_count == 9 + 2
     for block in range(1, 11):
         assert pool.grow(1, 4 * block).result is Result.OK
-        # Of 8 tokens on, the token at `4 * block` reads 4 tokens before it: one block.
+        # From 8 tokens on, the token at `4 * block` reads 4 tokens before it: one block.
         window = 2 if block > 1 else 1
         assert pool.admission.promised_block_count == (10 - block) + min(10 - block, 3 - window)
         if block < 10:
@@ -309,7 +309,7 @@ def test_what_falls_out_of_a_window_counts_as_left_behind() -> None:
 def test_a_block_that_growing_leaves_behind_counts_too() -> None:
     pool = quota_pool(8, state(4), cached_block_count_max=0)
     computed(pool, 1, "a", namespace="blue")
-    answer = pool.grow(1, 5)  # goes on in a copy; the checkpoint would be cached
+    answer = pool.grow(1, 5)  # continues in a copy; the checkpoint would be cached
     assert [tuple(copy) for copy in answer.copies] == [(0, 1)]
     assert counts(pool) == (7, 0, 1)
     invariants.check(pool)
@@ -335,7 +335,7 @@ def test_a_state_that_only_its_sequence_holds_is_copied_within_the_quota() -> No
     computed(pool, 1, "a", namespace="blue")
     assert pool.grow(1, 5).copies == [(0, 1)]
     pool.free(1)
-    assert pool.allocate(2, 6, d("a"), "blue").matched_token_count == 4  # the same for a hit
+    assert pool.allocate(2, 6, d("a"), "blue").matched_token_count == 4  # as above, for a hit
     invariants.check(pool)
 
 

@@ -1,4 +1,4 @@
-"""What the log tells of a pool's index: in order, once acknowledged, once for all copies. Blocks of 4 tokens."""
+"""The log of a pool's index: in order, once acknowledged, once for all copies. Blocks of 4 tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def told(pool: Pool, after: int = 0) -> Told:
 
 
 def all_told(pool: Pool) -> Told:
-    """The same, with everything acknowledged."""
+    """Returns the log with everything acknowledged."""
     pool.log.publish(pool.log.step)
     return told(pool)
 
@@ -152,7 +152,7 @@ def test_what_a_commit_stores_from_a_forked_block_on_is_one_event() -> None:
     commit(pool, 1, "abc", 12)  # the block that it shares with its fork, and the one behind
     assert all_told(pool) == [("STORED", "a", 0, "", 0), ("STORED", "bc", 1, "a", 0)]
     pool.grow(2, 8)
-    commit(pool, 2, "abc", 8)  # its copy of what is published already
+    commit(pool, 2, "abc", 8)  # its copy of a published block
     pool.free(1)
     pool.free(2)
     assert pool.match("", d("abc")) == 12
@@ -185,7 +185,7 @@ def test_what_was_stored_by_others_parts_what_a_commit_of_a_window_tells() -> No
     pool.allocate(2, 24)
     pool.free(1)
     forget(pool, 0, [0, 1, 4])
-    commit(pool, 2, "abcdef", 24)  # its own copies of what is gone, and what is still there
+    commit(pool, 2, "abcdef", 24)  # its own copies of evicted blocks, and the published rest
     assert [event for event in all_told(pool) if event[0] == "STORED"] == [
         ("STORED", "abcdef", 0, "", 0),
         ("STORED", "ab", 0, "", 0),

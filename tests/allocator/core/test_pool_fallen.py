@@ -1,4 +1,5 @@
-"""What windows leave behind costs by the stretch, not by the block: finding, committing, freeing and evicting it."""
+"""Blocks that fell out of windows cost by the stretch, not by the block: finding, committing, freeing and evicting
+them."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_a_commit_makes_no_more_units_than_a_window_needs(
     pool, digests = window_pool(full(4), group, retention=retention), text(1, LONG)
     monkeypatch.setattr(Unit, "__init__", count)
     computed(pool, 1, digests)
-    assert len(made) <= 4 * (WINDOW + 2)  # the window, what the two last stops take, and one edge more
+    assert len(made) <= 4 * (WINDOW + 2)  # the window, the blocks of the two last stops, and one edge more
     assert len(window_scope(pool).stretches) <= 3
     pool.free(1)
     assert len(made) <= 4 * (WINDOW + 2)

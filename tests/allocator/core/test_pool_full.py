@@ -330,7 +330,7 @@ def test_many_grow_at_once_and_only_those_that_need_something_are_answered() -> 
 
 
 def test_a_group_of_larger_blocks_is_hit_only_where_both_end() -> None:
-    # Digests cover 4 tokens. 20 tokens: 5 blocks of 4, and 3 of 8, of which two are full.
+    # Digests cover 4 tokens. 20 tokens are 5 blocks of 4, or 3 of 8, two of them full.
     pool = make_pool(16, full(4), full(8))
     computed(pool, 1, "abcde")
     assert [len(table) for table in tables(pool, 1)] == [5, 3]

@@ -1,4 +1,4 @@
-"""Several types of group in one pool: a hit is what all of them can serve. Numbers worked out by hand."""
+"""Several types of group in one pool: a hit is as long as all of them can serve. Numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_full_and_sliding_agree_on_the_longest_prefix_that_both_have() -> None:
 
 def test_three_kinds_are_asked_again_until_none_of_them_gives_way() -> None:
     # Blocks of one token. Full has all 12. A window of 3 needs the last two and has 2, 3, 8, 9: prefixes of 4 and 10.
-    # Chunks of 4 need what comes since the last multiple of 4, and 8 is missing: of 10 only 8 is left, which the window
+    # Chunks of 4 need the tokens since the last multiple of 4, and 8 is missing: of 10 only 8 is left, which the window
     # cannot serve; so 4.
     pool = make_pool(60, full(1), sliding(1, 3), chunked(1, 4))
     computed(pool, 1, LETTERS[:12])

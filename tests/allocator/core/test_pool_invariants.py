@@ -89,7 +89,7 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
 def busy_pool() -> Pool:
     """A borrower, a hold, a prompt in chunks, sharers of a half-filled block, something cached.
 
-    Sequence 3 borrows what 1 published; 4 is a hold of 1; 5 is a prompt in chunks; 7 and 8 share.
+    Sequence 3 borrows a block that 1 published; 4 is a hold of 1; 5 is a prompt in chunks; 7 and 8 share.
     """
     pool = make_pool(60, full(4), sliding(4, 6), quotas=(Quota("", None, 20),))
     pool.allocate(1, 12)

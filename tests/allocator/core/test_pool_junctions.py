@@ -1,4 +1,4 @@
-"""Junctions: who is told up to where a checkpoint would have made it a hit, and that it does so the next time."""
+"""Junctions: a prompt learns where a checkpoint would have made a hit, and the next prompt hits there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.allocator.core.pools import (
     state,
 )
 
-SYSTEM = "abcd"  # 64 tokens in blocks of 16, with which three prompts of 96 tokens begin
+SYSTEM = "abcd"  # 64 tokens in blocks of 16, the common prefix of three prompts of 96 tokens
 
 
 def told(answer: GrowResult) -> tuple[Result, int, int]:
@@ -31,7 +31,7 @@ def told(answer: GrowResult) -> tuple[Result, int, int]:
 
 
 def served(pool: Pool, sequence_id: int, letters: str) -> tuple[int, int]:
-    """A prompt as an owner serves it that cuts its passes where it is told to: tokens matched, and the junction."""
+    """Serves a prompt as an owner that cuts its passes at stops; returns the matched tokens, and the junction."""
     size, length = pool.digest_tokens, len(letters) * pool.digest_tokens
     answer = pool.allocate(sequence_id, length, d(letters))
     assert answer.result is Result.OK
@@ -59,7 +59,7 @@ def test_the_second_of_three_prompts_is_told_of_what_they_share_and_the_third_hi
     groups: tuple[GroupSpec, ...],
 ) -> None:
     if groups == (state(1024),):
-        groups = (state(16), state(1024))  # digests cover what the smallest block does
+        groups = (state(16), state(1024))  # a digest covers the smallest block
     pool = make_pool(64, *groups)
     assert [served(pool, i + 1, SYSTEM + user) for i, user in enumerate(("wx", "yz", "uv"))] == [
         (0, 0),
@@ -102,7 +102,7 @@ def test_a_match_and_a_pending_answer_tell_the_junction_too() -> None:
 
 
 def test_others_are_not_told_of_what_the_owner_has_not_acknowledged() -> None:
-    pool = make_pool(32, full(4), state(64), state(64))  # whose answers have no ends
+    pool = make_pool(32, full(4), state(64), state(64))  # answers without ends
     pool.log.step = 1
     computed(pool, 1, "ab")
     pool.log.step = 2
@@ -171,7 +171,7 @@ def common(first: list[int], second: list[int]) -> int:
 
 
 def packed(prompt: list[int]) -> bytes:
-    """Digests of a prompt's prefixes, each of which stands for all before it."""
+    """Returns digests of a prompt's prefixes, each for all tokens before its end."""
     return b"".join(repr(prompt[: end + 1]).encode()[-32:].rjust(32, b" ") for end in range(len(prompt)))
 
 

@@ -12,12 +12,12 @@ from tests.allocator.core.pools import blocks_of, commit, counts, d, full, make_
     ("keep", "token_count", "blocks"),
     [
         (0, 14, [0, 1, 2, 3]),  # nothing is given back
-        (1, 9, [0, 1, 2]),  # never less than what is committed
+        (1, 9, [0, 1, 2]),  # never below the committed length
         (9, 9, [0, 1, 2]),
         (12, 12, [0, 1, 2]),
         (13, 13, [0, 1, 2, 3]),
         (14, 14, [0, 1, 2, 3]),
-        (99, 14, [0, 1, 2, 3]),  # never more than what was granted
+        (99, 14, [0, 1, 2, 3]),  # never above the granted length
     ],
 )
 def test_a_commit_gives_back_what_is_not_to_be_kept(keep: int, token_count: int, blocks: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Prefixes that somebody is computing right now: who asks for one is told so, and may wait. Blocks of 4 tokens."""
+"""Prefixes under way in another sequence: a request for one learns of it, and may wait. Blocks of 4 tokens."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_fork_announces_nothing() -> None:
 
 
 def eight_at_once(pool: Pool, letters: str, prompt: int, chunk: int) -> list[int]:
-    """Eight identical prompts, of which those that are told to wait ask again every step; tokens each computed."""
+    """Runs eight identical prompts, where waiting ones ask again every step; returns the tokens that each computed."""
     waiting, running, computed_by = list(range(1, 9)), [], []
     for _ in range(60):
         for _ in list(waiting):

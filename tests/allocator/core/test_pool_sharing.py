@@ -24,7 +24,7 @@ from tests.allocator.core.pools import (
 
 
 def grown(pool: Pool, sequence_id: int, token_count: int) -> tuple[list[int], list[Copy]]:
-    """What growing grants and copies."""
+    """Returns the grants and copies of a grow."""
     answer = pool.grow(sequence_id, token_count)
     assert answer.result is Result.OK
     invariants.check(pool)
@@ -76,7 +76,7 @@ def test_a_fork_shares_what_is_committed_and_not_what_is_merely_granted() -> Non
     pool.fork(1, 2)
     assert blocks_of(pool, 2) == [0, 1]
     assert pool.sequences[2].token_count == 6
-    # The parent was granted the rest of block 1 before the fork: it goes on writing there, the child copies.
+    # The parent was granted the rest of block 1 before the fork: it writes on there, and the child copies.
     assert grown(pool, 1, 16) == ([], [])
     assert grown(pool, 2, 7) == ([4], [Copy(1, 4)])
 
@@ -96,7 +96,7 @@ def test_freeing_one_side_of_a_fork_leaves_the_other_whole() -> None:
     pool.free(1)
     assert blocks_of(pool, 2) == [0, 1]
     assert states(pool)[:3] == [2, 2, 0]
-    assert grown(pool, 2, 7) == ([], [])  # nobody else is left: no copy
+    assert grown(pool, 2, 7) == ([], [])  # the only holder left: no copy
 
 
 def half_borrowed() -> Pool:
@@ -254,7 +254,7 @@ def test_holds_end_in_the_order_of_their_ids_and_forks_of_them_do_not() -> None:
     computed(pool, 1, "a", tokens=1)
     pool.fork(1, 2, hold_until=5.0)
     pool.fork(1, 3, hold_until=4.0)
-    pool.fork(3, 4)  # goes on: an ordinary sequence
+    pool.fork(3, 4)  # continues: an ordinary sequence
     assert pool.expire_holds(7.0) == [2, 3]
     assert list(pool.sequences) == [1, 4]
     assert blocks_of(pool, 4) == [0, 1]

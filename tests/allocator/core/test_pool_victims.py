@@ -1,4 +1,5 @@
-"""Whom NO_SPACE names to be preempted: who loses least; and its return. By hand; blocks of 4 tokens, one group."""
+"""The victim named by NO_SPACE: the sequence that loses least; and its return. By hand; blocks of 4 tokens, one
+group."""
 
 from __future__ import annotations
 

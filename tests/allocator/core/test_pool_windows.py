@@ -1,4 +1,4 @@
-"""Sliding-window and chunked-local groups: what is kept, what falls out, what is hit. Numbers worked out by hand.
+"""Sliding-window and chunked-local groups: kept blocks, fallen blocks, and hits. Numbers worked out by hand.
 
 A token at position `t` of a sliding window of `w` reads `t - w + 1` to `t`; of chunks of `w` it reads its own chunk up
 to itself. A block falls out when no token to come reads anything in it.
@@ -132,8 +132,8 @@ def test_blocks_that_fell_out_make_room_for_the_ones_that_come() -> None:
 
 @pytest.mark.parametrize(("limit", "hit"), [(14, 14), (13, 6), (6, 6), (5, 5), (4, 0)])
 def test_a_window_of_4_over_15_tokens_is_hit_at_5_6_and_14(limit: int, hit: int) -> None:
-    # Of blocks of one token 2 to 5 and 11 to 13 are cached. A prefix needs its last 3: 14 has 11 to 13, 6 has 3 to 5,
-    # 5 has 2 to 4; 4 would need 1, and 13 would need 10.
+    # Among blocks of one token, 2 to 5 and 11 to 13 are cached. A prefix needs its last 3: 14 has 11 to 13, 6 has 3 to
+    # 5, 5 has 2 to 4; 4 would need 1, and 13 would need 10.
     pool = make_pool(20, sliding(1, 4))
     computed(pool, 1, LETTERS[:15])
     pool.free(1)

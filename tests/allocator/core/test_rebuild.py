@@ -35,7 +35,7 @@ FULL = PoolSpec(8, (GroupSpec(GroupKind.FULL_ATTENTION, 4),))
 
 
 def rebuilt(ledger: Ledger, spec: PoolSpec, now: float) -> Pool:
-    """What an allocator would make of the ledger's report."""
+    """Returns the pool that an allocator makes of the ledger's report."""
     return taken_in(report_chunks(ledger, now), ledger, spec, now)
 
 
@@ -58,7 +58,7 @@ def published(pool: Pool) -> set[tuple[Any, ...]]:
 
 
 def eviction_order(pool: Pool) -> list[tuple[int, bytes]]:
-    """What leaves the cache, in that order: takes all of it."""
+    """Evicts the whole cache, and returns the order."""
     pool.log.discard()
     order = []
     while pool.blocks.cached_count:
@@ -165,7 +165,7 @@ def shape(pool: Pool) -> set[tuple[Any, ...]]:
 
 
 def cut_up(chunks: list[pb.ReportChunk], dice: random.Random) -> list[pb.ReportChunk]:
-    """The same report, with stretches cut where they need not be, in another order, one in each chunk."""
+    """Returns an equal report, with stretches cut at other places, in another order, one in each chunk."""
     single = []
     for chunk in chunks:
         for whole in chunk.prefixes:

@@ -1,4 +1,4 @@
-"""Which blocks of windowed groups stay cached, and what leaves before what. Numbers worked out by hand."""
+"""The blocks of windowed groups that stay cached, and the order of eviction. Numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_when_a_window_is_evicted_the_full_blocks_that_it_served_leave_next() ->
         pool.blocks.take(pool.blocks.empty_count + 1)
     assert before == 8
     worth = [entry.worth for _, ticket, entry in pool.blocks.queue.items() if ticket == entry.ticket]
-    assert 0 in worth  # what is left of the older prompt
+    assert 0 in worth  # the rest of the older prompt
 
 
 def test_of_a_chats_turns_the_last_three_stops_stay() -> None:

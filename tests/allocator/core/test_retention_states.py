@@ -1,4 +1,5 @@
-"""Which checkpoints of states stay cached, and with what they leave. Numbers worked out by hand."""
+"""The checkpoints of states that stay cached, and the blocks with which they are evicted. Numbers worked out by
+hand."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def without_early_ends(pool: Pool) -> Pool:
 
 
 def serve(pool: Pool, digests: bytes, token_count: int) -> int:
-    """Allocates, computes and frees a prompt whose passes end at its stops and at every 16 tokens; returns how
-    many tokens of it hit."""
+    """Allocates, computes and frees a prompt whose passes end at its stops and at every 16 tokens; returns the hit
+    tokens."""
     number, size = pool.last_sequence_id + 1, pool.digest_tokens
     own = digests[: token_count // size * 32]
     answer = pool.allocate(number, min(16, token_count), own, prompt_token_count=token_count)
@@ -42,7 +43,7 @@ def serve(pool: Pool, digests: bytes, token_count: int) -> int:
 
 
 def worths(pool: Pool, digests: bytes, manager: int = 1) -> dict[int, int]:
-    """What the cached checkpoints of a text are worth, by the tokens before them."""
+    """Returns the worth of a text's cached checkpoints, by the tokens before them."""
     scope, size = pool.blocks.namespaces[""].scopes[manager], pool.digest_tokens
     units: list[Unit] = scope.units()  # type: ignore[attr-defined]
     placed = sorted([(unit.first_position, unit) for unit in units], key=lambda item: item[0])
@@ -82,7 +83,7 @@ def test_a_checkpoint_leaves_with_the_prefix_that_it_stands_behind() -> None:
         serve(pool, text(number, 4), 17)
     pool.blocks.take(pool.blocks.empty_count + 1)  # the last block before the older one's stop: it is gone
     assert worths(pool, text(1, 4)) == {16: SPARE}
-    pool.blocks.take(pool.blocks.empty_count + 5)  # what is left of it: three blocks, and three of states
+    pool.blocks.take(pool.blocks.empty_count + 5)  # its rest: three blocks, and three of states
     assert worths(pool, text(1, 4)) == {}
     assert pool.match("", text(2, 4)) == 16
 
@@ -151,7 +152,7 @@ HEAVY = (full(4), *(state(1024),) * 6)
 
 
 def burdens(pool: Pool, digests: bytes) -> list[int]:
-    """Of the runs of a text, from the root down."""
+    """Returns the burdens of a text's runs, from the root down."""
     hit = pool.managers[0].find(pool.blocks.namespaces[""].scopes[0], digests, 4 * len(digests) // 32)
     return [run.burden for run in hit.runs]  # type: ignore[attr-defined]
 
@@ -197,7 +198,7 @@ def test_what_is_kept_and_what_is_spare_is_told_of_the_groups_of_each_specificat
     pool = without_early_ends(make_pool(80, full(4), sliding(4, 8), *(state(16),) * 5))
     serve(pool, text(1, 8), 33)
     pool.allocate(1 + pool.last_sequence_id, 4)
-    # Of the window the last two blocks are kept; of the checkpoints after 16 and 32 tokens, the latter.
+    # Of the window the last two blocks are kept, of the checkpoints after 16 and 32 tokens the latter.
     assert usage.retention(pool) == [
         ("full_attention 4", 1, 8, 0),
         ("sliding_window 4 8", 1, 2, 6),

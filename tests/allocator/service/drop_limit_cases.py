@@ -1,4 +1,4 @@
-"""What reaches the limits on drops and on the first block id; see `limit_cases.py`."""
+"""Requests that reach the limits on drops and on the first block id; see `limit_cases.py`."""
 
 from __future__ import annotations
 

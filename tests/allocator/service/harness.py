@@ -61,7 +61,7 @@ class Allocator:
 
     @contextlib.asynccontextmanager
     async def from_elsewhere(self, number: int) -> AsyncIterator[Allocator]:
-        """The same as another caller reaches it, on a connection of its own."""
+        """Calls as another caller, on a connection of its own."""
         options = [*MESSAGE_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("number", number)]
         async with aio.insecure_channel(self.address, options=options) as channel:
             yield replace(self, stub=pb_grpc.AllocatorServiceStub(channel))
@@ -175,7 +175,7 @@ class StreamOwner:
 
     async def exchange(self, message: pb.SessionRequest) -> pb.SessionReply:
         """One message there, one back."""
-        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # what went wrong is told by reading
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # reading shows the error
             await self.send(message)
         return await self.receive()
 
@@ -212,7 +212,7 @@ class StreamOwner:
         assert await self.call.read() is aio.EOF
 
     async def end(self) -> None:
-        """How the stream ended: nothing, or the error raised."""
+        """Waits for the end of the stream, and raises its error, if any."""
         status = await self._ending.status()
         if status.code() is not grpc.StatusCode.OK:
             raise status

@@ -1,6 +1,6 @@
 """One way to ask a running allocator for a number of each thing that is limited.
 
-Each case does what leads up to the limit, marks the moment before the last request (`last`), and makes it.
+Each case prepares the limit, marks the moment before the last request (`last`), and makes that request.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def remembering(look: Callable[[], None]) -> Iterator[None]:
 
 
 def last() -> None:
-    """What follows is the request that reaches the limit."""
+    """Marks that the next request is the one that reaches the limit."""
     for look in _before_last:
         look()
 
 
 def digest_of(owner: Ownership) -> tuple[bytes, int, int]:
-    """Of a pool's state: its sequences, and what is free."""
+    """Returns the digest of a pool's state: its sequences, and its free blocks."""
     return pool_digest(owner.pool), owner.pool.blocks.free_count, owner.pool.blocks.cached_count
 
 
@@ -101,7 +101,7 @@ async def namespace_of_a_step(allocator: Allocator, number: int) -> None:
 
 
 def name_of(size: int) -> str:
-    """So many bytes, in fewer characters."""
+    """Returns a name of this many bytes, in fewer characters."""
     return "é" * (size // 2) + "x" * (size % 2)
 
 

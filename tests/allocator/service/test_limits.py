@@ -1,4 +1,4 @@
-"""Every limit is kept to the number: what reaches it is accepted, one more is refused, says why, and changes nothing.
+"""Every limit is exact: a request at it is accepted. One more is refused with a reason, and changes nothing.
 
 `EDGES` has a row for each constant of `quire_allocator.limits`, `quire.protocol.limits`, and `core.ownership`, or
 `ELSEWHERE` names the test that holds it; a constant without a row fails.
@@ -37,7 +37,7 @@ class Edge(NamedTuple):
 
     Attributes:
         limit: its name.
-        use: asks a running allocator for so many of what is limited.
+        use: makes a running allocator use this many of the limited things.
         reason: why one more is refused.
         code: and under which code, where the transport refuses without a reason.
         small: stands in for a limit that would take minutes or gigabytes to reach; it is read where it is checked.
@@ -154,7 +154,7 @@ def value_of(name: str) -> int:
 
 
 def seen(allocator: Allocator) -> Any:
-    """Everything that a refused request must leave as it was; time may have passed."""
+    """Returns everything that a refused request must not change, apart from time."""
     return {
         name: (owner.session_id, owner.steps.next_step, cases.digest_of(owner))
         for name, owner in allocator.service.directory._owners.items()

@@ -1,4 +1,4 @@
-"""An allocator whose output nobody takes: it serves on, counts what is lost, and ends when it is told to."""
+"""An allocator whose output is not read: it keeps serving, counts the lost lines, and ends on request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = 30.0
 
 
 class Unread:
-    """A pipe that nobody reads; small, so that a few lines fill it."""
+    """A pipe without a reader; small, so that a few lines fill it."""
 
     def __enter__(self) -> int:
         self._reader, writer = os.pipe()

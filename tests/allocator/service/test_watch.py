@@ -1,4 +1,4 @@
-"""WatchEvents over gRPC: snapshot, order, acknowledgement, resuming, and what ends a watch."""
+"""WatchEvents over gRPC: snapshot, order, acknowledgment, resuming, and the ends of a watch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def allocator() -> AsyncIterator[Allocator]:
 
 
 class Watch:
-    """A watcher, and what it believes can be hit."""
+    """A watcher, and its view of what can be hit."""
 
     def __init__(self, allocator: Allocator, session_id: bytes = b"", cursor: int = 0, pool: str = "a") -> None:
         request = pb.WatchEventsRequest(pool=pool, session_id=session_id, cursor=cursor)
@@ -212,7 +212,7 @@ async def test_a_watcher_far_behind_is_served_in_turns_until_it_has_caught_up(
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
-    for sequence_id, letters in enumerate("cdefghij", 2):  # each evicts what the one before has left
+    for sequence_id, letters in enumerate("cdefghij", 2):  # each evicts the blocks of the one before
         await owner.call("Allocate", sequence_id=sequence_id, token_count=4, digests=d(letters))
         await owner.call("Commit", sequence_id=sequence_id, token_count=4, digests=d(letters))
         await owner.call("Free", sequence_id=sequence_id)
@@ -322,7 +322,7 @@ async def test_a_watcher_knows_what_can_be_hit_after_any_history(allocator: Allo
             new = d(letters)[grown.matched_token_count * 8 :]
             await owner.call("Commit", sequence_id=sequence_id, token_count=length, digests=new)
             await owner.call("Free", sequence_id=sequence_id)
-        if chance.random() < 0.1:  # go on from where it is, with another call
+        if chance.random() < 0.1:  # continue from the cursor, with another call
             while watch.log[-1:] != ["snapshot_end"] and "snapshot_end" not in watch.log:
                 await watch.next()
             watch.call.cancel()

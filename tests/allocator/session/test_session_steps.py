@@ -45,7 +45,7 @@ async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: 
     reply = await owner.step(
         commits=commits((1, 6, d("a"))),  # published before the new sequence looks for it
         frees=pb.FreePhase(sequences=pack_uint64([2])),  # makes the room that the grows need
-        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])),  # shares what the commit made visible
+        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])),  # shares the published block
         grows=grows((3, 7, b""), (4, 5, d("a"))),
     )
     assert [list(results) for results in (reply.commit_results, reply.fork_results, reply.grow_results)] == [[]] * 3

@@ -256,7 +256,7 @@ async def test_a_silent_stream_loses_its_pool_and_is_told(allocator: Allocator) 
 
 async def test_an_owner_past_its_lease_is_ended_before_anybody_takes_its_pool(allocator: Allocator) -> None:
     owner = await StreamOwner.ready(allocator)
-    allocator.clock.now += 11  # the lease is over, and nobody has looked yet
+    allocator.clock.now += 11  # the lease is over, and no check has run yet
     with refused(Reason.POOL_OWNED):
         await StreamOwner(allocator).attach(incarnation=b"2" * 16)
     allocator.service.expire_leases(allocator.clock.now)

@@ -36,7 +36,7 @@ class Shape:
 
     Attributes:
         tokens_max: of most sequences.
-        is_honest: False: the owner makes digests up, so nothing can be said about what its blocks hold.
+        is_honest: False: the owner makes digests up, so the contents of its blocks are not checked.
     """
 
     block_count: int
@@ -116,7 +116,7 @@ class Comparison:
             self.seen["victim"] += theirs[6] is not None
             self.seen["junction"] += theirs[7] > 0
             self.seen["early end"] += event == "allocate" and theirs[0] == "OK" and self._newest().early_stop > 0
-        if event == "drop":  # in which order the blocks of a subtree become empty is the pool's own affair
+        if event == "drop":  # the order in which the blocks of a subtree become empty is the pool's choice
             self.seen["dropped"] += ours
             assert sorted(self.pool.blocks.empty) == sorted(self.twin.empty)
             self.twin.empty = list(self.pool.blocks.empty)[::-1]
@@ -124,7 +124,7 @@ class Comparison:
         return theirs
 
     def do_many(self, sequence_ids: list[int], token_counts: list[int]) -> list[Any]:
-        """As `do("grow", ...)` one by one, by the pool's `grow_many`."""
+        """Does `do("grow", ...)` for several sequences by the pool's `grow_many`."""
         if not self.is_lru:
             return [self.do("grow", *grow) for grow in zip(sequence_ids, token_counts, strict=True)]
         grants, others = self.pool.grow_many(array("Q", sequence_ids), token_counts)
@@ -192,7 +192,7 @@ class Comparison:
         return self.twin.sequences[self.twin.highest_id]
 
     def _compare_published(self) -> None:
-        """Which blocks are published as what, and in how many tables each block is."""
+        """Compares the published blocks with their digests, and the number of tables of each block."""
         ours = {}
         for space in self.pool.blocks.namespaces.values():
             for number, scope in enumerate(space.scopes):
@@ -212,7 +212,7 @@ class Comparison:
         assert block_states(self.pool).to_bytes() == states
 
     def _compare_retention(self) -> None:
-        """Where hits can end, and what of windows and states leaves how early."""
+        """Compares the stops, and the eviction order of windows and states."""
         spaces = self.pool.blocks.namespaces
         retention = self.pool.coordinator.retention
         ours = {(*key, stop.is_parting, stop.is_aside) for key, stop in retention.stops.items()}
@@ -237,7 +237,7 @@ class Comparison:
                 assert space.scopes[number].spare == sum(len(slot.blocks) for slot in spare)
 
     def _compare_answers(self) -> None:
-        """What a prompt would hit and wait for, and who would have to go."""
+        """Compares the hits and waits of a prompt, and its victims."""
         pool, twin, rng = self.pool, self.twin, self.random
         namespace, text = rng.choice(("", "blue", "gone")), rng.choice(self.texts)
         length = rng.randint(0, len(text))
@@ -252,14 +252,14 @@ class Comparison:
         assert pool.admission.cheapest_victim(priority, except_id=except_id) == twin.victim(priority, except_id)
 
     def compare_free_order(self) -> None:
-        """The order in which all free blocks would be granted."""
+        """Compares the order in which all free blocks would be granted."""
         if self.is_lru:
             order = what_if(self.pool.blocks, lambda blocks: list(blocks.take(blocks.free_count)))
             twin = copy.deepcopy(self.twin)
             assert order == twin._take(twin.free_count())
 
     def compare_events(self) -> None:
-        """What has been acknowledged, and no more, can be replayed from an empty index."""
+        """Replays the acknowledged events, and no others, from an empty index."""
         self._stored_at[self.now] = Counter(
             (*slot.key[:3], slot.key[3][-1]) for slot in self.twin.published if slot.key
         )

@@ -1,4 +1,4 @@
-"""Where prompts part from those before, asked of the twin by looking at every slot of full attention or prompt."""
+"""Partings of prompts from earlier ones; the twin looks at every slot of full attention, or at every prompt."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class TwinPartings(TwinState):
         return self.late_seen + 4 >= self.again + self.inside
 
     def answer_ends(self, prompt: int) -> set[int]:
-        """Ends of an answer one edge behind the prompt, at doubled distances and halfway between, while prompts go on
-        from answers.
+        """Returns the ends of an answer: one edge after the prompt, at doubled distances and halfway between, while
+        prompts continue answers.
 
         Only prompts whose attention takes as many blocks as a state have them.
         """
@@ -55,7 +55,7 @@ class TwinPartings(TwinState):
         return {last + edge * distance for distance in (*doubled, *between)} - {prompt}
 
     def edge_tokens(self) -> int:
-        """How many tokens are between two edges."""
+        """Returns the tokens between two edges."""
         return next(end for end in range(self.digest_tokens, 1 << 20, self.digest_tokens) if self.is_edge(end))
 
     def steps_before(self, end: int) -> set[int]:
@@ -68,7 +68,8 @@ class TwinPartings(TwinState):
         return steps if self.are_inside else set()
 
     def early_end(self, end: int, known: int) -> int:
-        """An eighth of what is new before the end of a prompt, if its attention takes a quarter of a state."""
+        """Returns the end an eighth of the new part before the end of a prompt, if its attention takes a quarter of a
+        state."""
         states = sum(kind.width for kind in self.kinds if kind.name == "state")
         full = [kind for kind in self.kinds if kind.name == "full_attention"]
         attention = sum(kind.width * ((end - known) // kind.block_size) for kind in full)
@@ -86,7 +87,7 @@ class TwinPartings(TwinState):
         *,
         is_whole: bool,
     ) -> None:
-        """A prompt is let in of which full attention has so many tokens, or all but the last edge."""
+        """Notes the admission of a prompt with this many tokens in full attention, or all but the last edge."""
         full = [(number, kind) for number, kind in enumerate(self.kinds) if kind.name == "full_attention"]
         if self.retention == "dense" or not length or not full:
             return

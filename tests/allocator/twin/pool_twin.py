@@ -1,8 +1,7 @@
 """A slow, obvious model of a pool: lists, and every question answered by looking at everything.
 
-It shares no code with the core. What it knows is in `state.py`, what one kind of group needs and gives back in
-`kinds.py`; here is what the operations do. Results are plain tuples,
-written to be read and not to be fast.
+It shares no code with the core. Its data is in `state.py`, the rules of one kind of group in `kinds.py`; the operations
+are here. Results are plain tuples, written to be read and not to be fast.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tests.allocator.twin.state import Slot, TwinSequence
 
 
 class TwinPool(TwinRetention):
-    """What a pool must do."""
+    """The required behavior of a pool."""
 
     drop = drop
 
@@ -48,7 +47,7 @@ class TwinPool(TwinRetention):
             return ("PENDING", matched, pending, [], [], 0, None, junction, ())
         if answer[0] in ("QUOTA", "NO_SPACE") and take_over(self):
             answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
-        if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nobody to wait for: do without the hit
+        if answer[0] == "NO_SPACE" and matched and not self.sequences:  # none to wait for: do without the hit
             prompt = prompt_token_count
             return self.allocate(
                 sequence_id,
@@ -111,7 +110,7 @@ class TwinPool(TwinRetention):
             own = [s for s in copied if s.key and self.kinds[s.kind].name == "state" and self.holders(s) == 1]
             if missing > sum(len(slot.blocks) for slot in own):
                 return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id), 0, ())
-            for slot in own:  # a checkpoint is given up before anybody is refused
+            for slot in own:  # a checkpoint is given up before a refusal
                 self._not_published(slot)
                 sequence.tables[slot.kind] = [Slot(slot.kind, slot.namespace, slot.blocks)]
         blocks, copies = self._grant(sequence, token_count)
@@ -133,7 +132,7 @@ class TwinPool(TwinRetention):
         swaps = list[tuple[int, int, int]]()
         for number, kind in enumerate(self.kinds):
             if kind.name == "state" and granted > until:
-                continue  # nobody would ask before it is overwritten
+                continue  # no request would come before it is overwritten
             replaced = []
             for position, digest in kind.filled(sequence.committed, until, digests, self.digest_tokens, sequence.stops):
                 own = self._publish(sequence, number, position, digest, swaps)
@@ -155,7 +154,7 @@ class TwinPool(TwinRetention):
         return ("OK", swaps)
 
     def fork(self, parent_id: int, child_id: int, hold_until: float | None = None) -> str:
-        """A sequence that shares what its parent has committed."""
+        """Makes a sequence that shares its parent's committed tokens."""
         parent = self.sequences.get(parent_id)
         if parent is None:
             return "NOT_FOUND"
@@ -199,7 +198,7 @@ class TwinPool(TwinRetention):
         return "OK"
 
     def expire_holds(self, now: float) -> list[int]:
-        """Frees the holds whose time has come."""
+        """Frees the expired holds."""
         ended = [i for i, s in self.sequences.items() if s.hold_until is not None and s.hold_until <= now]
         for sequence_id in ended:
             self.free(sequence_id)
@@ -288,7 +287,7 @@ class TwinPool(TwinRetention):
         return [self.empty.pop() for _ in range(count)]
 
     def _evict(self, candidates: list[Slot]) -> None:
-        """The one released longest ago, or the one that the pool has chosen; never one with published descendants."""
+        """Evicts the one released longest ago, or the pool's choice; never one with published descendants."""
         worths = {id(slot): self.worth(slot) for slot in candidates}
         candidates = [slot for slot in candidates if worths[id(slot)] == min(worths.values())]
         if self.leaving is None:
@@ -315,7 +314,7 @@ class TwinPool(TwinRetention):
         self._not_published(slot)
 
     def _not_published(self, slot: Slot) -> None:
-        """A checkpoint is none any more, and no hit can end there."""
+        """Removes a publication: a checkpoint is none any more, and no hit can end there."""
         assert slot.key is not None
         path = slot.key[3]
         self.unpublish(slot)
@@ -371,7 +370,7 @@ class TwinPool(TwinRetention):
         sequence.token_count = until
 
     def _advance(self, sequence: TwinSequence) -> None:
-        """What has been published is not pending any more."""
+        """Advances announcements: published tokens are not pending any more."""
         count = sequence.committed // self.digest_tokens
         if count >= len(sequence.announced):
             sequence.announced, sequence.places = [], []
@@ -379,7 +378,7 @@ class TwinPool(TwinRetention):
             sequence.places.append(count)
 
     def _settle(self, sequence: TwinSequence) -> None:
-        """Gives back what no token from the committed ones on reads, deepest first."""
+        """Gives back the blocks that no token from the committed ones on reads, deepest first."""
         for number, (kind, table) in enumerate(zip(self.kinds, sequence.tables, strict=True)):
             falling = [p for p, slot in enumerate(table) if slot and kind.has_fallen_out(p, sequence.committed)]
             slots = [slot for slot in (table[p] for p in falling) if slot is not None]

@@ -1,4 +1,4 @@
-"""What stays cached of windows and states, asked of the twin by looking at every stop and every slot."""
+"""Retention of windows and states; the twin looks at every stop and every slot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTINUED_MAX = 3
 
 
 class TwinRetention(TwinPartings):
-    """Stops, and what they make worth keeping."""
+    """The stops, and the worth of the blocks that they need."""
 
     def edge_before(self, token_count: int) -> int:
         """The last one that prefixes can be served up to; negative where even 0 tokens are too few."""
@@ -38,7 +38,7 @@ class TwinRetention(TwinPartings):
     # -- what is worth how much ----------------------------------------------------------------------------------------
 
     def worth(self, slot: Slot) -> int:
-        """Of a cached slot; what is worth least leaves first."""
+        """Returns the worth of a cached slot; the least is evicted first."""
         kind = self.kinds[slot.kind]
         if self.retention == "dense":
             return KEPT
@@ -68,7 +68,7 @@ class TwinRetention(TwinPartings):
     def set_stops(
         self, sequence: TwinSequence, digests: Sequence[bytes], length: int, prompt: int, junction: int
     ) -> tuple[int, ...]:
-        """Where hits are to end in a new sequence, of which so many tokens are published; it parts behind them."""
+        """Sets the stops of a new sequence, with this many published tokens; it parts after them."""
         end = sequence.prompt_end = self.edge_before(prompt - 1)
         if all(kind.keeps_prefixes for kind in self.kinds):
             return ()
@@ -85,7 +85,7 @@ class TwinRetention(TwinPartings):
         return tuple(sequence.stops)
 
     def make(self, sequence: TwinSequence, token_count: int) -> None:
-        """Hits can end after so many tokens, if the sequence has what they take."""
+        """Makes a stop after this many tokens, if the sequence has the blocks that it takes."""
         if self.retention == "dense":
             return
         end = [self._own(sequence, number, token_count // kind.block_size - 1) for number, kind in self._attention()]
@@ -116,7 +116,7 @@ class TwinRetention(TwinPartings):
         self._end_old(known[0])
 
     def _take_place_of(self, early: TwinStop, stop: TwinStop) -> None:
-        """What was right behind an early end is behind a new stop now, if it is on its path."""
+        """Moves the stops right after an early end to the new stop, if it is on their path."""
         whole = stop.path[0][3]
         moved = [b for b in self.ways(early) if b is not stop and b.path[0][3][: len(whole)] == whole]
         for other in moved:
@@ -127,7 +127,7 @@ class TwinRetention(TwinPartings):
             self.end(early)
 
     def _go_on_from(self, before: TwinStop | None, prompt_end: int) -> None:
-        """An answer has left a state behind this one, which is for nobody then, unless paths part there."""
+        """Replaces the previous stop by one of the answer, unless paths part there."""
         if before is None or before.token_count < prompt_end or not self.is_continued(before):
             return
         self.answered_count += 1
@@ -150,7 +150,7 @@ class TwinRetention(TwinPartings):
             self.make(sequence, edge)
 
     def end(self, stop: TwinStop) -> None:
-        """Nothing can be hit there any more."""
+        """Ends a stop: no hit can end there any more."""
         if self.is_gone(stop):
             return
         self.stops.remove(stop)
@@ -168,7 +168,7 @@ class TwinRetention(TwinPartings):
                     self.end(stop)
 
     def remember(self, sequence: TwinSequence, number: int, falling: list[Slot]) -> None:
-        """What is about to fall out may be needed at the last edge; what fell out earlier, not any more."""
+        """Keeps the falling blocks that the last edge may need, and forgets earlier ones."""
         if self.retention == "dense":
             return
         kind, edge = self.kinds[number], self.edge_before(sequence.committed)
@@ -192,7 +192,7 @@ class TwinRetention(TwinPartings):
         return [(number, kind) for number, kind in enumerate(self.kinds) if kind.name != "state"]
 
     def _checkpoints(self, sequence: TwinSequence) -> list[Slot]:
-        """Of the first kind of state: what a sequence made or hit last, if it is still there."""
+        """Returns the sequence's latest checkpoint of the first kind of state, if it still exists."""
         number = next(number for number, kind in enumerate(self.kinds) if kind.name == "state")
         slot = sequence.last.get(number)
         return [slot] if slot is not None and slot.key is not None else []
@@ -203,7 +203,7 @@ class TwinRetention(TwinPartings):
         return slot.key[2] * self.digest_tokens
 
     def _own(self, sequence: TwinSequence, number: int, position: int) -> Slot | None:
-        """What a sequence has at a position, or had and can still name."""
+        """Returns the sequence's slot at a position, also of one that fell out and can still be named."""
         table = sequence.tables[number]
         slot = table[position] if position < len(table) else None
         if slot is not None:

@@ -18,7 +18,7 @@ from quire_kernels.flashinfer import (
 )
 from quire_kernels.flashinfer.arguments import Rule
 
-# Read from FlashInfer 0.7.2.post1; what follows a * goes by keyword only. Of the decode wrapper's plan: the order of
+# Read from FlashInfer 0.7.2.post1; names after a * are keyword-only. Of the decode wrapper's plan: the order of
 # arguments that may still be given by place.
 FLASHINFER = {
     "BatchDecodeWithPagedKVCacheWrapper.__init__": """

@@ -1,4 +1,5 @@
-"""What the worker's Triton path has beside what `tests/worker/test_attention.py` asks of every implementation."""
+"""The parts of the worker's Triton path beyond those that `tests/worker/test_attention.py` checks for every
+implementation."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Run by `test_warmup.py` in a process of its own: what Triton would compile for a user of the wrappers.
+"""Run by `test_warmup.py` in a process of its own: Triton's compilations for a user of the wrappers.
 
     python -m tests.worker.kernels.wrapper_launches [ROWS] [WITHOUT]
 
-ROWS, as JSON, replaces `PROMPT_ROWS`; WITHOUT is a call that is not warmed up. Prints what `warmup` launches for some
-models, and what random batches of serving them then launch in addition; see `tests.worker.specialisations`.
+ROWS, as JSON, replaces `PROMPT_ROWS`; WITHOUT is a call that is not warmed up. Prints the launches of `warmup` for some
+models, and the additional ones of random batches afterwards; see `tests.worker.specialisations`.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _batch(kind: AttentionKind, rows: int) -> _Batch:
 
 
 def steps_of(kind: AttentionKind | LatentKind, workspace: torch.Tensor) -> Iterator[Step]:
-    """Returns every call for a kind of layer, in every size of block.
+    """Yields every call for a kind of layer, in every size of block.
 
     Args:
         kind: of layers.
@@ -158,7 +158,7 @@ def _copy(kind: AttentionKind, workspace: torch.Tensor) -> None:
 
 
 def _decode(kind: AttentionKind, workspace: torch.Tensor) -> None:
-    """Returns one request of one unit; merging is launched all the same."""
+    """Decodes one request of one unit; merging is launched all the same."""
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, kind.kv_layout)
     index = torch.tensor([0, 1], dtype=torch.int32)
     wrapper.plan(
@@ -198,7 +198,7 @@ def _ragged(kind: AttentionKind, workspace: torch.Tensor, batch: _Batch) -> None
 
 
 def _cascade(kind: AttentionKind, workspace: torch.Tensor, batch: _Batch) -> None:
-    """Returns two levels: of a shared one's blocks, and of the last's; any more are launched as the first."""
+    """Attends to two levels: a shared one, and the last; further ones are launched as the first."""
     wrapper = MultiLevelCascadeAttentionWrapper(2, workspace, kind.kv_layout)
     qo_indptrs, indptrs, indices, last_page_lens = ([tensor] * 2 for tensor in (batch.qo_indptr, *batch.table))
     wrapper.plan(

@@ -99,7 +99,7 @@ def scatter_blocks(staging: torch.Tensor, buffers: Buffers, blocks: Sequence[int
 
 
 def gather_blocks_reference(buffers: Sequence[torch.Tensor], blocks: Sequence[int], staging: torch.Tensor) -> None:
-    """Returns `gather_blocks` in plain torch."""
+    """Gathers blocks in plain torch."""
     for row, block in enumerate(blocks):
         parts = [buffer[block].reshape(-1).view(torch.uint8) for buffer in buffers]
         staging[row] = torch.cat(parts)

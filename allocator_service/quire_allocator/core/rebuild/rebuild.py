@@ -4,7 +4,7 @@ hit.
     1. read      published blocks, group by group, into what each manager files them under; while the report comes in
     2. locate    every sequence's tables among them; private blocks are claimed, half-filled ones may be shared by forks
     3. build     runs and units, first all as cached, then held by the sequences
-    4. queue     what nobody holds, in the order in which it was let go of: it is evicted in that order
+    4. queue     entries without holders, in order of release, which is the order of eviction
     5. restore   stops, where stretches and paths end (`stops.py`)
     6. compare   every table with the reported one; what is left is empty
 

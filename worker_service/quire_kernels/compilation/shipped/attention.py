@@ -74,8 +74,7 @@ def _decode(
 
 
 def _decodes(chip: str) -> Iterator[KernelConfiguration]:
-    """Returns head dims, ratios of heads, page sizes and dtypes as models have them; and each tiling with all
-    options."""
+    """Yields the head dims, ratios of heads, page sizes and dtypes of models; and each tiling with all options."""
     for dims in ((64, 64), (80, 80), (96, 96), USUAL, WIDE, LATENT):
         yield _decode(chip, "bf16", "bf16", dims)
     for group in (1, 5, 7, 8, 16, 32, 64):

@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator
 from itertools import count, pairwise
 from pathlib import Path
 
-from quire import AsyncAllocatorClient
+from quire import AsyncAllocator
 from quire.local import ServerProcess
 from quire.protocol.outcomes import Result
 from quire.protocol.steps import StepBuilder
@@ -180,7 +180,7 @@ async def owners(supervisor: Supervisor, pools: int, block_count: int) -> AsyncI
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for number in range(pools):
-            client = await stack.enter_async_context(AsyncAllocatorClient(supervisor.address))
+            client = await stack.enter_async_context(AsyncAllocator(supervisor.address))
             owner = Owner(client.session(f"pool-{number}", spec), block_count, number)
             await owner.session.open()
             stack.push_async_callback(owner.session.close)

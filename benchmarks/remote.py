@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from quire import AsyncAllocatorClient, QuireError
+from quire import AsyncAllocator, QuireError
 from quire._transport.messages import pool_spec_message
 from quire.local import ServerProcess
 from quire.protocol.outcomes import StepOutcome
@@ -267,7 +267,7 @@ async def made(
     """Both sides, with caches of their own, and one thread for both."""
     spec = PoolSpec.full_attention(block_count=BLOCKS, block_size=BLOCK_SIZE)
     lane = Lane("model")
-    async with AsyncAllocatorClient(address) as client, contextlib.AsyncExitStack() as stack:
+    async with AsyncAllocator(address) as client, contextlib.AsyncExitStack() as stack:
         session = client.session("remote", spec)
         await session.open()
         sessions = [("another process", session), ("in process", DirectSession(spec))]

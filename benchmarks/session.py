@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
-from quire import AsyncAllocatorClient
+from quire import AsyncAllocator
 from quire._serving.process import take_cpu
 from quire.local import ServerProcess
 from quire.protocol.outcomes import Result
@@ -238,7 +238,7 @@ async def through_session(servers: Servers, options: argparse.Namespace) -> list
     """Runs the same steps with an engine that uses `AsyncSession`."""
     spec = PoolSpec.full_attention(block_count=POOL_BLOCKS, block_size=BLOCK_TOKENS)
     turns = []
-    async with AsyncAllocatorClient(servers.allocator.address) as client:
+    async with AsyncAllocator(servers.allocator.address) as client:
         session = client.session("session", spec)
         await session.open()
         tokens = {number: 1 + number % BLOCK_TOKENS for number in range(1, OPERATIONS + 1)}

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 from grpc import aio
-from quire import AsyncAllocatorClient, PoolSpec
+from quire import AsyncAllocator, PoolSpec
 from quire.local import ServerProcess
 from quire.protocol.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
@@ -37,7 +37,7 @@ DIGESTS = [number.to_bytes(32, "big") for number in range(20_000)]
 class Streams:
     """Opens streams of both kinds, waits until each is served, and leaves it."""
 
-    def __init__(self, client: AsyncAllocatorClient, channel: aio.Channel) -> None:
+    def __init__(self, client: AsyncAllocator, channel: aio.Channel) -> None:
         self._client = client
         self._sessions: Any = pb_grpc.AllocatorServiceStub(channel)
         group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=16)
@@ -66,7 +66,7 @@ class Streams:
         call.cancel()
 
 
-async def churn(client: AsyncAllocatorClient, seconds: float) -> int:
+async def churn(client: AsyncAllocator, seconds: float) -> int:
     """Sequences come, are computed, and go; returns how many steps that took."""
     session = client.session("churn", PoolSpec.full_attention(block_count=BLOCKS, block_size=16))
     await session.open()
@@ -102,7 +102,7 @@ async def measure(minutes: float) -> dict[str, float]:
         await asyncio.to_thread(server.wait_ready, deadline=time.monotonic() + 60)
         memory = psutil.Process(server.process.pid).memory_info
         try:
-            async with AsyncAllocatorClient(server.address) as client, aio.insecure_channel(server.address) as channel:
+            async with AsyncAllocator(server.address) as client, aio.insecure_channel(server.address) as channel:
                 session = client.session("soak", PoolSpec.full_attention(block_count=64, block_size=16))
                 await session.open()
                 hang_up = Streams(client, channel)

@@ -49,8 +49,10 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def public_definitions(body: list[ast.stmt], *, within: str = "") -> Iterator[tuple[str, Definition]]:
-    """Public classes, functions and methods; those of a servicer are documented in the protos."""
+    """Public classes, functions and methods, but for overloads; those of a servicer are documented in the protos."""
     for node in body:
+        if isinstance(node, Definition) and any(ast.unparse(each) == "overload" for each in node.decorator_list):
+            continue
         if isinstance(node, Definition) and not node.name.startswith("_"):
             yield f"{within}{node.name}", node
             if isinstance(node, ast.ClassDef):

@@ -16,7 +16,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Self
 
-from quire import AsyncAllocatorClient
+from quire import AsyncAllocator
 from quire.local import ServerProcess
 from quire.protocol.outcomes import Result, StepOutcome
 from quire.protocol.steps import StepBuilder
@@ -67,7 +67,7 @@ class ServiceSide:
             undo.callback(self._server.stop)
             self._server.wait_ready(deadline=time.monotonic() + START_S)
             self._runner = undo.enter_context(asyncio.Runner())
-            self._client = AsyncAllocatorClient(self._server.address)
+            self._client = AsyncAllocator(self._server.address)
             undo.callback(lambda: self._runner.run(self._client.close()))
             self._decoding = self._runner.run(self._start_decoding())
             undo.callback(lambda: self._runner.run(self._decoding.close()))

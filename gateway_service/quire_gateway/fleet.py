@@ -17,9 +17,10 @@ from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 import structlog
-from quire import AsyncAllocatorClient, AsyncClient, PrefixMirror
+from quire import AsyncAllocator, AsyncClient
 from quire.errors import QuireError
 from quire.hashing import prompt_digests, root_digest
+from quire.mirror import PrefixMirror
 from quire.types import WorkerStatus
 
 from quire_gateway import routing
@@ -123,7 +124,7 @@ class Fleet:
         spelled: what tokens of each model are, as far as it was asked; never more than the vocabulary.
     """
 
-    def __init__(self, workers: Sequence[AsyncClient], allocators: Sequence[AsyncAllocatorClient]) -> None:
+    def __init__(self, workers: Sequence[AsyncClient], allocators: Sequence[AsyncAllocator]) -> None:
         self.backends = [Backend(client) for client in workers]
         self._allocators = allocators
         self._tasks: list[asyncio.Task[None]] = []
@@ -237,7 +238,7 @@ class Fleet:
                     backend.mirror = None
             await asyncio.sleep(WATCH_AGAIN_S)
 
-    async def _follow(self, backend: Backend, allocator: AsyncAllocatorClient, pool: str) -> None:
+    async def _follow(self, backend: Backend, allocator: AsyncAllocator, pool: str) -> None:
         """Applies the pool's events until its session is another one.
 
         Raises:

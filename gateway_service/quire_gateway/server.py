@@ -25,7 +25,7 @@ from typing import Any, Final, cast
 import structlog
 import uvicorn
 import uvloop
-from quire import AsyncAllocatorClient, AsyncClient
+from quire import AsyncAllocator, AsyncClient
 from quire._secret_files import read_token
 from quire._serving import logs
 from quire._serving.process import collect_garbage_rarely, stop_event, write_ready_file
@@ -138,7 +138,7 @@ async def serve(options: argparse.Namespace) -> None:
     with bind(options.listen) as listener:
         fleet = Fleet(
             [AsyncClient(address, token=token, tls=to_workers) for address in options.worker],
-            [AsyncAllocatorClient(address, token=token, tls=to_workers) for address in options.allocator],
+            [AsyncAllocator(address, token=token, tls=to_workers) for address in options.allocator],
         )
         telemetry = Telemetry()
         app = make_app(

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from quire import Copy, GroupKind, PoolSpec, Result
-from quire.engine import NotAdmittedError, Sequence
+from quire import GroupKind, PoolSpec
+from quire.engine import EngineSequence, NotAdmittedError
+from quire.session import Copy, Result
 
 
 @dataclass
@@ -31,10 +32,10 @@ class PretendedEngine:
     refusal_count: int = 0
     hit_count: int = 0
     copy_count: int = 0
-    forked: list[tuple[Sequence, int]] = field(default_factory=list)
+    forked: list[tuple[EngineSequence, int]] = field(default_factory=list)
 
-    async def admit(self, tokens: list[int], **options: Any) -> Sequence | None:
-        """Admits a prompt; on a refusal frees the sequences that the allocator names."""
+    async def admit(self, tokens: list[int], **options: Any) -> EngineSequence | None:
+        """Lets a prompt in; where it may not, frees whom the allocator names."""
         try:
             admitted = await self.engine.admit(tokens, **options)
         except NotAdmittedError as error:
@@ -68,8 +69,8 @@ class PretendedEngine:
             break
         return len(ready)
 
-    def compute(self, sequence: Sequence) -> None:
-        """Writes the due tokens, after a look at everything that the pass reads."""
+    def compute(self, sequence: EngineSequence) -> None:
+        """Writes what is due, after a look at all that the pass reads."""
         self.check(sequence)
         for group, spec in enumerate(self.spec.groups):
             for position in sequence.due:
@@ -86,7 +87,7 @@ class PretendedEngine:
         else:
             sequence.append(self.random.randrange(100))
 
-    def check(self, sequence: Sequence) -> None:
+    def check(self, sequence: EngineSequence) -> None:
         """Everything computed that the next pass reads is there."""
         computed = sequence.tokens[: sequence.computed]
         for group, spec in enumerate(self.spec.groups):

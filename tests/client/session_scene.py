@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpc import aio
-from quire import AsyncAllocatorClient, PoolSpec, QuireError
+from quire import AsyncAllocator, PoolSpec, QuireError
 from quire.protocol.steps import StepBuilder
 from quire.session import AsyncSession
 from quire.v1 import allocator_pb2 as pb
@@ -61,7 +61,7 @@ class Setting:
     """A session and the allocator behind it."""
 
     session: AsyncSession
-    client: AsyncAllocatorClient
+    client: AsyncAllocator
     port: int = 0
     lease_s: float = 10.0
     waits: list[QuireError] = field(default_factory=list)
@@ -96,7 +96,7 @@ async def setting(*, lease_s: float = 10.0) -> AsyncIterator[Setting]:
     scene = Setting.__new__(Setting)
     scene.port, scene.waits, scene.lease_s = 0, [], lease_s
     await scene.start_allocator()
-    async with AsyncAllocatorClient(f"127.0.0.1:{scene.port}") as scene.client:
+    async with AsyncAllocator(f"127.0.0.1:{scene.port}") as scene.client:
         scene.session = scene.client.session("test", SPEC, on_wait=scene.waits.append)
         await scene.session.open()
         yield scene

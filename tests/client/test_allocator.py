@@ -11,23 +11,22 @@ from typing import Any
 
 import pytest
 from quire import (
-    AllocatorClient,
-    AsyncAllocatorClient,
-    FailedPreconditionError,
+    Allocator,
+    AsyncAllocator,
     GroupKind,
     GroupSpec,
     InvalidArgumentError,
     PoolSpec,
     Quota,
     Reason,
-    Result,
-    Victim,
 )
+from quire.errors import FailedPreconditionError
 from quire.hashing import block_digests, block_digests_bytes
 from quire.protocol.steps import StepBuilder
+from quire.session import Result, Victim
 from quire.views import GroupUsage, NamespaceUsage
 
-from tests.allocator.service.harness import Allocator, running_allocator
+from tests.allocator.service.harness import RunningAllocator, running_allocator
 
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 4)
 ROOT = bytes(32)
@@ -50,7 +49,7 @@ class Awaited:
 class Scene:
     """A pool, its owner, and its reader."""
 
-    allocator: Allocator
+    allocator: RunningAllocator
     client: Any
     session: Any = None
 
@@ -71,10 +70,10 @@ class Scene:
 async def setting(flavour: str) -> AsyncIterator[Scene]:
     async with running_allocator() as allocator:
         if flavour == "asyncio":
-            async with AsyncAllocatorClient(allocator.address) as client:
+            async with AsyncAllocator(allocator.address) as client:
                 yield Scene(allocator, client)
         else:
-            with AllocatorClient(allocator.address) as sync_client:
+            with Allocator(allocator.address) as sync_client:
                 yield Scene(allocator, Awaited(sync_client))
 
 

@@ -11,7 +11,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
-from quire import Result, errors
+from quire import errors
 from quire.engine import NotAdmittedError, Refusal
 from quire.errors import (
     DETAILS_KEY,
@@ -25,6 +25,7 @@ from quire.errors import (
     retry_after_s_of,
     to_details,
 )
+from quire.session import Result
 
 PROTO = Path(__file__).resolve().parents[2] / "protos" / "quire" / "v1" / "errors.proto"
 

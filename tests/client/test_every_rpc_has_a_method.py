@@ -14,16 +14,9 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import (
-    AllocatorClient,
-    AsyncAllocatorClient,
-    AsyncClient,
-    Client,
-    FailedPreconditionError,
-    IndexCleared,
-    PoolSpec,
-    Reason,
-)
+from quire import Allocator, AsyncAllocator, AsyncClient, Client, PoolSpec, Reason
+from quire.errors import FailedPreconditionError
+from quire.events import IndexCleared
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -101,7 +94,7 @@ def method_name(rpc: str) -> str:
 @pytest.mark.parametrize(("service", "method"), RPCS, ids=lambda value: getattr(value, "name", value))
 def test_the_synchronous_client_calls_it(server: ScriptedServer, service: str, method: Any) -> None:
     before = server.attempts[method.name]
-    with (AllocatorClient if service == "AllocatorService" else Client)(server.address) as client:
+    with (Allocator if service == "AllocatorService" else Client)(server.address) as client:
         target: Any = client
         if method.name in OF_A_SESSION:
             target = client.session("pool", SPEC, transport="calls", keep_alive=False)  # type: ignore[union-attr]
@@ -129,7 +122,7 @@ def test_the_synchronous_client_calls_it(server: ScriptedServer, service: str, m
 @pytest.mark.parametrize(("service", "method"), RPCS, ids=lambda value: getattr(value, "name", value))
 async def test_the_asyncio_client_calls_it(server: ScriptedServer, service: str, method: Any) -> None:
     before = server.attempts[method.name]
-    async with (AsyncAllocatorClient if service == "AllocatorService" else AsyncClient)(server.address) as client:
+    async with (AsyncAllocator if service == "AllocatorService" else AsyncClient)(server.address) as client:
         target: Any = client
         if method.name in OF_A_SESSION:
             target = client.session("pool", SPEC, transport="calls", keep_alive=False)  # type: ignore[union-attr]

@@ -9,24 +9,13 @@ from dataclasses import dataclass, field
 
 import pytest
 from grpc import aio
-from quire import (
-    AsyncAllocatorClient,
-    AsyncCallSession,
-    AsyncEventStream,
-    BlocksRemoved,
-    BlocksStored,
-    GroupKind,
-    GroupSpec,
-    IndexCleared,
-    NotFoundError,
-    PoolSpec,
-    PrefixMirror,
-    Reason,
-    Result,
-    SnapshotEnd,
-)
+from quire import AsyncAllocator, GroupKind, GroupSpec, NotFoundError, PoolSpec, Reason
+from quire.events import BlocksRemoved, BlocksStored, IndexCleared, SnapshotEnd
 from quire.hashing import block_digests, split_digests
+from quire.mirror import PrefixMirror
 from quire.protocol.steps import StepBuilder
+from quire.session import AsyncCallSession, Result
+from quire.streams import AsyncEventStream
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.ownership.directory import Directory
@@ -60,7 +49,7 @@ class Scene:
     service: AllocatorService
     server: aio.Server | None = None
     port: int = 0
-    client: AsyncAllocatorClient = field(init=False)
+    client: AsyncAllocator = field(init=False)
 
     async def serve(self) -> None:
         """Listens, on the same port as before."""
@@ -99,7 +88,7 @@ async def setting(spec: PoolSpec) -> AsyncIterator[Scene]:
     scene = Scene(spec, service)
     await scene.serve()
     try:
-        async with AsyncAllocatorClient(f"127.0.0.1:{scene.port}") as scene.client:
+        async with AsyncAllocator(f"127.0.0.1:{scene.port}") as scene.client:
             yield scene
     finally:
         await scene.cut()

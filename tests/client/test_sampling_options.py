@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import Client, InternalError, InvalidArgumentError, Reason, SamplingParams, TokenLogprobs
+from quire import Client, InvalidArgumentError, Reason, SamplingParams, TokenLogprobs
+from quire.errors import InternalError
 from quire.sampling import SamplingOptions
 from quire.v1 import worker_pb2 as worker_pb
 

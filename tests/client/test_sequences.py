@@ -9,19 +9,11 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import pytest
-from quire import (
-    AllocatorClient,
-    AsyncAllocatorClient,
-    GroupKind,
-    GroupSpec,
-    InvalidArgumentError,
-    PoolSpec,
-    Quota,
-    Result,
-)
+from quire import Allocator, AsyncAllocator, GroupKind, GroupSpec, InvalidArgumentError, PoolSpec, Quota
 from quire.engine import NotAdmittedError, SessionLostError
+from quire.session import Result
 
-from tests.allocator.service.harness import Allocator, running_allocator
+from tests.allocator.service.harness import RunningAllocator, running_allocator
 from tests.client.engine_pages import PretendedEngine
 from tests.client.test_allocator import Awaited
 
@@ -49,15 +41,15 @@ class Turned(Awaited):
 
 
 @asynccontextmanager
-async def opened(allocator: Allocator, flavour: str, spec: PoolSpec) -> AsyncIterator[Any]:
+async def opened(allocator: RunningAllocator, flavour: str, spec: PoolSpec) -> AsyncIterator[Any]:
     """An engine on pool "a"."""
     transport: Literal["stream", "calls"] = "stream" if flavour.startswith("stream") else "calls"
     if "threads" not in flavour:
-        client = AsyncAllocatorClient(allocator.address)
+        client = AsyncAllocator(allocator.address)
         async with client, client.engine("a", spec, transport=transport) as engine:
             yield engine
     else:
-        with AllocatorClient(allocator.address) as sync_client:
+        with Allocator(allocator.address) as sync_client:
             sync_engine = Turned(sync_client.engine("a", spec, transport=transport))
             await sync_engine.open()
             try:
@@ -66,8 +58,8 @@ async def opened(allocator: Allocator, flavour: str, spec: PoolSpec) -> AsyncIte
                 await sync_engine.close()
 
 
-async def assert_same_tables(engine: Any, client: AsyncAllocatorClient) -> None:
-    """Checks that the allocator's tables of every live sequence are the engine's."""
+async def assert_same_tables(engine: Any, client: AsyncAllocator) -> None:
+    """What the allocator holds of every live sequence is what the engine has."""
     shown = {each.sequence_id: each for each in (await client.get_pool_blocks("a")).sequences}
     assert set(shown) == {each.id for each in engine.live}
     for each in engine.live:
@@ -81,7 +73,7 @@ async def assert_same_tables(engine: Any, client: AsyncAllocatorClient) -> None:
 @pytest.mark.parametrize("kind", SPECS)
 async def test_every_pass_reads_what_was_computed(flavour: str, kind: str) -> None:
     spec = SPECS[kind]
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as reader:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as reader:
         refused = hits = copies = 0
         for seed in range(8):  # of states one in a hundred prompts hits, by threads as they happen to run
             async with opened(allocator, flavour, spec) as engine:
@@ -159,7 +151,9 @@ async def test_who_gets_no_room_says_so_and_goes_on_when_somebody_is_freed(engin
         await engine.turn()
     assert refused.refusal is None
     assert list(refused.due) == [length - 1]
-    assert repr(refused) == f"<Sequence {refused.id}: {length - 1} of {length} tokens computed, room {refused.room}>"
+    assert (
+        repr(refused) == f"<EngineSequence {refused.id}: {length - 1} of {length} tokens computed, room {refused.room}>"
+    )
 
 
 async def test_room_ahead_is_given_back_before_anybody_is_refused() -> None:

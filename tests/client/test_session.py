@@ -8,17 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from quire import (
-    BlocksStored,
-    FailedPreconditionError,
-    IndexCleared,
-    InternalError,
-    InvalidArgumentError,
-    QuireError,
-    Reason,
-    SnapshotEnd,
-)
-from quire.errors import retry_after_s_of
+from quire import InvalidArgumentError, QuireError, Reason
+from quire.errors import FailedPreconditionError, InternalError, retry_after_s_of
+from quire.events import BlocksStored, IndexCleared, SnapshotEnd
 from quire.protocol.outcomes import Result
 from quire.protocol.packing import pack_uint32
 from quire.protocol.steps import StepBuilder

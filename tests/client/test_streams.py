@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import AsyncClient, ChunkStream, Client, DeadlineExceededError, QuireError, Reason, UnavailableError
+from quire import AsyncClient, Client, DeadlineExceededError, QuireError, Reason, UnavailableError
+from quire.streams import ChunkStream
 from quire.v1 import worker_pb2 as worker_pb
 
 from tests.client.servers import ScriptedServer, lost_worker, refusing, scripted_server, silent, two_samples

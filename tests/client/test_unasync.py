@@ -16,7 +16,7 @@ import quire.session
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "unasync.py"
 PAIRS = [
     (quire.AsyncClient, quire.Client),
-    (quire.AsyncAllocatorClient, quire.AllocatorClient),
+    (quire.AsyncAllocator, quire.Allocator),
     (quire.AsyncBranch, quire.Branch),
     (quire.session.AsyncCallSession, quire.session.CallSession),
 ]
@@ -81,7 +81,7 @@ def test_both_flavors_have_the_same_methods_with_the_same_parameters(
             assert list(inspect.signature(here).parameters) == list(inspect.signature(there).parameters), name
 
 
-@pytest.mark.parametrize("flavor", [quire.AllocatorClient, quire.AsyncAllocatorClient])
+@pytest.mark.parametrize("flavor", [quire.Allocator, quire.AsyncAllocator])
 @pytest.mark.parametrize(
     ("call", "options", "words"),
     [
@@ -106,7 +106,7 @@ async def test_an_option_that_a_transport_does_not_have_is_refused(
 
 async def test_a_session_of_calls_that_is_not_open_says_so() -> None:
     spec = quire.PoolSpec.full_attention(block_count=8, block_size=4)
-    with quire.AllocatorClient("127.0.0.1:1") as client:
+    with quire.Allocator("127.0.0.1:1") as client:
         session = client.session("p", spec, transport="calls")
         with pytest.raises(quire.UnavailableError, match="the session of pool p is not open"):
             session.allocate(1, 4)

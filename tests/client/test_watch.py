@@ -10,21 +10,17 @@ from typing import Any
 import grpc
 import pytest
 from quire import (
-    AllocatorClient,
-    AsyncAllocatorClient,
-    BlocksRemoved,
-    BlocksStored,
-    CacheEvent,
+    Allocator,
+    AsyncAllocator,
     DeadlineExceededError,
-    IndexCleared,
     InvalidArgumentError,
     NotFoundError,
     QuireError,
     Reason,
     ResourceExhaustedError,
-    SnapshotEnd,
     UnavailableError,
 )
+from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.v1 import allocator_pb2 as pb
 
 from tests.client.servers import ScriptedServer, refusing, scripted_server
@@ -80,12 +76,12 @@ def watched(flavour: str, address: str, *arguments: Any, **options: Any) -> tupl
     found: list[CacheEvent] = []
 
     async def over_asyncio() -> None:
-        async with AsyncAllocatorClient(address) as client, client.watch_events("p", *arguments, **options) as events:
+        async with AsyncAllocator(address) as client, client.watch_events("p", *arguments, **options) as events:
             async for event in events:
                 found.append(event)
 
     def over_threads() -> None:
-        with AllocatorClient(address) as client, client.watch_events("p", *arguments, **options) as events:
+        with Allocator(address) as client, client.watch_events("p", *arguments, **options) as events:
             found.extend(events)
 
     try:
@@ -153,7 +149,7 @@ def test_a_snapshot_that_is_cut_off_is_begun_again(flavour: str, server: Scripte
 
 def test_a_stream_says_where_a_later_one_may_go_on(server: ScriptedServer) -> None:
     server.answers["WatchEvents"] = attempts([cleared(), stored(5), snapshot_end(), stored(6)])
-    with AllocatorClient(server.address) as client, client.watch_events("p", SESSION, 2) as events:
+    with Allocator(server.address) as client, client.watch_events("p", SESSION, 2) as events:
         seen = [(events.session_id, events.cursor)]
         seen += [(events.session_id, events.cursor) for _ in events]
     assert seen == [(SESSION, 2), (b"", 0), (b"", 0), (SESSION, 5), (SESSION, 6)]
@@ -199,7 +195,7 @@ def test_no_attempt_is_made_when_the_time_is_up(flavour: str, server: ScriptedSe
 
 
 def test_a_cursor_that_fits_no_field_is_refused(server: ScriptedServer) -> None:
-    with AllocatorClient(server.address) as client, pytest.raises(InvalidArgumentError, match="cursor"):
+    with Allocator(server.address) as client, pytest.raises(InvalidArgumentError, match="cursor"):
         client.watch_events("p", SESSION, -1)
 
 
@@ -216,7 +212,7 @@ def test_closing_a_watch_that_waits_for_an_event_ends_the_thread_that_reads_it(s
             begun.set()
 
     server.answers["WatchEvents"] = silent
-    with AllocatorClient(server.address) as client:
+    with Allocator(server.address) as client:
         events = client.watch_events("p")
         reader = threading.Thread(target=read)
         reader.start()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire import AllocatorClient, AsyncClient, Client, NotFoundError, Reason
+from quire import Allocator, AsyncClient, Client, NotFoundError, Reason
 from quire.local import LocalStack
 
 from tests.e2e.stack import DEMO, clients, eventually, held_block_count, server, started
@@ -106,7 +106,7 @@ def test_branches_live_through_a_kill_of_the_allocator_and_not_through_one_of_th
             first.process.wait()
             with server("quire_allocator", "--listen", first.address, "--lease", "2", folder=tmp_path / "second"):
                 eventually(client.health, "the worker serves again")
-                with AllocatorClient(first.address) as allocator:
+                with Allocator(first.address) as allocator:
                     assert len(allocator.get_pool_blocks("default").sequences) == 2, "as the worker has reported"
                     assert client.status().held_branch_count == 2
                 expected = client.generate(DOCUMENT, max_tokens=9, ignore_eos=True).text

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from quire import AllocatorClient, AsyncAllocatorClient, Client, PoolSpec, PrefixMirror
+from quire import Allocator, AsyncAllocator, Client, PoolSpec
 from quire.hashing import prompt_digests, root_digest
 from quire.local import LocalStack, ServerProcess
+from quire.mirror import PrefixMirror
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session import AsyncSession
@@ -128,7 +129,7 @@ def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalSt
         "session(...)": lambda: asyncio.run(session(stack)),
         'session(..., transport="calls")': lambda: unary(stack),
         'watch_events("default")': lambda: watched(stack),
-        "quire.PrefixMirror": lambda: watched(stack),
+        "quire.mirror.PrefixMirror": lambda: watched(stack),
         "import quire_kernels": lambda: printed(stack, "-c", "import quire_kernels"),
         "quire-allocator --cpu 3": lambda: pinned(tmp_path),
         "--random 900": lambda: printed(stack, "benchmarks/hybrid.py", "--random", "2", "--sides", "quire", "--json"),
@@ -169,24 +170,24 @@ SPEC = PoolSpec.full_attention(block_count=64, block_size=16, model_fingerprint=
 
 
 def engine(stack: LocalStack) -> None:
-    with AllocatorClient(stack.allocator_address) as client, client.engine("readme/engine", SPEC) as running:
+    with Allocator(stack.allocator_address) as client, client.engine("readme/engine", SPEC) as running:
         assert running.admit(list(range(20))).table[0]
 
 
 async def session(stack: LocalStack) -> None:
-    client = AsyncAllocatorClient(stack.allocator_address)
+    client = AsyncAllocator(stack.allocator_address)
     async with client, client.session("readme/session", SPEC) as running:
         assert running.connected
 
 
 def unary(stack: LocalStack) -> None:
-    client = AllocatorClient(stack.allocator_address)
+    client = Allocator(stack.allocator_address)
     with client, client.session("readme/calls", SPEC, transport="calls") as running:
         assert running.session_id
 
 
 def watched(stack: LocalStack) -> None:
-    with Client(stack.worker_address) as worker, AllocatorClient(stack.allocator_address) as client:
+    with Client(stack.worker_address) as worker, Allocator(stack.allocator_address) as client:
         status, prompt = worker.status(), list(range(1, 41))
         worker.generate(prompt, max_tokens=1)
         mirror = PrefixMirror(client.get_pool("default").spec)

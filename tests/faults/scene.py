@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
-from quire import AsyncAllocatorClient
+from quire import AsyncAllocator
+from quire._transport import messages
 from quire.errors import QuireError
 from quire.local import ServerProcess
 from quire.protocol.outcomes import StepOutcome
@@ -290,7 +291,7 @@ class Owner:
 
 async def pool_of(place: Place, pool: str) -> pb.GetPoolResponse:
     """A pool with its tables, past any proxy."""
-    async with AsyncAllocatorClient(place.address) as client:
+    async with AsyncAllocator(place.address) as client:
         return await client._stub.GetPool(pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS))
 
 
@@ -333,8 +334,8 @@ async def attached(
 ) -> AsyncIterator[Owner]:
     """An owner of a pool; unless told otherwise it is attached, to whatever the name stands for."""
     spec = pool_spec(kinds, 64)
-    async with AsyncAllocatorClient(address or name.proxy.address) as client:
-        session = client._session(pool, spec, on_wait=on_wait)
+    async with AsyncAllocator(address or name.proxy.address) as client:
+        session = client.session(pool, messages.pool_spec(spec), on_wait=on_wait)
         if opens:
             await session.open()
         try:

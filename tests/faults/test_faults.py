@@ -17,8 +17,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 import pytest_asyncio
-from quire import AsyncAllocatorClient, IndexCleared, PoolSpec, SnapshotEnd
+from quire import AsyncAllocator, PoolSpec
 from quire.errors import QuireError, Reason
+from quire.events import IndexCleared, SnapshotEnd
 from quire.protocol.steps import StepBuilder
 from quire.session import AsyncSession
 
@@ -149,7 +150,7 @@ async def test_sessions_and_calls_of_one_client_leave_a_silent_connection_each_f
     spec, step = PoolSpec.full_attention(block_count=64, block_size=4), StepBuilder()
     step.allocate(1, 20)
     address = name.proxy.address if is_stranded else name.place.address
-    async with AsyncAllocatorClient(address) as client:
+    async with AsyncAllocator(address) as client:
         sessions = [client.session(f"one-client-{i}", spec) for i in range(2)]
         for session in sessions:
             await session.open()

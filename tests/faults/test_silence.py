@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 import psutil
-from quire import AllocatorClient, AsyncAllocatorClient, PoolSpec
+from quire import Allocator, AsyncAllocator, PoolSpec
 from quire.errors import QuireError
 from quire.events import CacheEvent
 
@@ -28,14 +28,14 @@ async def test_dead_connections_are_left_by_clients_of_either_kind_and_by_the_se
     place, proxy = Place(tmp_path), Proxy()
     await asyncio.gather(place.start(), proxy.start())
     proxy.target = place.address
-    owner = AllocatorClient(place.address)
+    owner = Allocator(place.address)
     session = owner.session("p", SPEC, transport="calls")
     await asyncio.to_thread(session.open)
-    client, watcher, threads = AsyncAllocatorClient(proxy.address), AsyncAllocatorClient(proxy.address), []
+    client, watcher, threads = AsyncAllocator(proxy.address), AsyncAllocator(proxy.address), []
     heard: list[CacheEvent] = []
     waits: list[QuireError] = []
     events = watcher.watch_events("p", on_wait=waits.append)
-    threads_client = AllocatorClient(proxy.address)
+    threads_client = Allocator(proxy.address)
     threads_events = threads_client.watch_events("p", on_wait=waits.append)
     numbers = itertools.count(1)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire import AllocatorClient, Client, PoolSpec
+from quire import Allocator, Client, PoolSpec
 
 from tests.e2e.stack import DEMO
 from tests.faults.test_faults import RUNS
@@ -81,7 +81,7 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
         with worker as (_, of_worker):
             behind = ("--worker", of_worker["address"], "--allocator", allocator["address"])
             with server("gateway", tmp_path, there, *behind) as (_, gateway):
-                with AllocatorClient(allocator["address"]) as client:
+                with Allocator(allocator["address"]) as client:
                     for run in range(50 * RUNS):  # two lines each
                         session = client.session(f"pool-{run}", SPEC, transport="calls", keep_alive=False)
                         session.open()
@@ -99,8 +99,8 @@ def test_children_that_are_forked_beside_a_session_leave_it_alone(tmp_path: Path
     with full_disk() as there, server("allocator", tmp_path, there) as (_, allocator):
         script = f"""
 import os, sys
-from quire import AllocatorClient, PoolSpec
-with AllocatorClient({allocator["address"]!r}) as client:
+from quire import Allocator, PoolSpec
+with Allocator({allocator["address"]!r}) as client:
     with client.session("p", PoolSpec.full_attention(block_count=64, block_size=16), transport="calls") as session:
         for number in range(1, {5 * RUNS} + 1):
             assert session.allocate(number, 5).ok

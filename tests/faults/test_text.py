@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from quire import AsyncAllocatorClient, AsyncClient
+from quire import AsyncAllocator, AsyncClient
 from quire.protocol.limits import SILENCE_S
 
 from tests.faults.conftest import WallClock
@@ -184,7 +184,7 @@ async def test_text_goes_on_when_the_wall_clock_jumps_by_an_hour(
 async def test_text_goes_on_beside_a_pool_that_floods_and_callers_that_say_nothing(name: Name, text: Worker) -> None:
     async with (
         attached(name, pool="flood", kinds="full") as flooder,
-        AsyncAllocatorClient(name.place.address) as client,
+        AsyncAllocator(name.place.address) as client,
     ):
         silent = [client._stub.Session() for _ in range(30)]
         flooding = asyncio.create_task(flood(flooder))

@@ -5,19 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from quire import (
-    AllocatorClient,
-    AsyncClient,
-    BlocksStored,
-    Client,
-    IndexCleared,
-    PoolSpec,
-    PrefixMirror,
-    SnapshotEnd,
-)
+from quire import Allocator, AsyncClient, Client, PoolSpec
 from quire._transport.messages import worker_status
+from quire.events import BlocksStored, IndexCleared, SnapshotEnd
 from quire.hashing import prompt_digests, root_digest
 from quire.local import LocalStack, ServerProcess
+from quire.mirror import PrefixMirror
 from quire.v1 import worker_pb2 as pb
 from quire_gateway.fleet import Backend
 from quire_gateway.routing import SLACK, SLACK_SHARE, Standing, best
@@ -87,7 +80,7 @@ def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
             workers = ["--worker", stack.worker_address, "--worker", second.address]
             with Client(second.address) as direct:
                 direct.generate(PREFIX * 4, max_tokens=1)
-            with AllocatorClient(stack.allocator_address) as pools:
+            with Allocator(stack.allocator_address) as pools:
                 eventually(lambda: pools.get_pool("second").cached_block_count >= 5, "the prefix is published")
                 told = 0  # to watchers, which is when the worker's next heartbeat has said that it heard of it
                 for event in pools.watch_events("second"):

@@ -17,7 +17,8 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import AllocatorClient, Client, QuireError, Tls, prompt_digests, root_digest
+from quire import Allocator, Client, QuireError, Tls
+from quire.hashing import prompt_digests, root_digest
 from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -78,7 +79,7 @@ def use(deployment: Deployment, outcome: Outcome) -> None:
     tls = deployment.certificates.client()
     with (
         Client(deployment.worker.address, token=TOKEN, tls=tls) as client,
-        AllocatorClient(deployment.allocator.address, token=TOKEN, tls=tls) as allocator,
+        Allocator(deployment.allocator.address, token=TOKEN, tls=tls) as allocator,
     ):
         status = client.status()
         for _ in range(2):

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 from cryptography import x509
-from quire import AllocatorClient, Client, Tls, UnavailableError
+from quire import Allocator, Client, Tls, UnavailableError
 from quire.errors import PermissionDeniedError
 from quire.local import ServerProcess
 
@@ -285,7 +285,7 @@ class TestRunning:
         ):
             worker.status()
         with (
-            AllocatorClient(here(running.allocator.address), tls=anonymous, token=key, timeout_s=5) as allocator,
+            Allocator(here(running.allocator.address), tls=anonymous, token=key, timeout_s=5) as allocator,
             pytest.raises(UnavailableError),
         ):
             allocator.list_pools()
@@ -308,7 +308,7 @@ class TestRunning:
         tls = running.tls(service)
         for process in (running.allocator, running.worker):
             assert fetch(f"https://{here(process.metrics_address)}/metrics", tls=tls) == 403
-        with AllocatorClient(here(running.allocator.address), tls=tls, timeout_s=10) as allocator:
+        with Allocator(here(running.allocator.address), tls=tls, timeout_s=10) as allocator:
             assert allocator.list_pools() == ()
             with pytest.raises(PermissionDeniedError):
                 allocator.get_pool("default")
@@ -330,7 +330,7 @@ class TestRunning:
         assert (done.returncode, done.stdout) == (0, "server=SERVING\n"), done.stderr
 
     def test_the_operator_sees_the_pool_and_may_forget_what_is_cached(self, running: Running) -> None:
-        with AllocatorClient(here(running.allocator.address), tls=running.tls("operator"), timeout_s=10) as allocator:
+        with Allocator(here(running.allocator.address), tls=running.tls("operator"), timeout_s=10) as allocator:
             assert [pool.pool for pool in allocator.list_pools()] == ["default"]
             allocator.drop_cache("default")
 
@@ -346,7 +346,7 @@ class TestRunning:
             assert (folder / path).read_bytes() != (kept / path).read_bytes()
         old = kept / "operator"
         for tls in (running.tls("operator"), Tls(folder / "operator/ca.pem", old / "client.pem", old / "client.key")):
-            with AllocatorClient(here(running.allocator.address), tls=tls, timeout_s=10) as allocator:
+            with Allocator(here(running.allocator.address), tls=tls, timeout_s=10) as allocator:
                 assert [pool.pool for pool in allocator.list_pools()] == ["default"]
             with Client(here(running.worker.address), tls=tls, timeout_s=10) as worker:
                 assert worker.status().allocator_connected

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from quire import AsyncAllocatorClient, AsyncClient, PoolSpec, ResourceExhaustedError
+from quire import AsyncAllocator, AsyncClient, PoolSpec, ResourceExhaustedError
 from quire._serving.calls import MESSAGE_S
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -86,7 +86,7 @@ async def assert_others_are_served(deployment: Deployment) -> None:
             answer = await health.Check(request, metadata=metadata(), timeout=LIVENESS_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
     tls = deployment.certificates.client("honest")
-    async with AsyncAllocatorClient(deployment.allocator.address, token=TOKEN, tls=tls) as client:
+    async with AsyncAllocator(deployment.allocator.address, token=TOKEN, tls=tls) as client:
         session = client.session(f"honest-{next(NUMBERS)}", SPEC, transport="calls", keep_alive=False)
         await session.open()
         assert (await session.allocate(1, 4, namespace="honest")).ok
@@ -179,7 +179,7 @@ async def test_streams_that_never_attach_leave_places_for_others(deployment: Dep
         await asyncio.gather(*(call.wait_for_connection() for call in calls), return_exceptions=True)
         await assert_others_are_served(deployment)
         tls = deployment.certificates.client("honest")
-        async with AsyncAllocatorClient(deployment.allocator.address, token=TOKEN, tls=tls) as client:
+        async with AsyncAllocator(deployment.allocator.address, token=TOKEN, tls=tls) as client:
             async with asyncio.timeout(5):
                 session = client.session(f"honest-{next(NUMBERS)}", SPEC)
                 await session.open()

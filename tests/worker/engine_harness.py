@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from grpc import aio
-from quire import AsyncAllocatorClient, PoolSpec
+from quire import AsyncAllocator, PoolSpec
 from quire.errors import QuireError
 from quire.protocol.permissions import EVERYTHING, Permissions
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -267,7 +267,7 @@ async def running(
         graphs = decode_graphs_of(model, kv_cache, graph_batch_max)
     allocator = AllocatorServer(permissions)
     await allocator.start()
-    async with AsyncAllocatorClient(f"127.0.0.1:{allocator.port}") as client:
+    async with AsyncAllocator(f"127.0.0.1:{allocator.port}") as client:
         session = client.session("test", PoolSpec(blocks, model.cache_spec.groups))
         await session.open()
         engine = CheckedEngine(

@@ -10,7 +10,8 @@ from quire._async.branches import AsyncBranchKeeper, AsyncPrefills
 from quire._async.connection import AsyncConnected
 from quire._async.streams import AsyncChunkStream
 from quire._transport import conversations, generating, messages
-from quire._transport.channel import DEFAULT_WORKER, GENERATE_TIMEOUT_S, UNARY_TIMEOUT_S, Attempts, resolve_address
+from quire._transport.attempts import Attempts
+from quire._transport.channel import DEFAULT_WORKER, GENERATE_TIMEOUT_S, UNARY_TIMEOUT_S, resolve_address
 from quire.tls import Tls
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from quire import sampling
-from quire._transport.channel import AsyncLink, Attempts
+from quire._transport.attempts import Attempts
+from quire._transport.channel import AsyncLink
 from quire._transport.streams import AsyncStream
 from quire._transport.watch import Watch
 from quire.events import CacheEvent

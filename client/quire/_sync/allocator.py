@@ -20,7 +20,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 
-class AllocatorClient(Connected):
+class Allocator(Connected):
     """Pools and their blocks.
 
     Args:

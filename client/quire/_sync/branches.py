@@ -21,7 +21,8 @@ from quire._branch_ids import BRANCH_TTL_S, OpenBranches
 from quire._keep_alive import KeptByThread
 from quire._sync.streams import ChunkStream
 from quire._transport import branch_messages, generating
-from quire._transport.channel import GENERATE_TIMEOUT_S, Attempts, SyncLink
+from quire._transport.attempts import Attempts
+from quire._transport.channel import GENERATE_TIMEOUT_S, SyncLink
 from quire.v1 import worker_pb2 as pb
 from quire.v1 import worker_pb2_grpc as pb_grpc
 

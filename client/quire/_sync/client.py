@@ -11,7 +11,8 @@ from quire._sync.branches import BranchKeeper, Prefills
 from quire._sync.connection import Connected
 from quire._sync.streams import ChunkStream
 from quire._transport import conversations, generating, messages
-from quire._transport.channel import DEFAULT_WORKER, GENERATE_TIMEOUT_S, UNARY_TIMEOUT_S, Attempts, resolve_address
+from quire._transport.attempts import Attempts
+from quire._transport.channel import DEFAULT_WORKER, GENERATE_TIMEOUT_S, UNARY_TIMEOUT_S, resolve_address
 from quire.tls import Tls
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc

@@ -6,7 +6,8 @@ from __future__ import annotations
 import time
 
 from quire import sampling
-from quire._transport.channel import Attempts, SyncLink
+from quire._transport.attempts import Attempts
+from quire._transport.channel import SyncLink
 from quire._transport.streams import SyncStream
 from quire._transport.watch import Watch
 from quire.events import CacheEvent

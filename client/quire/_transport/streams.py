@@ -1,6 +1,6 @@
 """What a server streams, as it comes: chunks of a request, events of a pool; for threads and for asyncio.
 
-A request that meets UNAVAILABLE before its first chunk is started again (`channel.Attempts`); what comes after a
+A request that meets UNAVAILABLE before its first chunk is started again (`attempts.Attempts`); what comes after a
 chunk is an error, because another attempt would begin at the beginning. A watch is taken up again as often as it takes
 (`watch.Watch`), because the next attempt goes on after the last event.
 """

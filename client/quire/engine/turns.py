@@ -12,7 +12,7 @@ from typing import Self
 
 from quire.engine.agenda import Agenda, NotAdmittedError
 from quire.engine.carriers import Carrier
-from quire.engine.sequence import Refusal, Sequence
+from quire.engine.sequence import EngineSequence, Refusal
 from quire.errors import QuireError, UnavailableError
 from quire.protocol.outcomes import Copy, StepOutcome
 from quire.session import SessionLostError
@@ -22,7 +22,7 @@ from quire.types import PoolSpec
 class AsyncEngine:
     """Owns a pool and its sequences; `async with` takes the pool, and gives it back at the end.
 
-    Made by `AsyncAllocatorClient.engine`.
+    Made by `AsyncAllocator.engine`.
 
     Args:
         pool: its name.
@@ -49,15 +49,15 @@ class AsyncEngine:
         return self._carrier.report_count
 
     @property
-    def live(self) -> tuple[Sequence, ...]:
+    def live(self) -> tuple[EngineSequence, ...]:
         """Returns the sequences that were not freed, the oldest first."""
         return tuple(self._agenda.live.values())
 
-    def ready(self) -> list[Sequence]:
+    def ready(self) -> list[EngineSequence]:
         """Returns the sequences that have tokens due, the oldest first: what the next pass computes."""
         return self._agenda.ready()
 
-    def refused(self) -> list[Sequence]:
+    def refused(self) -> list[EngineSequence]:
         """Returns the sequences that get no room for their next pass, the oldest first; `refusal` of each says why.
 
         Room that others held ahead was taken back for them before. Each turn asks for them again; to go on, free the
@@ -83,7 +83,7 @@ class AsyncEngine:
         defer_token_count: int = 0,
         is_return: bool = False,
         root: bytes | None = None,
-    ) -> Sequence:
+    ) -> EngineSequence:
         """Lets a prompt in, with the blocks of its leading tokens that are in the pages already, `matched` of them.
 
         What was computed before is told first, so that a prompt hits what its predecessor has just filled.
@@ -95,7 +95,7 @@ class AsyncEngine:
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: refuse with PENDING if others are computing at least so many tokens of its prefix.
             is_return: a preempted text returns: its tokens are counted as returned, not as queried.
-            root: where its digests start (`quire.root_digest`), for adapters; by default that of the specification.
+            root: where its digests start, for adapters (`quire.hashing.root_digest`); by default that of the pool.
 
         Raises:
             NotAdmittedError: it gets no blocks; its `refusal` says why.

@@ -25,7 +25,7 @@ from quire.session.pool_session import AsyncSession
 
 
 class Session:
-    """Owns one pool over a stream; made by `AllocatorClient.session`. `with` opens and closes it.
+    """Owns one pool over a stream; made by `Allocator.session`. `with` opens and closes it.
 
     Args:
         make: makes the session, and what closes the client that it is on; called inside the loop.

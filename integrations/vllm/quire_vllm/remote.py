@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, NamedTuple
 
-from quire import AllocatorClient, GroupKind, GroupSpec, PoolSpec
+from quire import Allocator, GroupKind, GroupSpec, PoolSpec
 from quire.protocol.outcomes import GrowOutcome, Result, StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session import Session
@@ -74,7 +74,7 @@ class RemotePool:
         self.shape = shape
         self._options = options
         self._increment = Increment.of(*[group.block_size for group in shape.groups])
-        self._client = AllocatorClient(options.allocator)
+        self._client = Allocator(options.allocator)
         self._spec = PoolSpec(
             shape.block_count,
             tuple(GroupSpec(GroupKind[kind.upper()], size, window) for kind, size, window in shape.groups),

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from quire import AllocatorClient
+from quire import Allocator
 from quire.local import ServerProcess
 
 from tests.client.servers import allocator_process
@@ -87,7 +87,7 @@ def told_across_a_kill(job: dict[str, Any], allocator: ServerProcess, folder: Pa
 
 def _wait_until_it_computes(address: str, engine: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 120
-    with AllocatorClient(address) as client:
+    with Allocator(address) as client:
         while not any(pool.sequence_count for pool in client.list_pools()):
             assert time.monotonic() < deadline
             with contextlib.suppress(subprocess.TimeoutExpired):

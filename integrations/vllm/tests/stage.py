@@ -272,10 +272,10 @@ def held_at_allocator() -> int:
     """Returns how many blocks an allocator still counts as held, although there are no more turns."""
     if not os.environ.get("QUIRE_VLLM_ALLOCATOR"):
         return 0
-    from quire import AllocatorClient
+    from quire import Allocator
 
     deadline = time.monotonic() + 5
-    with AllocatorClient(os.environ["QUIRE_VLLM_ALLOCATOR"]) as client:
+    with Allocator(os.environ["QUIRE_VLLM_ALLOCATOR"]) as client:
         while True:
             held = sum(pool.held_block_count for pool in client.list_pools())
             if not held or time.monotonic() > deadline:

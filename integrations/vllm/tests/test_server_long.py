@@ -20,7 +20,7 @@ from typing import Any, Final
 import httpx2 as httpx
 import pytest
 from peers import MODEL, PYTHON, ROOT, SOURCES, WHY_NOT
-from quire import AllocatorClient
+from quire import Allocator
 from quire.local import ServerProcess
 
 from tests.client.servers import allocator_process
@@ -166,7 +166,7 @@ def test_a_thousand_requests_are_answered_as_by_vllm_alone_while_the_allocator_d
             ours_again = [asyncio.run(ask_all(address, [each]))[0] for each in again]
             ours = asyncio.run(ask_all(address, asked, {len(asked) // 3: killed.kill}))
             hits = metric(address, "vllm:prefix_cache_hits_total")
-            with AllocatorClient(first.address) as client:
+            with Allocator(first.address) as client:
                 pool = client.get_pool("mine")
         killed.close()
     assert ours_again == stock_again

@@ -26,7 +26,7 @@ from quire_allocator.core.ownership import directory, replay
 from tests.allocator.service import boundary_limit_cases as boundary_cases
 from tests.allocator.service import drop_limit_cases as drop_cases
 from tests.allocator.service import limit_cases as cases
-from tests.allocator.service.harness import Allocator, UnaryOwner, running_allocator
+from tests.allocator.service.harness import RunningAllocator, UnaryOwner, running_allocator
 
 TESTS = Path(__file__).resolve().parents[2]
 MODULES: tuple[ModuleType, ...] = (limits, quire.protocol.limits, directory, replay)
@@ -44,7 +44,7 @@ class Edge(NamedTuple):
     """
 
     limit: str
-    use: Callable[[Allocator, int], Awaitable[Any]]
+    use: Callable[[RunningAllocator, int], Awaitable[Any]]
     reason: str | None = "MALFORMED"
     code: StatusCode | None = None
     small: int | None = None
@@ -153,8 +153,8 @@ def value_of(name: str) -> int:
     return int(getattr(module, name))
 
 
-def seen(allocator: Allocator) -> Any:
-    """Returns everything that a refused request must not change, apart from time."""
+def seen(allocator: RunningAllocator) -> Any:
+    """Everything that a refused request must leave as it was; time may have passed."""
     return {
         name: (owner.session_id, owner.steps.next_step, cases.digest_of(owner))
         for name, owner in allocator.service.directory._owners.items()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire import AllocatorClient, PoolSpec, _certs
+from quire import Allocator, PoolSpec, _certs
 
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
 WAIT_S = 30.0
@@ -80,7 +80,7 @@ def dropped(metrics: str) -> float:
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_an_allocator_whose_output_nobody_takes_serves_on_and_ends_when_told(name: str, tmp_path: Path) -> None:
     with OUTPUTS[name]() as output, serving(tmp_path, stdout=output, stderr=output) as (process, ready):
-        with AllocatorClient(ready["address"]) as client:
+        with Allocator(ready["address"]) as client:
             for number in range(300):  # two lines each, of some 150 bytes: more than a pipe holds
                 with client.session(f"pool-{number}", SPEC, transport="calls", keep_alive=False) as session:
                     assert session.allocate(1, 10, timeout_s=WAIT_S).ok
@@ -106,7 +106,7 @@ def test_an_allocator_without_standard_streams_serves_and_none_of_its_sockets_ge
                 process.wait(0.02)
         for number in (0, 1, 2):
             assert os.readlink(f"/proc/{process.pid}/fd/{number}") == os.devnull
-        with AllocatorClient(json.loads(ready.read_text())["address"]) as client:
+        with Allocator(json.loads(ready.read_text())["address"]) as client:
             assert client.health()
         process.terminate()
         assert process.wait(WAIT_S) == 0

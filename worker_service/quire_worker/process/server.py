@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import structlog
 import torch
-from quire import AsyncAllocatorClient
+from quire import AsyncAllocator
 from quire._serving import logs
 from quire._serving.never_blocking import write_out
 from quire._serving.process import collect_garbage_rarely, stop_event
@@ -264,7 +264,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     calls_max = 4 * (options.max_waiting + options.max_running)  # far above the queue, which refuses with a reason
     server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
     tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key)
-    allocator = AsyncAllocatorClient(options.allocator, token=server.token, tls=tls)
+    allocator = AsyncAllocator(options.allocator, token=server.token, tls=tls)
     lost = asyncio.wrap_future(ranks.lost)
     loaded = await unless_lost(partial(load, options, ranks), lost)
     session = allocator.session(

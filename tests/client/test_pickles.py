@@ -78,7 +78,16 @@ def values() -> list[Any]:
 def test_every_value_arrives_as_it_was(value: Any, again: Callable[[Any], Any]) -> None:
     arrived = again(value)
     assert type(arrived) is type(value)
+    assert arrived == value
     assert repr(arrived) == repr(value)
+
+
+def test_what_is_large_is_not_printed() -> None:
+    stored = events.BlocksStored("p", b"s", 1, 2, (0,), "", b"", (bytes(32),) * 4096, 16, 0)
+    removed = events.BlocksRemoved("p", b"s", 1, 2, (0,), "", (bytes(32),) * 4096, 0)
+    status = next(value for value in values() if isinstance(value, quire.WorkerStatus))
+    for value in (stored, removed, status):
+        assert len(repr(value)) <= 200
 
 
 def test_a_mirror_and_a_step_are_pickled() -> None:

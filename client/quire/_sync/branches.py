@@ -174,7 +174,7 @@ class Prefills:
         """Computes a prompt (text, or token ids) once and returns a branch, which holds it and begins with it.
 
         The worker holds a branch for `ttl_s` after it was last named; while its handle is open, the client names it
-        in the background. See `quire.branches`.
+        in the background.
         """
         request = branch_messages.prefill_request(prompt, namespace, ttl_s, request_id)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s

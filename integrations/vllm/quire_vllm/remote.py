@@ -1,6 +1,7 @@
 """A pool at an allocator in another process, with waits that always end.
 
-The stream is `quire.blocking`, in a thread of its own; the scheduler's thread submits steps and looks for answers:
+The stream is a `quire.session.Session`, in a thread of its own; the scheduler's thread submits steps, and looks for
+answers:
 
     1. turn    takes in what was answered; says what was computed and freed, and asks for room ahead, in one step
     2. wait    only where a new prompt asks, or a running request has no room for its next token: `WAIT_S` at most, and

@@ -1,7 +1,7 @@
 """What fell out of the tables of windowed groups, and is cached: stretches that nobody has or needs.
 
 A prompt of a million tokens leaves 62,500 blocks of 16 behind a window, of which nobody may ever ask for one. So what
-falls out of a table together, and stands before no stop, is one object.
+falls out of a table together, and that no hit is to take, is one object.
 
 Lifecycle of a stretch here:
 
@@ -185,7 +185,7 @@ class Fallen:
                 continue
             unit = Unit(scope, own)
             unit.copy_history(stretch)
-            unit.live, unit.worth = 0, stretch.worth
+            unit.live = 0
             scope.add(unit, key)
             units.append(unit)
         scope.unfile(stretch)
@@ -202,7 +202,6 @@ class Fallen:
         if above:
             upper = Stretch(scope, begin, digests[:above], blocks[: (first - begin) * width])
             upper.copy_history(stretch)
-            upper.worth = stretch.worth
             self._blocks.push(upper)
             self._file_again(scope, upper)
         return units
@@ -232,16 +231,11 @@ class Fallen:
         through = scope.through(first, path.at(first)) if first and not is_linked else None
         if through is not None:
             units += self.cut(scope, through, first, first + 1)
-        for begin, stop, stretch in scope.stretches_on(path, first, end):
-            units += self.cut(scope, stretch, begin, stop)
+        for begin, part_end, stretch in scope.stretches_on(path, first, end):
+            units += self.cut(scope, stretch, begin, part_end)
         return units
 
 
 def _is_idle(entry: Scoped) -> bool:
     """Tells whether one sequence has a published unit, and nobody else has, needs or ever asked for it."""
-    return (
-        isinstance(entry, Unit)
-        and entry.live == 1
-        and entry.is_published
-        and not (entry.needed_count or entry.aside_count or entry.hits)
-    )
+    return isinstance(entry, Unit) and entry.live == 1 and entry.is_published and not (entry.is_needed() or entry.hits)

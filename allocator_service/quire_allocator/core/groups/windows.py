@@ -102,13 +102,8 @@ class WindowManager(UnitManager[WindowPart]):
         part.add(blocks)
         return part.end(self.width) * self.block_size
 
-    def append(self, part: WindowPart, block: int) -> None:
-        row = NO_BLOCKS[:]  # a copy and an addition cost less than an array of a list
-        row.append(block)
-        part.add(row)
-
-    def append_row(self, part: WindowPart, blocks: array[int]) -> None:
-        part.add(blocks)
+    def append_row(self, part: WindowPart, blocks: array[int], first: int) -> None:
+        part.add(blocks[first : first + self.width])
 
     def let_go(self, part: WindowPart, token_count: int) -> int:
         """Counts the half-filled block where another sequence has filled, published and left it."""
@@ -337,7 +332,7 @@ class WindowManager(UnitManager[WindowPart]):
         """Returns the positions that a hit of so many tokens takes."""
         return range(self._rule.first_needed(token_count) // self.block_size, token_count // self.block_size)
 
-    def tail_at(self, part: WindowPart, token_count: int, digest: bytes) -> list[Unit] | None:
+    def units_at(self, part: WindowPart, token_count: int, digest: bytes) -> list[Unit] | None:
         wanted = self.needed_at(token_count)
         found = part.published(wanted)
         return found if len(found) == len(wanted) else None

@@ -118,22 +118,8 @@ class Fallen:
         self._retention = retention
         self._blocks = retention.blocks
 
-    def join(self, scope: WindowScope, fallen: Sequence[Scoped]) -> list[Scoped]:
-        """Makes stretches of units that follow one another and that only the sequence has which lets go of them.
-        Returns them with the other units, the deepest first: short prefixes serve most prompts."""
-        joined, i = list[Scoped](), len(fallen)
-        while i > 0:
-            end = i
-            while i > 0 and _is_idle(fallen[i - 1]):
-                i -= 1
-            if end - i > 1:
-                joined.append(self._stretch(scope, fallen[i:end]))
-            else:
-                i = end - 1
-                joined.append(fallen[i])
-        return joined
-
-    def _stretch(self, scope: WindowScope, fallen: Sequence[Scoped]) -> Stretch:
+    def stretch(self, scope: WindowScope, fallen: Sequence[Scoped]) -> Stretch:
+        """Makes a stretch of units that follow one another and are idle."""
         digests, blocks = list[bytes](), array("I")
         first = fallen[0].first_position
         for unit in fallen:
@@ -236,6 +222,6 @@ class Fallen:
         return units
 
 
-def _is_idle(entry: Scoped) -> bool:
+def is_idle(entry: Scoped) -> bool:
     """Tells whether one sequence has a published unit, and nobody else has, needs or ever asked for it."""
     return isinstance(entry, Unit) and entry.live == 1 and entry.is_published and not (entry.is_needed() or entry.hits)

@@ -162,7 +162,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         """Counts one more table that has the unit; the first takes it out of the cache."""
         unit.live += 1
         if unit.live == 1:
-            self._retention.held(unit)
+            self._retention.held(unit, self.width)
 
     def _release(self, unit: Unit) -> None:
         """Counts one fewer table that has the unit; after the last one it is cached, or its blocks are empty."""
@@ -170,7 +170,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         if unit.live:
             return
         if unit.is_published:
-            self._retention.cached(unit)
+            self._retention.cached(unit, self.width)
             return
         unit.scope.held -= self.width
         self._blocks.give_back(unit.blocks)

@@ -23,7 +23,7 @@ from typing import cast
 
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.fallen import Fallen, Path, WindowScope
+from quire_allocator.core.groups.fallen import Fallen, Path, WindowScope, is_idle
 from quire_allocator.core.groups.kept import KeptBlocks
 from quire_allocator.core.groups.manager import Commit, IndexedStretch
 from quire_allocator.core.groups.units import UnitHit, UnitManager, UnitScope
@@ -260,7 +260,16 @@ class WindowManager(UnitManager[WindowPart]):
         if len(fallen) == 1 and isinstance(fallen[0], Unit):  # while decoding
             self._release(fallen[0])
             return
-        for entry in self._fallen.join(scope, fallen):
+        i = len(fallen)
+        while i > 0:  # the deepest first: short prefixes serve most prompts
+            end = i
+            while i > 0 and is_idle(fallen[i - 1]):
+                i -= 1
+            if end - i > 1:
+                self._fallen.cache(scope, self._fallen.stretch(scope, fallen[i:end]))
+                continue
+            i = end - 1
+            entry = fallen[i]
             if isinstance(entry, Unit):
                 self._release(entry)
             elif isinstance(entry, Stretch):

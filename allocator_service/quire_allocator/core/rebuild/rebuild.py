@@ -190,7 +190,7 @@ def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
         count = entry.block_count
         pool.blocks.now_held(entry, count)  # and is let go of again
         if isinstance(entry, Unit):
-            pool.coordinator.retention.cached(entry)
+            pool.coordinator.retention.cached(entry, count)
         elif isinstance(entry, Run):
             # A lower bound: each way on but the first was a prompt that shared it.
             entry.hits = max(0, len(entry.children) - 1)

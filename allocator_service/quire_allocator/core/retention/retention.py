@@ -191,7 +191,7 @@ class Retention:
 
     # -- what managers report: units and stretches ----------------------------------------------------------------
 
-    def need(self, units: Sequence[Unit], no_more: Sequence[Unit]) -> None:
+    def need(self, units: tuple[Unit, ...], no_more: tuple[Unit, ...]) -> None:
         """A live sequence would make a stop that needs these units, and none any more that needs those."""
         for unit in units:
             unit.needed_count += 1
@@ -199,16 +199,14 @@ class Retention:
             unit.needed_count -= 1
             self._revalue(unit)
 
-    def held(self, unit: Unit) -> None:
-        """A sequence holds a cached unit again."""
-        count = unit.block_count
+    def held(self, unit: Unit, count: int) -> None:
+        """A sequence holds a cached unit of so many blocks again."""
         if unit.worth == SPARE:
             unit.scope.spare -= count
         self.blocks.now_held(unit, count)
 
-    def cached(self, unit: Unit) -> None:
-        """Nobody holds a published unit any more."""
-        count = unit.block_count
+    def cached(self, unit: Unit, count: int) -> None:
+        """Nobody holds a published unit of so many blocks any more."""
         unit.worth = self.worth.of_unit(unit)
         if unit.worth == SPARE:
             unit.scope.spare += count

@@ -222,7 +222,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
         def operate(owner: Ownership) -> pb.GrowResponse:
             reply_size.check(reply_size.grow_answer_bytes_max(owner.pool, request.sequence_id, request.token_count))
-            return translate.grow_response(owner.pool.grow(request.sequence_id, request.token_count))
+            return translate.grow_response(step_apply.grow_one(owner.pool, request.sequence_id, request.token_count))
 
         return self._once(request, permissions, "grow", operate)
 

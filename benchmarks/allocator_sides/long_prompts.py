@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from array import array
 from typing import Final
 
 from quire_allocator.core.pool import Pool
@@ -49,7 +50,8 @@ def _with_checkpoints(dice: random.Random) -> tuple[Pool, bytes]:
     step = CHECKPOINT_TOKENS // BLOCK_TOKENS * DIGEST_BYTES
     assert pool.allocate(1, CHECKPOINT_TOKENS).result is Result.OK
     for end in range(CHECKPOINT_TOKENS, TOKENS + 1, CHECKPOINT_TOKENS):
-        assert pool.grow(1, end).result is Result.OK
+        _, others = pool.grow_many(array("Q", [1]), [end])
+        assert all(grown.result is Result.OK for _, grown in others)
         assert pool.commit(1, end, dice.randbytes(step)).result is Result.OK
     scope = pool.blocks.namespaces[""].scopes[1]
     assert scope.held + scope.cached >= count, "checkpoints were dropped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import count
 from typing import Final
@@ -93,8 +94,8 @@ class QuireSide:
     def _advance(self, sequence: int, done: int, end: int, digests: bytes) -> bool:
         """Computes some tokens; tells whether there was room. Blocks granted beyond them are given back, since a state
         that may still be written to is no checkpoint."""
-        grown = self.pool.grow(sequence, end)
-        if grown.result is not Result.OK:
+        _, others = self.pool.grow_many(array("Q", [sequence]), [end])
+        if any(grown.result is not Result.OK for _, grown in others):
             return False
         size = self._digest_tokens
         filled = digests[done // size * DIGEST_BYTES : end // size * DIGEST_BYTES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 import torch
@@ -52,9 +53,11 @@ def fitting(shape: Shape, layout: Layout, memory_bytes: int, token_count: int) -
 def _grown(pool: Pool, number: int, token_count: int) -> bool:
     """Returns whether one more sequence reached its length; a refusal stops it where it is."""
     for end in range(min(PASS_TOKENS, token_count), token_count + 1, PASS_TOKENS):
-        first = number not in pool.sequences
-        grown = pool.allocate(number, end) if first else pool.grow(number, end)
-        if grown.result is not spec.Result.OK:
+        if number not in pool.sequences:
+            grown = [pool.allocate(number, end)]
+        else:
+            grown = [result for _, result in pool.grow_many(array("Q", [number]), [end])[1]]
+        if any(each.result is not spec.Result.OK for each in grown):
             return False
         pool.commit(number, end, b"")
     return True

@@ -41,7 +41,6 @@ class Applicant(NamedTuple):
     space: Namespace
     hits: Sequence[Hit]
     matched_token_count: int
-    junction_token_count: int
     token_count: int
     prompt_token_count: int
     priority: int
@@ -96,12 +95,7 @@ class Admission:
             longest = max(applicant.token_count, applicant.prompt_token_count)
             return self._too_long(longest, self._pass_token_count(1), over, applicant.pending_token_count)
         if 0 < applicant.defer_token_count <= applicant.pending_token_count:
-            return GrowResult(
-                Result.PENDING,
-                applicant.matched_token_count,
-                applicant.pending_token_count,
-                junction_token_count=applicant.junction_token_count,
-            )
+            return GrowResult(Result.PENDING, applicant.matched_token_count, applicant.pending_token_count)
         hits = zip(self._managers, applicant.hits)
         # A grow copies a state and lets go of it, so it stays in no table.
         kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])
@@ -171,8 +165,8 @@ class Admission:
         sequence.promised = 0
 
     def give_up_checkpoints(self, sequence: SequenceState, missing: int) -> bool:
-        """Lets a sequence continue in place when blocks are missing to copy a state that it alone holds. A checkpoint
-        that no other sequence uses is not worth a refusal. Returns whether that is enough."""
+        """Lets a sequence go on in place where so many blocks are missing to copy a state that it alone holds:
+        nobody else uses that checkpoint. Returns whether that is enough."""
         in_place = [(m, part) for m, part in zip(self._managers, sequence.parts) if m.in_place]
         if missing > sum([m.let_go(part, sequence.token_count) for m, part in in_place]):
             return False

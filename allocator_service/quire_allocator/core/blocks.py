@@ -17,7 +17,6 @@ from array import array
 from typing import Final
 
 from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, Candidates, EvictionQueue
-from quire_allocator.core.eviction.queue import KEPT
 from quire_allocator.core.scopes import Namespace, Scope, Scoped
 
 EMPTIED_TOLD_MAX: Final = 16_384  # blocks that the answer to one step names as empty
@@ -82,15 +81,6 @@ class Blocks:
             rows.extend(self.take(width))
         return rows
 
-    def take_one(self) -> int:
-        """Grants one block, and evicts if no block is empty."""
-        top = self._top
-        if top == self.block_count:
-            self._evict(1)
-            top = self._top
-        self._top = top + 1
-        return self._stack[top]
-
     def give_back(self, blocks: array[int]) -> None:
         """Puts blocks that no prompt can hit on the empty stack; the next `take` hands them out in this order."""
         top = self._top - len(blocks)
@@ -114,18 +104,13 @@ class Blocks:
         scope.held -= count
         scope.cached += count
         self.cached_count += count
-        if entry.worth == KEPT:
-            self.policy.released(entry)
-        else:
-            self.policy.put_aside(entry, count)
+        self.policy.cached(entry, count)
         if is_candidate:
             self.push(entry)
 
-    def now_worth(self, entry: Scoped, worth: int) -> None:
+    def reranked(self, entry: Scoped) -> None:
         """A candidate leaves earlier or later from now on."""
-        entry.worth = worth
-        if worth == KEPT:
-            self.policy.ranked(entry)
+        self.policy.revalued(entry)
         self.push(entry)
 
     def push(self, entry: Scoped) -> None:

@@ -45,7 +45,6 @@ from quire_allocator.core.spec import (
 )
 
 _OK: Final = Result.OK
-_UNCHANGED: Final = GrowResult(Result.OK)
 _COMMITTED: Final = CommitResult(Result.OK)
 
 
@@ -129,9 +128,7 @@ class Pool:
         left = self.blocks.free_count - needed - revived
         # With enough blocks free behind the reserve nothing can refuse, not even TOO_LONG: admission is skipped.
         if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
-            applicant = Applicant(
-                space, hits, matched, junction, chunk, prompt_token_count, priority, pending, defer_token_count
-            )
+            applicant = Applicant(space, hits, matched, chunk, prompt_token_count, priority, pending, defer_token_count)
             refused = self.admission.refuse_new(applicant, needed, revived)
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
                 # The pool is idle, and only the hit does not fit: a state takes one block more, to be copied into. No
@@ -145,6 +142,8 @@ class Pool:
                     is_return=is_return,
                 )
             if refused is not None:
+                if refused.result is Result.PENDING:
+                    refused.junction_token_count = junction
                 return refused
 
         self.admission.note_change()
@@ -175,47 +174,6 @@ class Pool:
             self.queried_token_count += token_count
             self.matched_token_count += matched
 
-    def grow(self, sequence_id: int, token_count: int) -> GrowResult:
-        """Makes room for `token_count` tokens; fewer than there are changes nothing.
-
-        If the block that holds the next token is shared, or published by a sequence that filled it further, it is
-        replaced by a private copy. Answers OK, NOT_FOUND, TOO_LONG, PASS_TOO_LONG, QUOTA or NO_SPACE.
-        """
-        sequence = self.sequences.get(sequence_id)
-        if sequence is None:
-            return GrowResult(Result.NOT_FOUND)
-        if token_count <= sequence.limit:
-            sequence.token_count = max(sequence.token_count, token_count)
-            return _UNCHANGED
-        return self._extend(sequence_id, sequence, token_count)
-
-    def _extend(self, sequence_id: int, sequence: SequenceState, token_count: int) -> GrowResult:
-        """Grows a sequence beyond its limit."""
-        if self._takes_next_blocks(sequence, token_count):
-            self.admission.note_change()
-            self.granted_block_count += self.coordinator.group_count
-            blocks = self.coordinator.append(sequence, token_count)
-            return GrowResult(_OK, 0, 0, tuple([blocks[i : i + 1] for i in range(len(blocks))]), ())
-        before = sequence.token_count
-        needs = [m.needed(part, before, token_count) for m, part in zip(self.managers, sequence.parts)]
-        needed = sum(needs)
-        refused = self.admission.refuse_grow(sequence_id, sequence, token_count, needed)
-        if refused is not None:
-            is_short = refused.result is Result.NO_SPACE and self.coordinator.in_place
-            if is_short and self.admission.give_up_checkpoints(sequence, refused.shortfall):
-                return self._extend(sequence_id, sequence, token_count)
-            return refused
-        self.admission.note_change()
-        copies: list[Copy] = []
-        granted = self.coordinator.grant(sequence, needs, token_count, copies)
-        self.granted_block_count += needed
-        self.copy_count += len(copies)
-        if sequence.promised:
-            self.admission.promise(sequence)
-        if copies:  # the source of the copy may be cached now
-            self.admission.enforce_cache_quota(sequence.namespace)
-        return GrowResult(Result.OK, 0, 0, self.coordinator.added(sequence, granted) if needed else (), copies)
-
     def _takes_next_blocks(self, sequence: SequenceState, token_count: int, due_count: int = 0) -> bool:
         """Tells whether this grow takes one free block for every group, at a block edge, as decoding does, while so
         many others are due the same."""
@@ -236,12 +194,15 @@ class Pool:
     def grow_many(
         self, sequence_ids: array[int], token_counts: list[int]
     ) -> tuple[Grants, list[tuple[int, GrowResult]]]:
-        """Grows live sequences in order.
+        """Makes room in live sequences, in order, for so many tokens each; fewer than there are change nothing.
 
-        An engine that decodes names the same sequences step after step: they are looked up when that changes.
+        If the block that holds the next token is shared, or published by a sequence that filled it further, it is
+        replaced by a private copy. An engine that decodes names the same sequences step after step: they are looked up
+        when that changes.
 
         Returns:
-            What was granted; number and result of those that need more than room there is or the next block.
+            What was granted; number and result of those that need more than room there is or the next block: OK,
+            NOT_FOUND, TOO_LONG, PASS_TOO_LONG, QUOTA or NO_SPACE.
         """
         batch = self._batch.look_up(sequence_ids, self.sequences)
         grants, others, group_count = Grants(), [], self.coordinator.group_count
@@ -253,13 +214,10 @@ class Pool:
                 if self._takes_next_blocks(sequence, token_count, len(due.sequences)):
                     self.admission.note_change()
                     self.granted_block_count += group_count
-                    if group_count == 1:
-                        grants.add_one(number, self.coordinator.append_one(sequence, token_count))
-                    else:
-                        due.add(number, sequence, token_count)
+                    due.add(number, sequence, token_count)
                 else:
                     due.hand_out()
-                    grown = self._extend(sequence_ids[number], sequence, token_count)
+                    grown = self._admit_grow(sequence_ids[number], sequence, token_count)
                     if grown.blocks:
                         grants.add(number, grown.blocks)
                     others.append((number, grown))
@@ -267,6 +225,28 @@ class Pool:
                 sequence.token_count = token_count
         due.hand_out()
         return grants, others
+
+    def _admit_grow(self, sequence_id: int, sequence: SequenceState, token_count: int) -> GrowResult:
+        """Grows a sequence beyond its limit, where it needs more than one free block for each group."""
+        before = sequence.token_count
+        needs = [m.needed(part, before, token_count) for m, part in zip(self.managers, sequence.parts)]
+        needed = sum(needs)
+        refused = self.admission.refuse_grow(sequence_id, sequence, token_count, needed)
+        if refused is not None:
+            is_short = refused.result is Result.NO_SPACE and self.coordinator.in_place
+            if is_short and self.admission.give_up_checkpoints(sequence, refused.shortfall):
+                return self._admit_grow(sequence_id, sequence, token_count)
+            return refused
+        self.admission.note_change()
+        copies: list[Copy] = []
+        granted = self.coordinator.grant(sequence, needs, token_count, copies)
+        self.granted_block_count += needed
+        self.copy_count += len(copies)
+        if sequence.promised:
+            self.admission.promise(sequence)
+        if copies:  # what was copied may be cached now
+            self.admission.enforce_cache_quota(sequence.namespace)
+        return GrowResult(Result.OK, 0, 0, self.coordinator.added(sequence, granted) if needed else (), copies)
 
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes = b"", keep_token_count: int = 0

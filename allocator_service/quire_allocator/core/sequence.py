@@ -65,3 +65,8 @@ class SequenceState:
         self.is_hold = False
         self.is_named = True
         self.parts = parts
+
+    def raise_limit(self, token_count: int, block_size: int) -> None:
+        """Notes that it is granted one more block of so many tokens for every group, to hold `token_count` of them."""
+        self.token_count = token_count
+        self.limit += block_size

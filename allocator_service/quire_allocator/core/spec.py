@@ -175,13 +175,12 @@ class Grants:
         blocks: all of them, one array after the other.
     """
 
-    __slots__ = ("_singles", "blocks", "counts", "rows")
+    __slots__ = ("blocks", "counts", "rows")
 
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.counts: list[int] = []
         self.blocks: list[array[int]] = []
-        self._singles: array[int] | None = None  # the last array of `blocks`, while only `add_one` writes to it
 
     def add(self, row: int, tables: tuple[array[int], ...]) -> None:
         """Adds the grant of one grow, one array for each group."""
@@ -189,23 +188,29 @@ class Grants:
         for table in tables:
             self.counts.append(len(table))
             self.blocks.append(table)
-        self._singles = None
 
-    def add_one(self, row: int, block: int) -> None:
-        """Adds one block for one grow, as most grows of a decoding batch take."""
-        self.rows.append(row)
-        self.counts.append(1)
-        if self._singles is None:
-            self._singles = NO_BLOCKS[:]
-            self.blocks.append(self._singles)
-        self._singles.append(block)
+    def tables(self) -> tuple[array[int], ...]:
+        """Returns what the only grow of a batch was granted, one array for each group."""
+        blocks, first = NO_BLOCKS[:], 0
+        tables: list[array[int]] = []
+        for granted in self.blocks:
+            blocks.extend(granted)
+        for count in self.counts:
+            tables.append(blocks[first : first + count])
+            first += count
+        return tuple(tables)
+
+    def extend(self, other: Grants, first: int) -> None:
+        """Adds what a part of the batch was granted, whose first grow has this number."""
+        self.rows += [first + row for row in other.rows]
+        self.counts += other.counts
+        self.blocks += other.blocks
 
     def add_rows(self, rows: list[int], blocks: array[int]) -> None:
         """Adds one block of each group for each of these grows, group fastest, as most of a decoding batch take."""
         self.rows += rows
         self.counts += [1] * len(blocks)
         self.blocks.append(blocks)
-        self._singles = None
 
 
 class GrowResult:  # noqa: PLW1641 - nobody files answers by their values

@@ -5,6 +5,7 @@ It is the allocator's pure core, called directly: the same tables, prefix index 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -124,7 +125,10 @@ class EmbeddedPool:
     def grow(self, sequence_id: int, token_count: int) -> Sequence[Sequence[int]] | None:
         """Returns the blocks of each group that a sequence gets to hold so many tokens, or None if there are too
         few."""
-        grown = self.pool.grow(sequence_id, token_count)
+        grants, others = self.pool.grow_many(array("Q", [sequence_id]), [token_count])
+        if not others:
+            return grants.tables()
+        _, grown = others[0]
         return grown.blocks if grown.result is Result.OK else None
 
     def commit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.readers.usage import block_states
 from quire_allocator.core.retention.stop import Stop, Unit
-from quire_allocator.core.spec import NULL_BLOCK, GroupKind, GroupSpec, PoolSpec, Result
+from quire_allocator.core.spec import NULL_BLOCK, GroupKind, GroupSpec, GrowResult, PoolSpec, Result
 
 from tests.allocator.core.compiled import what_if
 
@@ -48,6 +49,12 @@ def make_pool(block_count: int = 8, *groups: GroupSpec, block_size: int = 4, gro
     """A pool of these groups; without any, of `group_count` groups of full attention. Evicts by LRU."""
     spec.setdefault("eviction_policy", "lru")
     return Pool(PoolSpec(block_count, groups or (full(block_size),) * group_count, **spec))
+
+
+def grow(pool: Pool, sequence_id: int, token_count: int) -> GrowResult:
+    """Grows one sequence."""
+    grants, others = pool.grow_many(array("Q", [sequence_id]), [token_count])
+    return others[0][1] if others else GrowResult(Result.OK, 0, 0, grants.tables())
 
 
 def stops_of(pool: Pool, namespace: str = "") -> dict[tuple[int, bytes], Stop]:

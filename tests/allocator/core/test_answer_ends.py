@@ -10,7 +10,7 @@ from quire_allocator.core.readers import invariants
 from quire_allocator.core.retention.stops import STOPS_MAX, answer_stops
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, Result
 
-from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, state, stops_of
+from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, grow, make_pool, state, stops_of
 from tests.allocator.core.test_retention import text
 
 STATES = (full(4), state(1024), state(1024))  # so few that prompts of four blocks have ends of answers
@@ -21,7 +21,7 @@ STATES_OF_16 = (full(16), state(1024), state(1024))
 def answer(pool: Pool, sequence_id: int, digests: bytes, first: int, last: int) -> None:
     """Computes tokens one by one, with nothing granted beyond; at each edge a state could be left."""
     for end in range(first + 1, last + 1):
-        assert pool.grow(sequence_id, end).result is Result.OK
+        assert grow(pool, sequence_id, end).result is Result.OK
         filled = digests[(end - 1) // 4 * DIGEST_BYTES : end // 4 * DIGEST_BYTES]
         assert pool.commit(sequence_id, end, filled, end).result is Result.OK
         invariants.check(pool)
@@ -35,7 +35,7 @@ def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
     sequence = pool.sequences[sequence_id]
     stops = {stop for stop in sequence.stops.token_counts if done < stop <= sequence.stops.prompt_end}
     for end in sorted(stops - {sequence.stops.early} | {prompt}):
-        pool.grow(sequence_id, end)
+        grow(pool, sequence_id, end)
         pool.commit(sequence_id, end, digests[done // 4 * DIGEST_BYTES : end // 4 * DIGEST_BYTES], end)
         done = end
     assert last <= done
@@ -183,7 +183,7 @@ def test_what_takes_the_place_of_another_passes_no_time_of_its_own() -> None:
         asked(pool, 1, chat, 22)
         answer(pool, 1, chat, 22, length)
         pool.free(1)
-        times.append(pool.blocks.policy._led_time)  # type: ignore[attr-defined]
+        times.append(pool.blocks.policy._unlearned_time)  # type: ignore[attr-defined]
     assert times == [2, 2]
 
 
@@ -210,7 +210,7 @@ def test_while_more_prompts_part_before_the_end_than_go_on_there_are_none() -> N
 def test_an_owner_that_leaves_no_states_keeps_the_end_of_its_prompt() -> None:
     pool, chat = make_pool(900, *STATES), text(1, 20)
     asked(pool, 1, chat, 22)
-    pool.grow(1, 60)
+    grow(pool, 1, 60)
     pool.commit(1, 36, chat[5 * DIGEST_BYTES : 9 * DIGEST_BYTES])
     pool.free(1)
     assert ends(pool) == [20]

@@ -9,7 +9,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import PoolSpec, Result
 
-from tests.allocator.core.pools import full, state
+from tests.allocator.core.pools import full, grow, state
 
 
 def computed(pool: Pool, sequence_id: int, digests: bytes, ends: list[int]) -> None:
@@ -19,7 +19,7 @@ def computed(pool: Pool, sequence_id: int, digests: bytes, ends: list[int]) -> N
     done = pool.sequences[sequence_id].committed_token_count // 4
     for end in sorted({*ends, count}):
         if end > done:
-            assert pool.grow(sequence_id, 4 * end).result is Result.OK
+            assert grow(pool, sequence_id, 4 * end).result is Result.OK
             assert pool.commit(sequence_id, 4 * end, digests[32 * done : 32 * end]).result is Result.OK
             done = end
 

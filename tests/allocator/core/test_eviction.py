@@ -339,8 +339,8 @@ def test_a_family_of_which_nothing_was_seen_is_judged_like_the_wider_one() -> No
         model.start(0, 0, 100)
         model.start(1, 1, 0)
     model.end(0, 600, 9_000, returned=True)
-    model.learn(1_000_000, led_time=500_000)
-    model.learn(1_000_000, led_time=500_000)
+    model.learn(1_000_000, unlearned_time=500_000)
+    model.learn(1_000_000, unlearned_time=500_000)
     assert model.values[1] == pytest.approx(model.values[0], rel=0.2)
 
 

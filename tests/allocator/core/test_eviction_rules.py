@@ -209,12 +209,12 @@ def test_shared_entries_are_told_apart_by_how_often_and_how_long_they_waited() -
 def test_a_new_whole_entry_that_is_longer_has_a_spare_end() -> None:
     policy = ReuseValue(POOL_BLOCKS)
     policy._left_behind = [4] * 4
-    spare = [release(policy, entry_of(policy, blocks=blocks)).spare for blocks in (3, 4, 5, 20)]
+    spare = [release(policy, entry_of(policy, blocks=blocks)).left_behind for blocks in (3, 4, 5, 20)]
     assert spare == [0, 0, 4, 4]
     policy._medians = [4.0] * 4
     part = entry_of(policy, blocks=20)
     upper, _ = cut(policy, part, 16)
-    assert (release(policy, upper).spare, release(policy, part).spare) == (0, 0)
+    assert (release(policy, upper).left_behind, release(policy, part).left_behind) == (0, 0)
 
 
 def test_an_entry_has_another_place_as_soon_as_its_spare_end_is_gone() -> None:
@@ -236,7 +236,7 @@ def test_a_cut_through_the_spare_end_leaves_the_rest_of_it_to_the_upper_part() -
     entry = release(policy, entry_of(policy, blocks=10))
     entry.live = 1  # by a sequence that computed the same once more: not shared
     upper, _ = cut(policy, entry, 7)
-    assert (upper.spare, entry.spare) == (3, 3)
+    assert (upper.left_behind, entry.left_behind) == (3, 3)
 
 
 def test_the_wait_of_what_is_left_behind_has_ended() -> None:

@@ -8,7 +8,7 @@ from quire_allocator.core.readers import invariants
 from quire_allocator.core.retention.partings import LATE_BELIEVED, Partings
 from quire_allocator.core.spec import GroupSpec, PoolSpec
 
-from tests.allocator.core.pools import full, make_pool, sliding, state, stops_of
+from tests.allocator.core.pools import full, grow, make_pool, sliding, state, stops_of
 from tests.allocator.core.test_retention import serve, text
 
 
@@ -142,7 +142,7 @@ def test_checkpoints_before_the_end_of_a_prompt_stay_while_prompts_part_early(gr
     pool.allocate(1, 16, text(0, 200 // size), prompt_token_count=200)
     for end in (*range(16, 200, 16), 196, 200):
         done = pool.sequences[1].committed_token_count
-        pool.grow(1, end)
+        grow(pool, 1, end)
         pool.commit(1, end, text(0, 200 // size)[32 * (done // size) : 32 * (end // size)], end)
     pool.free(1)
     invariants.check(pool)

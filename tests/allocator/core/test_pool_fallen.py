@@ -14,7 +14,7 @@ from quire_allocator.core.retention.stop import Unit
 from quire_allocator.core.spec import GroupSpec, PoolSpec, Result
 
 from tests.allocator.core.compiled import IS_COMPILED
-from tests.allocator.core.pools import chunked, full, positions_asked_for, published, sliding
+from tests.allocator.core.pools import chunked, full, grow, positions_asked_for, published, sliding
 
 LONG = 20_000  # blocks of a long prompt, of 4 tokens each
 WINDOW = 16  # blocks
@@ -45,7 +45,7 @@ def computed(pool: Pool, sequence_id: int, digests: bytes, chunk: int = 1 << 40)
         committed, done = done, min(done + chunk, count)
         if committed == count:
             return
-        assert pool.grow(sequence_id, 4 * done).result is Result.OK
+        assert grow(pool, sequence_id, 4 * done).result is Result.OK
 
 
 # -- how much work -----------------------------------------------------------------------------------------------------
@@ -198,5 +198,5 @@ def test_digests_that_stand_for_no_prefix_break_nothing(seed: int) -> None:
             if dice.random() < 0.5:
                 pool.free(sequence_id)
             else:
-                pool.grow(sequence_id, until + dice.randint(1, 9))
+                grow(pool, sequence_id, until + dice.randint(1, 9))
         invariants.check(pool)

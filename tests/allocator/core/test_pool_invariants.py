@@ -21,6 +21,7 @@ from tests.allocator.core.pools import (
     d,
     filled,
     full,
+    grow,
     make_pool,
     sliding,
     state,
@@ -67,7 +68,7 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
         if name == "allocate":
             pool.allocate(new_id, token_count, b"".join(digests), prompt_token_count=token_count + choice - 6)
         elif name == "grow":
-            pool.grow(sequence_id, token_count)
+            grow(pool, sequence_id, token_count)
         elif name == "commit" and pool.sequences:
             sequence = pool.sequences[sequence_id]
             until = min(token_count, sequence.token_count)
@@ -112,7 +113,7 @@ def state_pool() -> Pool:
     pool = make_pool(8, state(4))
     pool.allocate(1, 4)
     commit(pool, 1, "ab", 4)
-    assert pool.grow(1, 8).result is Result.OK
+    assert grow(pool, 1, 8).result is Result.OK
     commit(pool, 1, "ab", 8)
     pool.fork(1, 2)
     invariants.check(pool)

@@ -17,6 +17,7 @@ from tests.allocator.core.pools import (
     d,
     forget,
     full,
+    grow,
     make_pool,
     positions_asked_for,
     sliding,
@@ -38,7 +39,7 @@ def served(pool: Pool, sequence_id: int, letters: str) -> tuple[int, int]:
     junction = answer.junction_token_count
     if junction:
         commit(pool, sequence_id, letters[: junction // size], junction, keep=junction)
-        assert pool.grow(sequence_id, length).result is Result.OK
+        assert grow(pool, sequence_id, length).result is Result.OK
     commit(pool, sequence_id, letters, length)
     pool.free(sequence_id)
     return answer.matched_token_count, junction
@@ -106,7 +107,7 @@ def test_others_are_not_told_of_what_the_owner_has_not_acknowledged() -> None:
     pool.log.step = 1
     computed(pool, 1, "ab")
     pool.log.step = 2
-    assert pool.grow(1, 16).result is Result.OK
+    assert grow(pool, 1, 16).result is Result.OK
     commit(pool, 1, "abcd", 16)
     pool.log.publish(1)
     assert pool.find("", d("abcd")) == Match(0, 16)
@@ -128,7 +129,7 @@ def test_a_checkpoint_before_the_junction_is_a_replay() -> None:
     pool = make_pool(32, full(4), state(16))
     pool.allocate(1, 16, prompt_token_count=29)
     commit(pool, 1, "abcd", 16)
-    assert pool.grow(1, 29).result is Result.OK
+    assert grow(pool, 1, 29).result is Result.OK
     commit(pool, 1, "abcdefg", 29)
     assert told(pool.allocate(2, 36, d("abcdefgxy"))) == (Result.OK, 16, 28)
 
@@ -138,7 +139,7 @@ def test_forks_make_checkpoints_where_their_parent_would() -> None:
     pool.allocate(1, 4, prompt_token_count=14)
     commit(pool, 1, "a", 4)
     pool.fork(1, 2)
-    pool.grow(2, 12)
+    grow(pool, 2, 12)
     commit(pool, 2, "abc", 12)
     assert pool.match("", d("abc")) == 12
 

@@ -16,6 +16,7 @@ from tests.allocator.core.pools import (
     d,
     everything,
     granted_next,
+    grow,
     make_pool,
     sliding,
     states,
@@ -24,8 +25,8 @@ from tests.allocator.core.pools import (
 
 
 def grown(pool: Pool, sequence_id: int, token_count: int) -> tuple[list[int], list[Copy]]:
-    """Returns the grants and copies of a grow."""
-    answer = pool.grow(sequence_id, token_count)
+    """What growing grants and copies."""
+    answer = grow(pool, sequence_id, token_count)
     assert answer.result is Result.OK
     invariants.check(pool)
     return (list(answer.blocks[0]) if answer.blocks else [], list(answer.copies))
@@ -182,8 +183,8 @@ def test_of_two_forks_that_grow_alike_the_second_takes_over_what_the_first_publi
     computed(pool, 1, "a", tokens=2)
     pool.fork(1, 2)
     assert tables(pool, 2) == [[0, 2], [1, 3]]
-    assert pool.grow(1, 8).copies == [Copy(2, 4), Copy(3, 5)]
-    assert not pool.grow(2, 8).copies
+    assert grow(pool, 1, 8).copies == [Copy(2, 4), Copy(3, 5)]
+    assert not grow(pool, 2, 8).copies
     commit(pool, 1, "ab", 8)
     assert commit(pool, 2, "ab", 8).swaps == [Swap(0, 1, 4), Swap(1, 1, 5)]
     assert tables(pool, 1) == tables(pool, 2) == [[0, 4], [1, 5]]
@@ -199,7 +200,7 @@ def test_the_source_of_a_copy_is_never_granted_by_the_same_operation() -> None:
     pool.free(1)  # block 0: published, held by the child alone
     before = everything(pool)
     # Two blocks would do in the end, but while one is copied there must be three: no space, yet not too long.
-    assert pool.grow(2, 8) == GrowResult(Result.NO_SPACE, shortfall=1)
+    assert grow(pool, 2, 8) == GrowResult(Result.NO_SPACE, shortfall=1)
     assert everything(pool) == before
     assert grown(pool, 2, 4) == ([1], [Copy(0, 1)])
 
@@ -209,7 +210,7 @@ def test_a_copy_without_a_free_block_is_no_space_and_changes_nothing() -> None:
     computed(pool, 1, "a", tokens=2)
     pool.fork(1, 2)
     before = everything(pool)
-    answer = pool.grow(2, 7)
+    answer = grow(pool, 2, 7)
     assert (answer.result, answer.shortfall) == (Result.NO_SPACE, 1)
     assert everything(pool) == before
 

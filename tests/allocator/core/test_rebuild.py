@@ -14,7 +14,7 @@ from quire.session.block_report import report_chunks, report_end
 from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.events import Event
-from quire_allocator.core.eviction.queue import KEPT, LED, SPARE
+from quire_allocator.core.eviction.queue import LED, RANKED, SPARE
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import index, invariants
@@ -27,7 +27,7 @@ from quire_allocator.session.machine import pool_digest
 from quire_allocator.session.staged_report import StagedReport
 from quire_allocator.wire import step_apply, step_checks, translate
 
-from tests.allocator.core.pools import stops_of
+from tests.allocator.core.pools import grow, stops_of
 from tests.allocator.twin.rebuild import NodeBuilder
 from tests.simulation.histories import APPEND_ONLY, GROUPS, History, pool_spec
 
@@ -314,7 +314,7 @@ def test_the_right_one_beside_them_is_taken() -> None:
     invariants.check(pool)
     assert pool.match("", d("abc")) == 8
     assert pool.blocks.free_count == 5
-    assert pool.grow(7, 4).result.name == "NOT_FOUND"
+    assert grow(pool, 7, 4).result.name == "NOT_FOUND"
     assert pool.allocate(8, 4).result.name == "OK"
 
 
@@ -347,7 +347,7 @@ def test_a_rebuilt_pool_keeps_what_the_lost_one_kept(has_full: bool) -> None:
     assert stops[-1] == 32
     units = space.scopes[int(has_full)].units()  # type: ignore[attr-defined]
     worths = {unit.blocks[0]: unit.worth for unit in units}
-    kept = LED if has_full else KEPT
+    kept = LED if has_full else RANKED
     assert [worths[block] for block in (15, 16, 17)] == [SPARE, kept, kept]
     joined = b"".join(text)
     assert pool.match("", joined) == 32

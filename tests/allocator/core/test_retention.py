@@ -10,7 +10,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupSpec, PoolSpec, Result
 
-from tests.allocator.core.pools import commit, computed, d, full, make_pool, sliding, stops_of
+from tests.allocator.core.pools import commit, computed, d, full, grow, make_pool, sliding, stops_of
 
 
 def text(number: int, block_count: int, *, tail: int = 0) -> bytes:
@@ -134,7 +134,7 @@ def test_of_a_chats_turns_the_last_three_stops_stay() -> None:
         pool.allocate(number, 4 * blocks - 12, digests)
         first = pool.sequences[number].committed_token_count // 4
         pool.commit(number, 4 * blocks - 12, digests[32 * first : 32 * (blocks - 3)])
-        pool.grow(number, 4 * blocks)
+        grow(pool, number, 4 * blocks)
         pool.commit(number, 4 * blocks, digests[32 * (blocks - 3) :])
         pool.free(number)
     ends = sorted(count for count, _ in stops_of(pool))
@@ -161,7 +161,7 @@ def test_a_fork_ends_a_turn() -> None:
     pool.allocate(1, 21)
     commit(pool, 1, "abcde", 20)
     assert pool.fork(1, 2) is Result.OK
-    pool.grow(1, 40)
+    grow(pool, 1, 40)
     commit(pool, 1, "abcdefghij", 40)
     assert 20 in [count for count, _ in stops_of(pool)]
     invariants.check(pool)

@@ -4,13 +4,13 @@ hand."""
 from __future__ import annotations
 
 import pytest
-from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED, SPARE
+from quire_allocator.core.eviction.queue import ASIDE, LED, RANKED, SPARE
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants, usage
 from quire_allocator.core.retention.stop import Unit
 from quire_allocator.core.spec import PoolSpec, Result
 
-from tests.allocator.core.pools import forget, full, make_pool, sliding, state, stops_of
+from tests.allocator.core.pools import forget, full, grow, make_pool, sliding, state, stops_of
 from tests.allocator.core.test_retention import text
 
 HYBRID = (full(4), state(16), state(16))
@@ -35,7 +35,7 @@ def serve(pool: Pool, digests: bytes, token_count: int) -> int:
     for end in sorted({*stops, *range(16, token_count, 16), token_count}):
         if end <= done:
             continue
-        assert pool.grow(number, end).result is Result.OK
+        assert grow(pool, number, end).result is Result.OK
         pool.commit(number, end, digests[done // size * 32 : end // size * 32], end)
         done = end
     pool.free(number)
@@ -121,15 +121,15 @@ def test_where_paths_part_a_checkpoint_stays_however_long_they_go_on() -> None:
 def test_where_everything_is_dense_checkpoints_are_like_all_other_blocks() -> None:
     pool = make_pool(60, *HYBRID, retention="dense")
     serve(pool, text(1, 10), 41)
-    assert set(worths(pool, text(1, 10)).values()) == {KEPT}
+    assert set(worths(pool, text(1, 10)).values()) == {RANKED}
     assert not stops_of(pool)
 
 
 def test_without_full_attention_the_policy_ranks_checkpoints_at_stops() -> None:
     pool = make_pool(20, state(4), state(16))
     serve(pool, text(1, 10), 41)
-    assert worths(pool, text(1, 10), 0) == {16: SPARE, 32: SPARE, 40: KEPT}
-    assert worths(pool, text(1, 10), 1) == {16: SPARE, 32: SPARE, 40: KEPT}
+    assert worths(pool, text(1, 10), 0) == {16: SPARE, 32: SPARE, 40: RANKED}
+    assert worths(pool, text(1, 10), 1) == {16: SPARE, 32: SPARE, 40: RANKED}
 
 
 def test_an_owner_that_ends_no_pass_at_a_stop_keeps_the_deepest_checkpoint_that_it_made() -> None:
@@ -138,7 +138,7 @@ def test_an_owner_that_ends_no_pass_at_a_stop_keeps_the_deepest_checkpoint_that_
     pool.allocate(1, 16, digests, prompt_token_count=45)
     done = 0
     for end in (16, 32, 45):
-        pool.grow(1, end)
+        grow(pool, 1, end)
         pool.commit(1, end, digests[done // 4 * 32 : end // 4 * 32])
         done = end
     pool.free(1)

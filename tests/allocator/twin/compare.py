@@ -20,7 +20,7 @@ from quire_allocator.core.readers.usage import block_states, table_entry_count
 from quire_allocator.core.spec import CommitResult, GroupKind, GroupSpec, GrowResult, PoolSpec, Quota, Result
 
 from tests.allocator.core.compiled import what_if
-from tests.allocator.core.pools import published
+from tests.allocator.core.pools import grow, published
 from tests.allocator.twin.memory import Memory, Writer
 from tests.allocator.twin.pool_twin import TwinPool
 from tests.allocator.twin.state import TwinSequence
@@ -95,7 +95,8 @@ class Comparison:
         joined = [b"".join(argument) if isinstance(argument, list) else argument for argument in arguments]
         recorded = self.pool.log._recorded
         before = len(recorded)
-        operate = partial(drop_cached, self.pool) if event == "drop" else getattr(self.pool, event)
+        own = {"drop": drop_cached, "grow": grow}
+        operate = partial(own[event], self.pool) if event in own else getattr(self.pool, event)
         ours = plain(operate(*joined, **options), self.twin.group_count)
         if not self.is_lru:
             self.twin.leaving = deque()
@@ -140,12 +141,12 @@ class Comparison:
             granted[row] = tuple(tables)
         assert first == len(blocks)
         answers = []
-        for number, grow in enumerate(zip(sequence_ids, token_counts, strict=True)):
+        for number, named in enumerate(zip(sequence_ids, token_counts, strict=True)):
             grown = busy.get(number, GrowResult(Result.OK, 0, 0, granted.get(number, ())))
             assert grown.blocks == granted.get(number, ())
             ours = plain(grown, width)
-            theirs = self.twin.grow(*grow)
-            self.trace.append(f"{self.now}: grow_many({grow}) -> {ours}")
+            theirs = self.twin.grow(*named)
+            self.trace.append(f"{self.now}: grow_many({named}) -> {ours}")
             self.seen[f"grow {theirs[0]}"] += 1
             assert ours == theirs, f"grow: the pool answers {ours}, its twin {theirs}"
             answers.append(theirs)
@@ -219,21 +220,23 @@ class Comparison:
         theirs = {(b.namespace, b.token_count, b.digest, b.is_parting, b.is_aside) for b in self.twin.stops}
         assert ours == theirs
         if not retention.is_even:
-            learned, twin = retention.partings, self.twin
+            learned, twin = retention.partings, self.twin.retention.partings
             assert (learned.late, learned.again, learned.inside) == (twin.late, twin.again, twin.inside)
             self.seen["prompts part early"] += learned.are_early
             self.seen["prompts part inside"] += learned.are_inside
-            self.seen["early end replaced"] = twin.replaced_count
-            self.seen["an answer goes on"] = twin.answered_count
+            self.seen["early end replaced"] = self.twin.replaced_count
+            self.seen["an answer goes on"] = self.twin.answered_count
         others = [number for number, kind in enumerate(self.twin.kinds) if not kind.keeps_prefixes]
         cached = [slot for slot in self.twin.cached() if slot.kind in others]
         for slot in cached:
             assert slot.key is not None
             _, worth = published(spaces[slot.namespace].scopes[slot.kind])[slot.key[2], slot.key[3][-1]]
-            assert worth == self.twin.worth(slot), f"{slot.key} is worth {worth}"
+            assert worth == self.twin.retention.worth(slot), f"{slot.key} is worth {worth}"
         for name, space in spaces.items():
             for number in others:
-                spare = [s for s in cached if (s.namespace, s.kind) == (name, number) and not self.twin.worth(s)]
+                spare = [
+                    s for s in cached if (s.namespace, s.kind) == (name, number) and not self.twin.retention.worth(s)
+                ]
                 assert space.scopes[number].spare == sum(len(slot.blocks) for slot in spare)
 
     def _compare_answers(self) -> None:

@@ -7,18 +7,30 @@ are here. Results are plain tuples, written to be read and not to be fast.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tests.allocator.twin.answers import Committed, Grown, refused
 from tests.allocator.twin.drop import drop
 from tests.allocator.twin.kept import count_tail, keep_or_exchange, release_kept, take_over
 from tests.allocator.twin.retention import TwinRetention
-from tests.allocator.twin.state import Slot, TwinSequence
+from tests.allocator.twin.state import Slot, TwinSequence, TwinState
 
 
-class TwinPool(TwinRetention):
-    """The required behavior of a pool."""
+class TwinPool(TwinState):
+    """What a pool must do."""
 
     drop = drop
+
+    def __init__(
+        self,
+        block_count: int,
+        groups: Sequence[tuple[str, int, int]],
+        watermark: int = 0,
+        quotas: dict[str, tuple[int | None, int | None]] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(block_count, groups, watermark, quotas, **options)
+        self.retention = TwinRetention(self)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -66,7 +78,7 @@ class TwinPool(TwinRetention):
             slot.hits += 1
         if prompt > token_count:
             sequence.prompt, sequence.chunk = prompt, token_count
-        stops = self.set_stops(sequence, shareable, max(matched, junction), prompt, junction)
+        stops = self.retention.set_stops(sequence, shareable, max(matched, junction), prompt, junction)
         self.prompts.append((namespace, [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens <= prompt]))
         token_count = max(token_count, matched)
         if len(shareable) * self.digest_tokens > matched:
@@ -74,7 +86,7 @@ class TwinPool(TwinRetention):
         self.sequences[sequence_id] = sequence
         self.highest_id = sequence_id
         if matched:
-            self.make(sequence, matched)
+            self.retention.make(sequence, matched)
         _, copies = self._grant(sequence, token_count)
         if is_return:
             self.returned += prompt
@@ -148,7 +160,7 @@ class TwinPool(TwinRetention):
         self._advance(sequence)
         for end in sequence.stops:
             if before < end <= until:
-                self.make(sequence, end)
+                self.retention.make(sequence, end)
         self._settle(sequence)
         self._enforce_quota(sequence.namespace)
         return ("OK", swaps)
@@ -164,7 +176,7 @@ class TwinPool(TwinRetention):
             return "UNCOMMITTED"
         if self.append_only and not self.is_edge(parent.committed):
             return "UNCOMMITTED"
-        self.turn_ended(parent)
+        self.retention.turn_ended(parent)
         shared = [
             [slot and (slot.twin or slot) for slot in table[: kind.entries(parent.committed)]]
             for kind, table in zip(self.kinds, parent.tables, strict=True)
@@ -183,7 +195,7 @@ class TwinPool(TwinRetention):
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
             return "NOT_FOUND"
-        self.turn_ended(sequence)
+        self.retention.turn_ended(sequence)
         for number, table in enumerate(sequence.tables):
             slots = [slot for slot in reversed(table) if slot is not None]
             tail_count = count_tail(self.kinds[number], slots, len(table), sequence.committed)
@@ -192,7 +204,7 @@ class TwinPool(TwinRetention):
                 self._released(slot)
             for slot in release_kept(self, slots[tail_count:]):
                 self._released(slot)
-            self.forget(sequence, number)
+            self.retention.forget(sequence, number)
         del self.sequences[sequence_id]
         self._enforce_quota(sequence.namespace)
         return "OK"
@@ -287,8 +299,8 @@ class TwinPool(TwinRetention):
         return [self.empty.pop() for _ in range(count)]
 
     def _evict(self, candidates: list[Slot]) -> None:
-        """Evicts the one released longest ago, or the pool's choice; never one with published descendants."""
-        worths = {id(slot): self.worth(slot) for slot in candidates}
+        """The one released longest ago, or the one that the pool has chosen; never one with published descendants."""
+        worths = {id(slot): self.retention.worth(slot) for slot in candidates}
         candidates = [slot for slot in candidates if worths[id(slot)] == min(worths.values())]
         if self.leaving is None:
             slot = min(candidates, key=lambda slot: slot.released)
@@ -307,7 +319,7 @@ class TwinPool(TwinRetention):
         self.published.remove(slot)
         slot.key = None
         self.empty += slot.blocks[::-1]
-        self.slot_left(slot, path)
+        self.retention.slot_left(slot, path)
 
     def _drop(self, slot: Slot) -> None:
         self.empty += slot.blocks[::-1]
@@ -317,8 +329,8 @@ class TwinPool(TwinRetention):
         """Removes a publication: a checkpoint is none any more, and no hit can end there."""
         assert slot.key is not None
         path = slot.key[3]
-        self.unpublish(slot)
-        self.slot_left(slot, path)
+        self.retention.unpublish(slot)
+        self.retention.slot_left(slot, path)
 
     def _released(self, slot: Slot) -> None:
         """One table fewer names it; where it was the last, it is cached from now on, or empty."""
@@ -385,7 +397,7 @@ class TwinPool(TwinRetention):
             for position in falling:
                 table[position] = None
             slots = release_kept(self, slots[::-1])
-            self.remember(sequence, number, slots[::-1])
+            self.retention.remember(sequence, number, slots[::-1])
             for slot in slots:
                 self._released(slot)
 

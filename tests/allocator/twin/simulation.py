@@ -68,7 +68,7 @@ class Simulation(Comparison):
         self.drops = random.Random(seed)
         retention = self.pool.coordinator.retention
         if not seed % 2 and not retention.is_even:  # few histories have as many edits by chance
-            retention.partings.inside = self.twin.inside = EDITS_BEFORE
+            retention.partings.inside = self.twin.retention.partings.inside = EDITS_BEFORE
 
     def run(self, event_count: int) -> None:
         """Applies events, comparing everything after each."""

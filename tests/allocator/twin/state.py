@@ -122,7 +122,7 @@ class TwinState:
         self.taken_over = 0  # twins that gave their blocks up
         self.leaving: deque[Removed] | None = None
         keeps_all = all(kind.keeps_prefixes for kind in self.kinds)
-        self.retention = "dense" if keeps_all else retention
+        self.is_dense = keeps_all or retention == "dense"
         self.stops: list[TwinStop] = []
 
     # -- what can be observed ------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class ReuseValue(EvictionPolicy):
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
         self._time = 0  # blocks that sequences asked for
-        self._led_time = 0  # blocks among them that teach nothing by themselves
+        self._unlearned_time = 0  # blocks among them of which nothing is learned by itself
         self._model = ReuseModel(_FAMILIES, block_count)
         self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
         self._gaps = (block_count / 4, block_count, block_count * 4)
@@ -127,7 +127,7 @@ class ReuseValue(EvictionPolicy):
         """Learns how long it has waited."""
         self._time += entry.block_count
         if entry.worth == LED:
-            self._led_time += entry.block_count
+            self._unlearned_time += entry.block_count
         if not entry.live and entry.kind is not None:
             age = self._time - entry.released
             entry.gap = (3 * entry.gap + age) // 4 if entry.hits else age
@@ -157,8 +157,8 @@ class ReuseValue(EvictionPolicy):
         """Divides the deep end between them. How much the prompt leaves behind shows later, in the lower one."""
         count = lower.block_count
         upper.is_whole = False
-        upper.spare = max(0, lower.spare - count)
-        lower.spare = min(lower.spare, count)
+        upper.left_behind = max(0, lower.left_behind - count)
+        lower.left_behind = min(lower.left_behind, count)
 
     def released(self, entry: Entry) -> None:
         """Stamps it and finds its kind."""
@@ -181,7 +181,7 @@ class ReuseValue(EvictionPolicy):
             entry.kind = kind = family * _LENGTHS + bisect_left(_LENGTH_EDGES, end / mean)
         left = self._left_behind[family]
         if left and left < count and entry.is_whole and self.trims:
-            entry.spare = left
+            entry.left_behind = left
             count -= left
             self._model.start(_LEFT_FAMILY, _LEFT, left)
         self._model.start(family, kind, count)
@@ -190,7 +190,7 @@ class ReuseValue(EvictionPolicy):
         is_counted = bool(entry.hits) or entry.is_successor
         if entry.worth == LED and not is_counted:  # kept blocks advance the clock, because they take room
             self._time += block_count
-            self._led_time += block_count
+            self._unlearned_time += block_count
         entry.released = self._time
         entry.kind = None
 
@@ -202,23 +202,23 @@ class ReuseValue(EvictionPolicy):
     def lane(self, entry: Entry) -> int:
         """Returns one for each kind (its own, or that of its deep end) and burden."""
         assert entry.kind is not None, "never released"
-        return entry.burden * _KINDS + (_LEFT if entry.spare else entry.kind)
+        return entry.burden * _KINDS + (_LEFT if entry.left_behind else entry.kind)
 
     def value(self, entry: Entry) -> float:
         """Returns the expected gain of keeping the entry, for all the blocks that its hits take."""
         age = (self._time - entry.released) // self._model.unit
-        kind = _LEFT if entry.spare else entry.kind
+        kind = _LEFT if entry.left_behind else entry.kind
         assert kind is not None, "never released"
         return self._model.values[kind][age.bit_length()] / (1 << entry.burden)
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
         """Remembers the blocks for a while, in case they return."""
         self.evicted_count += block_count
-        self._model.learn(self._time, self._led_time)
+        self._model.learn(self._time, self._unlearned_time)
         entry.is_whole = False
         if entry.kind is None:
             return False
-        kind, count = _LEFT if entry.spare else entry.kind, block_count
+        kind, count = _LEFT if entry.left_behind else entry.kind, block_count
         if self._trimmed is not None and self._trimmed[0] is entry:
             behind = self._ghosts.take(self._trimmed[1])
             if behind is not None and behind.released == entry.released and behind.kind == kind:
@@ -229,19 +229,19 @@ class ReuseValue(EvictionPolicy):
         self._trimmed = entry, key
         if key:
             self._ghosts.add(key, Ghost(kind, entry.hits, entry.released, count), self._time)
-        if not entry.spare:
+        if not entry.left_behind:
             return False
-        entry.spare = max(0, entry.spare - block_count)
-        return not entry.spare
+        entry.left_behind = max(0, entry.left_behind - block_count)
+        return not entry.left_behind
 
     def _end(self, entry: Entry, *, returned: bool) -> None:
         """Tells the model that a cached entry has stopped waiting."""
         assert entry.kind is not None, "never released"
         age = self._time - entry.released
-        if entry.spare:
-            self._model.end(_LEFT, age, entry.spare, returned=returned)
-        self._model.end(entry.kind, age, entry.block_count - entry.spare, returned=returned)
-        entry.spare = 0
+        if entry.left_behind:
+            self._model.end(_LEFT, age, entry.left_behind, returned=returned)
+        self._model.end(entry.kind, age, entry.block_count - entry.left_behind, returned=returned)
+        entry.left_behind = 0
 
     def _recall(self, entry: Entry, count: int) -> None:
         """Finds evicted stretches that this new entry has computed again, from its beginning on: they returned."""

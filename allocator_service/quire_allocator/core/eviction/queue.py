@@ -3,7 +3,7 @@
 Lifecycle of an entry (a run of the prefix tree, or one position of a windowed or state group):
 
     1. held       `live >= 1`: sequences end in it or in something below it; never evicted
-    2. cached     `live == 0`: `policy.released(entry)` has noted when; hittable
+    2. cached     `live == 0`: `policy.cached(entry)` has noted when; hittable
     3. candidate  cached and without children: `queue.push(entry)`; its ticket is not 0
     4. gone       its last block was evicted
 
@@ -27,7 +27,7 @@ from typing import Final
 
 SPARE: Final = 0  # no hit can end with it, but for chance
 ASIDE: Final = 1  # a hit can end with it where a prompt was edited, which few are
-KEPT: Final = 2  # ranked by the policy
+RANKED: Final = 2  # ranked by the policy
 LED: Final = 3  # of use for as long as another entry is, which the policy ranks
 BURDEN_MAX: Final = 4
 _NEAR: Final = 2  # lanes whose ends are compared between two full comparisons
@@ -43,22 +43,22 @@ class Entry(ABC):
         hits: sequences that have shared it since it was stored.
         released: the policy's stamp when `live` fell to 0 last; inside a lane the smallest is first.
         ticket: the queue's; 0 where it is no candidate.
-        spare: blocks at its deep end that leave by themselves: no more are to be evicted at once, unless 0.
-        kind: the policy's kind; None until its first release.
+        left_behind: blocks at its deep end that prompts usually leave behind: they are evicted first, and alone.
+        kind: what it is to the policy; None until it is released first.
         gap: how long it waited for its last hit.
         origin: the kind of its parent when it was stored.
         is_whole: neither shared, split nor trimmed.
-        is_successor: it replaced a checkpoint of the same turn, so caching it does not advance the policy's clock.
-        worth: SPARE, ASIDE, KEPT or LED, while it is cached.
-        burden: log2 of (own + led) / own in blocks, rounded down, at most `BURDEN_MAX`, while it is cached. Led are the
-            blocks that are evicted with it, own are those of its prefix since the previous stop. Example: 4 own and 60
-            led give 4.
+        is_successor: it took the place of another one, which has passed the time that their room is worth.
+        worth: SPARE, ASIDE, RANKED or LED, while it is cached.
+        burden: what it leads, while it is cached, against what it and its prefix have themselves since the stop
+            before: 0 if that is less than once as many blocks, 1 if less than 3 times, 2 if less than 7 times, and so
+            on up to `BURDEN_MAX`.
 
     Those of counts and stamps, the kind and the worth are set when it is made, the others when it is stored.
     """
 
     __slots__ = (
-        *("burden", "gap", "hits", "is_successor", "is_whole", "kind", "live", "origin", "released", "spare"),
+        *("burden", "gap", "hits", "is_successor", "is_whole", "kind", "live", "origin", "released", "left_behind"),
         *("ticket", "worth"),
     )
 
@@ -67,24 +67,25 @@ class Entry(ABC):
     def __init__(self) -> None:
         self.live = self.hits = self.released = self.ticket = 0
         self.kind = None
-        self.worth = KEPT
+        self.worth = RANKED
 
     def start_history(self, origin: int, time: int) -> None:
         """Begins the history of an entry that was stored just now."""
         self.origin = origin
         self.released = time
         self.kind = None
-        self.gap = self.spare = self.burden = 0
+        self.gap = self.left_behind = self.burden = 0
         self.is_whole = True
         self.is_successor = False
 
     def copy_history(self, other: Entry) -> None:
-        """Copies the history of `other`, whose upper part this was."""
+        """Takes over what is known of `other`, of which this was a part."""
+        self.worth = other.worth
         self.hits = other.hits
         self.released = other.released
         self.kind = other.kind
         self.gap = other.gap
-        self.spare = self.burden = 0
+        self.left_behind = self.burden = 0
         self.origin = other.origin
         self.is_whole = other.is_whole
         self.is_successor = other.is_successor
@@ -135,18 +136,29 @@ class EvictionPolicy(ABC):
     def cut(self, upper: Entry, lower: Entry) -> None:
         """Splits the history where the prompt continues along `lower` as well, after hitting `upper`."""
 
+    def cached(self, entry: Entry, block_count: int) -> None:
+        """Nobody holds `entry` any more, which has so many blocks. Descendants come before ancestors."""
+        if entry.worth == RANKED:
+            self.released(entry)
+        else:
+            self.put_aside(entry, block_count)
+
+    def revalued(self, entry: Entry) -> None:
+        """A cached entry has another place from now on."""
+        if entry.worth == RANKED:
+            self.ranked(entry)
+
     @abstractmethod
     def released(self, entry: Entry) -> None:
-        """Records the release of `entry`, which has no holders any more, in `released`. Descendants come before
-        ancestors."""
+        """Stamps an entry that is RANKED: notes the moment in `released`."""
 
     @abstractmethod
     def put_aside(self, entry: Entry, block_count: int) -> None:
-        """Records the release of an entry that is not KEPT: stamps it, and learns nothing from it."""
+        """Stamps an entry that is not RANKED and has so many blocks, and learns nothing of it."""
 
     @abstractmethod
     def ranked(self, entry: Entry) -> None:
-        """Is KEPT from now on, and was cached before."""
+        """Is RANKED from now on, and was cached before."""
 
     @abstractmethod
     def lane(self, entry: Entry) -> int:
@@ -289,7 +301,7 @@ class Candidates:
         """Adds an entry that has a new ticket."""
         policy = self._policy
         worth = entry.worth
-        if worth != KEPT:
+        if worth != RANKED:
             (self._late if worth == LED else self._early[worth]).push(entry)
         else:
             lane, item = self._lanes[policy.lane(entry)], (entry.released, entry.ticket, entry)

@@ -5,12 +5,12 @@ little was seen. Of the blocks that reach a certain age, how many return there? 
 reaches one is counted where it ended, so that those still waiting do not bias it: Kaplan and Meier, JASA 1958). Evicted
 entries are remembered for a while, so that the estimate does not depend on earlier evictions.
 
-The *value* of a kind at an age is the most that keeping on gains, over all times to stop at:
+The *value* of a kind at an age is the most that keeping on gains, over all times to end it at:
 
     value(age) = max over t > age of   P(it returns before t) / E[time until it returns or t is reached]
 
 which is Gittins' index (JRSS B, 1979); LHD (Beckmann, Chen, Cidon: NSDI '18) ranks by nearly the same. It may rise with
-age: where returns are still to come, the newest is worth least.
+age: where returns are still to come, the newest has the least value.
 
 Time is a number of blocks. Everything here can be lost: it is learned again.
 """
@@ -39,8 +39,8 @@ class Family(NamedTuple):
     Attributes:
         kinds: consecutive numbers.
         belief: returns per doubling of the age, from an eighth of the pool to 16 pools, before anything is seen.
-        wider: kinds of all groups whose estimate supports the one of this group, its own included; empty for none. Only
-            where most of the blocks that are cached are led by others: there are fewer to learn from.
+        wider: kinds of all groups on whose estimate that for this group leans, its own included; empty for none. Only
+            where most of the cached blocks leave with others: there are fewer to learn from.
     """
 
     kinds: range
@@ -94,8 +94,8 @@ class ReuseModel:
         if returned:
             self._returned[kind][bucket] += count
 
-    def learn(self, time: int, led_time: int = 0) -> None:
-        """Computes the values of a family anew if it is due. One at a time: it takes some ten microseconds."""
+    def learn(self, time: int, unlearned_time: int = 0) -> None:
+        """If a family is due, computes its values anew. One at a time: it takes some ten microseconds."""
         if not self._due:
             return
         self._elapsed += time - self._time
@@ -105,7 +105,7 @@ class ReuseModel:
             self._started = [count / 2 for count in self._started]
             self._returned = [[count / 2 for count in row] for row in self._returned]
             self._ended = [[count / 2 for count in row] for row in self._ended]
-        self._share = 1 - led_time / time if time > led_time else 1.0
+        self._share = 1 - unlearned_time / time if time > unlearned_time else 1.0
         family, _ = self._due.popitem()
         self._looks[family] += 1
         self._learn(family)

@@ -30,9 +30,9 @@ class Coordinator:
         in_place: some group keeps a state that forward passes overwrite.
         settles: some group gives blocks back while its sequences live.
         in_step: all groups have one block size and none keeps state: they need their next block at the same token.
-        group_count: how many groups there are; `append` takes so many blocks.
+        group_count: how many groups there are; `append_rows` takes so many blocks.
         history: the latest prompts, where no group keeps whole prefixes; else None.
-        retention: the stops of the pool.
+        retention: where hits can end, and what stays cached for them.
     """
 
     def __init__(self, spec: PoolSpec, blocks: Blocks, log: EventLog) -> None:
@@ -49,7 +49,7 @@ class Coordinator:
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
         order = [group for manager in self.managers for group in manager.groups]
         self.group_count = len(order)
-        # For each group, where its block stands among those that `append` takes; none where that is as they come.
+        # For each group, where its block stands among those that `append_rows` takes; none where that is as they come.
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         states = [number for number, m in enumerate(self.managers) if m.spec.kind is GroupKind.STATE]
@@ -176,7 +176,7 @@ class Coordinator:
         if stop is None:
             needed, runs, way_count = list[Unit](), list[Run](), 0
             for manager, part in zip(self.managers, sequence.parts):
-                tail = manager.tail_at(part, token_count, digest)
+                tail = manager.units_at(part, token_count, digest)
                 if tail is None:
                     return
                 needed += tail
@@ -210,22 +210,9 @@ class Coordinator:
         sequence.limit = limit
         return granted
 
-    def append(self, sequence: SequenceState, token_count: int) -> array[int]:
-        """Takes one more block for every group, at a block edge of groups in step: nothing can be shared there.
-
-        Returns:
-            For each group its block.
-        """
-        self.raise_limit(sequence, token_count)
-        return self.append_rows([sequence])
-
-    def raise_limit(self, sequence: SequenceState, token_count: int) -> None:
-        """Notes that a sequence has one more block for every group, which `append_rows` hands out next."""
-        sequence.token_count = token_count
-        sequence.limit += self.digest_tokens
-
     def append_rows(self, sequences: Sequence[SequenceState]) -> array[int]:
-        """Takes one more block for every group of each sequence, all of them at once.
+        """Takes one more block for every group of each sequence, at a block edge of groups in step: nothing can be
+        shared there. The caller has raised their limits.
 
         Returns:
             The blocks, group fastest.
@@ -234,24 +221,12 @@ class Coordinator:
         first = 0
         for sequence in sequences:
             for manager, part in zip(self.managers, sequence.parts):
-                end = first + len(manager.groups)
-                if end - first == 1:
-                    manager.append(part, blocks[first])
-                else:
-                    manager.append_row(part, blocks[first:end])
-                first = end
+                manager.append_row(part, blocks, first)
+                first += manager.width
         if self._places:
             rows = range(0, len(blocks), self.group_count)
             return array("I", [blocks[row + place] for row in rows for place in self._places])
         return blocks
-
-    def append_one(self, sequence: SequenceState, token_count: int) -> int:
-        """Does the same for the only group of a pool, and returns its block."""
-        block = self._blocks.take_one()
-        sequence.token_count = token_count
-        sequence.limit += self.digest_tokens
-        self.managers[0].append(sequence.parts[0], block)
-        return block
 
     def commit(self, sequence: SequenceState, until: int, digests: bytes, granted: int) -> list[Swap]:
         """Counts a sequence's tokens up to `until` as committed, publishes what became full as far as it has digests,

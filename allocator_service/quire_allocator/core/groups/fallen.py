@@ -1,7 +1,7 @@
 """What fell out of the tables of windowed groups, and is cached: stretches that nobody has or needs.
 
 A prompt of a million tokens leaves 62,500 blocks of 16 behind a window, of which nobody may ever ask for one. So what
-falls out of a table together, and stands before no stop, is one object.
+falls out of a table together, and that no hit is to take, is one object.
 
 Lifecycle of a stretch here:
 
@@ -118,22 +118,8 @@ class Fallen:
         self._retention = retention
         self._blocks = retention.blocks
 
-    def join(self, scope: WindowScope, fallen: Sequence[Scoped]) -> list[Scoped]:
-        """Makes stretches of units that follow one another and that only the sequence has which lets go of them.
-        Returns them with the other units, the deepest first: short prefixes serve most prompts."""
-        joined, i = list[Scoped](), len(fallen)
-        while i > 0:
-            end = i
-            while i > 0 and _is_idle(fallen[i - 1]):
-                i -= 1
-            if end - i > 1:
-                joined.append(self._stretch(scope, fallen[i:end]))
-            else:
-                i = end - 1
-                joined.append(fallen[i])
-        return joined
-
-    def _stretch(self, scope: WindowScope, fallen: Sequence[Scoped]) -> Stretch:
+    def stretch(self, scope: WindowScope, fallen: Sequence[Scoped]) -> Stretch:
+        """Makes a stretch of units that follow one another and are idle."""
         digests, blocks = list[bytes](), array("I")
         first = fallen[0].first_position
         for unit in fallen:
@@ -185,7 +171,7 @@ class Fallen:
                 continue
             unit = Unit(scope, own)
             unit.copy_history(stretch)
-            unit.live, unit.worth = 0, stretch.worth
+            unit.live = 0
             scope.add(unit, key)
             units.append(unit)
         scope.unfile(stretch)
@@ -202,7 +188,6 @@ class Fallen:
         if above:
             upper = Stretch(scope, begin, digests[:above], blocks[: (first - begin) * width])
             upper.copy_history(stretch)
-            upper.worth = stretch.worth
             self._blocks.push(upper)
             self._file_again(scope, upper)
         return units
@@ -232,16 +217,11 @@ class Fallen:
         through = scope.through(first, path.at(first)) if first and not is_linked else None
         if through is not None:
             units += self.cut(scope, through, first, first + 1)
-        for begin, stop, stretch in scope.stretches_on(path, first, end):
-            units += self.cut(scope, stretch, begin, stop)
+        for begin, part_end, stretch in scope.stretches_on(path, first, end):
+            units += self.cut(scope, stretch, begin, part_end)
         return units
 
 
-def _is_idle(entry: Scoped) -> bool:
+def is_idle(entry: Scoped) -> bool:
     """Tells whether one sequence has a published unit, and nobody else has, needs or ever asked for it."""
-    return (
-        isinstance(entry, Unit)
-        and entry.live == 1
-        and entry.is_published
-        and not (entry.needed_count or entry.aside_count or entry.hits)
-    )
+    return isinstance(entry, Unit) and entry.live == 1 and entry.is_published and not (entry.is_needed() or entry.hits)

@@ -127,13 +127,13 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             part.tail.extend(blocks)
         return (part.published + len(part.tail) // self.width) * self.block_size
 
-    def append(self, part: RunPart, block: int) -> None:
-        part.scope.held += 1
-        part.tail.append(block)
-
-    def append_row(self, part: RunPart, blocks: array[int]) -> None:
-        part.scope.held += self.width
-        part.tail.extend(blocks)
+    def append_row(self, part: RunPart, blocks: array[int], first: int) -> None:
+        width = self.width
+        part.scope.held += width
+        if width == 1:
+            part.tail.append(blocks[first])
+        else:
+            part.tail.extend(blocks[first : first + width])
 
     def let_go(self, part: RunPart, token_count: int) -> int:
         """Counts the half-filled block where this sequence is the last one that borrows it."""
@@ -249,8 +249,8 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
                 break
             same = common_positions(child.digests, digests, start, len(digests))
             if same * DIGEST_BYTES < child.size:
-                is_parting = start + same * DIGEST_BYTES < len(digests)
-                child = self.tree.split(child, same) if is_parting else self.tree.cut(child, same)
+                goes_another_way = start + same * DIGEST_BYTES < len(digests)
+                child = self.tree.split(child, same) if goes_another_way else self.tree.cut(child, same)
             if not child.live:
                 self._blocks.policy.hit(child)
             own = part.tail[taken * width : (taken + same) * width]
@@ -351,7 +351,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         """Returns the digest of so many tokens of a sequence; a block ends there, and is published."""
         return self.run_at(part, token_count).digest_at(token_count // self.block_size - 1)
 
-    def tail_at(self, part: RunPart, token_count: int, digest: bytes) -> list[Unit] | None:
+    def units_at(self, part: RunPart, token_count: int, digest: bytes) -> list[Unit] | None:
         """Returns none: a hit takes whole runs."""
         return []
 

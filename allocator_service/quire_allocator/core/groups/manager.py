@@ -130,13 +130,9 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         says what to copy. The manager may keep the array: the caller may still read it, and never changes it.
         """
 
-    def append(self, part: PartT, block: int) -> None:
-        """Adds one block at a block edge, where nothing is shared; for a manager of one group."""
-        self.append_row(part, array("I", [block]))
-
-    def append_row(self, part: PartT, blocks: array[int]) -> None:
-        """Does the same with one block for each of its groups."""
-        self.grow(part, 0, 0, blocks, [])
+    def append_row(self, part: PartT, blocks: array[int], first: int) -> None:
+        """Adds one block for each of its groups at a block edge, where nothing is shared: those from number `first`."""
+        self.grow(part, 0, 0, blocks[first : first + self.width], [])
 
     @abstractmethod
     def let_go(self, part: PartT, token_count: int) -> int:
@@ -202,7 +198,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         """Returns the digest of so many tokens of a sequence, an edge; empty where that is not known here."""
 
     @abstractmethod
-    def tail_at(self, part: PartT, token_count: int, digest: bytes) -> list[Unit] | None:
+    def units_at(self, part: PartT, token_count: int, digest: bytes) -> list[Unit] | None:
         """Returns the units that a hit of so many tokens of a sequence would take; None if one lacks."""
 
     def last_end(self, part: PartT, committed: int) -> int:

@@ -169,10 +169,10 @@ class RunTree:
 
     def evict(self, entry: Scoped, wanted: int) -> int:
         """Puts positions from the deep end of a cached run without children on the empty stack: at least `wanted`
-        blocks, or as many as leave at once (`Worth.leaving`). Returns how many blocks."""
+        blocks, or as many as leave at once. Returns how many blocks."""
         assert isinstance(entry, Run)
         run, retention = entry, self._retention
-        positions = retention.worth.leaving(run, wanted)
+        positions = retention.leaving(run, wanted)
         count, kept = positions * self.width, run.size - positions * DIGEST_BYTES
         moves = self._blocks.policy.evicted(run, count)
         parent = run.parent

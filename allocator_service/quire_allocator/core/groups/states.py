@@ -183,7 +183,7 @@ class StateManager(UnitManager[StatePart]):
         count = self._token_count(unit) if unit is not None and unit.is_published else 0
         return count if count % self._edge_tokens == 0 else 0
 
-    def tail_at(self, part: StatePart, token_count: int, digest: bytes) -> list[Unit] | None:
+    def units_at(self, part: StatePart, token_count: int, digest: bytes) -> list[Unit] | None:
         """Returns the checkpoint after so many tokens of that digest, whoever made it."""
         unit = self.checkpoint_at(part.scope, token_count, digest)
         return None if unit is None else [unit]
@@ -199,7 +199,7 @@ class StateManager(UnitManager[StatePart]):
     def replaced(self, entry: Scoped) -> None:
         """Drops a checkpoint that nobody has asked for."""
         assert isinstance(entry, Unit)
-        if entry.is_published and not entry.live and not entry.was_hit and not entry.stops:
+        if entry.is_published and not entry.live and not entry.was_hit and not entry.is_needed():
             self._drop(entry)
 
     def _token_count(self, unit: Unit) -> int:

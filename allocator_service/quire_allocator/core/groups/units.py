@@ -1,6 +1,6 @@
 """Windowed attention and recurrent state: published blocks one position at a time.
 
-A *unit* is one position of all groups of one specification (`retention/stop.py` has its lifecycle). Runs would not do
+A *unit* is one position of all groups of one specification. Runs would not do
 here: these groups give blocks back at the head. What windows give back together, and nobody needs, is a stretch
 instead (`fallen.py`).
 """
@@ -139,7 +139,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
             yield position, self._digest_at(digests, (position + 1) * self.block_size)
 
     def _drop(self, unit: Unit) -> None:
-        """A cached unit is not worth its blocks."""
+        """Empties the blocks of a cached unit, though nobody needs their room."""
         self._unpublish(unit)
         self._blocks.dropped(unit.scope, self.width)
 
@@ -162,7 +162,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         """Counts one more table that has the unit; the first takes it out of the cache."""
         unit.live += 1
         if unit.live == 1:
-            self._retention.held(unit)
+            self._retention.held(unit, self.width)
 
     def _release(self, unit: Unit) -> None:
         """Counts one fewer table that has the unit; after the last one it is cached, or its blocks are empty."""
@@ -170,7 +170,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         if unit.live:
             return
         if unit.is_published:
-            self._retention.cached(unit)
+            self._retention.cached(unit, self.width)
             return
         unit.scope.held -= self.width
         self._blocks.give_back(unit.blocks)

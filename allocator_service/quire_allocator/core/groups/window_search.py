@@ -69,9 +69,9 @@ class WindowSearch:
     def _stands(self, position: int) -> bool:
         """Adds a position to the places if a stretch has it; returns whether one has."""
         places = self._places
-        for begin, stop, stretch in reversed(self._stretches):
+        for begin, end, stretch in reversed(self._stretches):
             if begin <= position:
-                if position >= stop or stretch.digest_at(position) != self._path.at(position):
+                if position >= end or stretch.digest_at(position) != self._path.at(position):
                     return False
                 if places and places[-1][0] is stretch and places[-1][2] == position:
                     places[-1] = stretch, places[-1][1], position + 1

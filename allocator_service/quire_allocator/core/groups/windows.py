@@ -23,7 +23,7 @@ from typing import cast
 
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.fallen import Fallen, Path, WindowScope
+from quire_allocator.core.groups.fallen import Fallen, Path, WindowScope, is_idle
 from quire_allocator.core.groups.kept import KeptBlocks
 from quire_allocator.core.groups.manager import Commit, IndexedStretch
 from quire_allocator.core.groups.units import UnitHit, UnitManager, UnitScope
@@ -102,13 +102,8 @@ class WindowManager(UnitManager[WindowPart]):
         part.add(blocks)
         return part.end(self.width) * self.block_size
 
-    def append(self, part: WindowPart, block: int) -> None:
-        row = NO_BLOCKS[:]  # a copy and an addition cost less than an array of a list
-        row.append(block)
-        part.add(row)
-
-    def append_row(self, part: WindowPart, blocks: array[int]) -> None:
-        part.add(blocks)
+    def append_row(self, part: WindowPart, blocks: array[int], first: int) -> None:
+        part.add(blocks[first : first + self.width])
 
     def let_go(self, part: WindowPart, token_count: int) -> int:
         """Counts the half-filled block where another sequence has filled, published and left it."""
@@ -265,7 +260,16 @@ class WindowManager(UnitManager[WindowPart]):
         if len(fallen) == 1 and isinstance(fallen[0], Unit):  # while decoding
             self._release(fallen[0])
             return
-        for entry in self._fallen.join(scope, fallen):
+        i = len(fallen)
+        while i > 0:  # the deepest first: short prefixes serve most prompts
+            end = i
+            while i > 0 and is_idle(fallen[i - 1]):
+                i -= 1
+            if end - i > 1:
+                self._fallen.cache(scope, self._fallen.stretch(scope, fallen[i:end]))
+                continue
+            i = end - 1
+            entry = fallen[i]
             if isinstance(entry, Unit):
                 self._release(entry)
             elif isinstance(entry, Stretch):
@@ -337,7 +341,7 @@ class WindowManager(UnitManager[WindowPart]):
         """Returns the positions that a hit of so many tokens takes."""
         return range(self._rule.first_needed(token_count) // self.block_size, token_count // self.block_size)
 
-    def tail_at(self, part: WindowPart, token_count: int, digest: bytes) -> list[Unit] | None:
+    def units_at(self, part: WindowPart, token_count: int, digest: bytes) -> list[Unit] | None:
         wanted = self.needed_at(token_count)
         found = part.published(wanted)
         return found if len(found) == len(wanted) else None

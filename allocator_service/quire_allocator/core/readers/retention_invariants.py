@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from quire_allocator.core.eviction.queue import KEPT, SPARE
+from quire_allocator.core.eviction.queue import RANKED, SPARE
 from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.full import FullAttentionManager
 from quire_allocator.core.groups.runs import RunScope
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 def check(pool: Pool, spaces: Sequence[Namespace]) -> None:
     """Checks all stops of a pool; there are none where all blocks are worth the same."""
     retention = pool.coordinator.retention
+    for sequence_id, sequence in pool.sequences.items():
+        counts, edge = sequence.stops.token_counts, pool.spec.edge_tokens
+        assert list(counts) == sorted(set(counts)), f"stops of {sequence_id} do not rise: {counts}"
+        assert all(count > 0 and not count % edge for count in counts), f"{sequence_id} has stops off the edges"
     if retention.is_even:
         assert not retention.stops, "a stop in a pool that makes none"
         return
@@ -110,4 +114,4 @@ def _check_run(stops: dict[StopKey, Stop], worth: Worth, run: Run, number: int) 
         assert stop.runs[number] is run, "a stop names another run than the one it stands in"
     if run.ticket:
         assert run.worth == worth.of_run(run), "a cached run is taken for worth more or less than it is"
-        assert run.worth in (SPARE, KEPT), "a run leaves in order or first"
+        assert run.worth in (SPARE, RANKED), "a run leaves in order or first"

@@ -4,16 +4,15 @@ hit.
     1. read      published blocks, group by group, into what each manager files them under; while the report comes in
     2. locate    every sequence's tables among them; private blocks are claimed, half-filled ones may be shared by forks
     3. build     runs and units, first all as cached, then held by the sequences
-    4. queue     entries without holders, in order of release, which is the order of eviction
-    5. restore   stops, where stretches and paths end (`stops.py`)
+    4. queue     what nobody holds, in the order in which it was let go of: it is evicted in that order
+    5. restore   where hits can end: where stretches and paths do
     6. compare   every table with the reported one; what is left is empty
 
 Only a new pool is written to, and the caller puts it in force when it is whole: a refused report changes nothing.
 
-Some state is not reported and starts anew. Prompts under way are not announced, so a second one is computed beside the
-first. Policies know only that splits were shared. Only full attention knows where earlier prompts parted. No checkpoint
-counts as made by its sequence, and counters begin at 0. Under `tail` more may be hit than before: an owner's ledger
-still has blocks that were emptied without its asking.
+Not reported, so not as before: prompts that sequences are still computing are not announced (a second one is computed
+beside the first), policies have learned nothing yet but that what parts was shared, only full attention knows where
+earlier prompts part, no checkpoint counts as one that its sequence made, counters begin at 0.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from quire_allocator.core.rebuild.report import (
     refuse,
 )
 from quire_allocator.core.rebuild.runs import RunBuilder
-from quire_allocator.core.rebuild.stops import restore_stops
+from quire_allocator.core.rebuild.stops import restore, told
 from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder
 from quire_allocator.core.retention.stop import Run, Unit
 from quire_allocator.core.scopes import Namespace, Scoped
@@ -108,7 +107,7 @@ class Rebuild:
         cached = [item for builder in builders for item in builder.build(pool.blocks.namespaces, ranks)]
         for reported, found in zip(report.sequences, located, strict=True):
             _open(pool, spaces.get(reported.namespace), reported, found)
-        restore_stops(pool, {n: b.links for n, b in enumerate(builders) if isinstance(b, UnitBuilder)})
+        restore(pool, {n: b.links for n, b in enumerate(builders) if isinstance(b, UnitBuilder)})
         _queue(pool, cached)
         pool.blocks.give_back(self._use.unused())
         pool.last_sequence_id = report.last_sequence_id
@@ -162,8 +161,7 @@ def _locate(spaces: _Spaces, builders: list[Builder], sequence: ReportedSequence
 
 def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[Callable[[], Part]]) -> None:
     made = tuple([make() for make in parts])
-    stops = pool.coordinator.retention.rules.told(reported.stops, reported.prompt_token_count)
-    sequence = SequenceState(space, reported.token_count, reported.priority, made, stops)
+    sequence = SequenceState(space, reported.token_count, reported.priority, made, told(pool, reported))
     sequence.committed_token_count = reported.committed_token_count
     pool.sequences[reported.sequence_id] = sequence
     tables = zip(pool.tables(sequence), _own_tables(reported), strict=True)
@@ -194,7 +192,7 @@ def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
         count = entry.block_count
         pool.blocks.now_held(entry, count)  # and is let go of again
         if isinstance(entry, Unit):
-            pool.coordinator.retention.cached(entry)
+            pool.coordinator.retention.cached(entry, count)
         elif isinstance(entry, Run):
             # A lower bound: each way on but the first was a prompt that shared it.
             entry.hits = max(0, len(entry.children) - 1)

@@ -19,7 +19,9 @@ from quire_allocator.core.groups.units import UnitScope
 from quire_allocator.core.groups.window_parts import WindowPart
 from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.rebuild.report import ReportedSequence
 from quire_allocator.core.retention.stop import Run, Stop, Unit, UnitKey
+from quire_allocator.core.retention.stops import Stops
 from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 
@@ -27,7 +29,7 @@ Links = dict[str, dict[UnitKey, bytes]]  # by namespace: of a published position
 _Place = tuple[int, bytes]  # tokens before a stop, the digest of all of them
 
 
-def restore_stops(pool: Pool, links: dict[int, Links]) -> None:
+def restore(pool: Pool, links: dict[int, Links]) -> None:
     """Makes the stops of a pool whose blocks and sequences are all filed; `links` are by the managers' numbers."""
     if pool.coordinator.retention.is_even:
         return
@@ -43,7 +45,12 @@ def restore_stops(pool: Pool, links: dict[int, Links]) -> None:
                 restorer.follow(sequence)
 
 
-class _Tails:
+def told(pool: Pool, reported: ReportedSequence) -> Stops:
+    """Returns where hits are to end in a reported sequence, as its owner was told."""
+    return pool.coordinator.retention.rules.told(reported.stops, reported.prompt_token_count)
+
+
+class _Positions:
     """The published positions of a windowed manager in one namespace, and which comes before which."""
 
     def __init__(self, window: WindowManager, scope: UnitScope, before: dict[UnitKey, bytes]) -> None:
@@ -90,7 +97,7 @@ class _Restorer:
         self.full = [manager for _, manager in numbered if isinstance(manager, FullAttentionManager)]
         self._roots = [cast(RunScope, scope).root for scope in space.scopes[: len(self.full)]]
         self._windows = [
-            (number, _Tails(manager, cast(UnitScope, space.scopes[number]), links[number].get(space.name, {})))
+            (number, _Positions(manager, cast(UnitScope, space.scopes[number]), links[number].get(space.name, {})))
             for number, manager in numbered
             if isinstance(manager, WindowManager)
         ]

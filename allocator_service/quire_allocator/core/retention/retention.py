@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from quire_allocator.core.blocks import Blocks
-from quire_allocator.core.eviction.queue import KEPT, SPARE
+from quire_allocator.core.eviction.queue import RANKED, SPARE
 from quire_allocator.core.retention.partings import STEP_COUNT, Behind, Partings
 from quire_allocator.core.retention.stop import Run, Stop, StopKey, Unit, living
 from quire_allocator.core.retention.stops import StopRules, Stops
@@ -180,8 +180,9 @@ class Retention:
         for unit in stop.needed:
             self._revalue(unit)
         for run in stop.runs:
-            if run.ticket and run.worth == KEPT and self.worth.of_run(run) == SPARE:
-                self.blocks.now_worth(run, SPARE)
+            if run.ticket and run.worth == RANKED and self.worth.of_run(run) == SPARE:
+                run.worth = SPARE
+                self.blocks.reranked(run)
         stop.parent = before = living(stop.parent)
         if before is not None:
             self._goes_on(before, stop.way_count - 1)
@@ -190,7 +191,7 @@ class Retention:
 
     # -- what managers report: units and stretches ----------------------------------------------------------------
 
-    def need(self, units: Sequence[Unit], no_more: Sequence[Unit]) -> None:
+    def need(self, units: tuple[Unit, ...], no_more: tuple[Unit, ...]) -> None:
         """A live sequence would make a stop that needs these units, and none any more that needs those."""
         for unit in units:
             unit.needed_count += 1
@@ -198,16 +199,14 @@ class Retention:
             unit.needed_count -= 1
             self._revalue(unit)
 
-    def held(self, unit: Unit) -> None:
-        """A sequence holds a cached unit again."""
-        count = unit.block_count
+    def held(self, unit: Unit, count: int) -> None:
+        """A sequence holds a cached unit of so many blocks again."""
         if unit.worth == SPARE:
             unit.scope.spare -= count
         self.blocks.now_held(unit, count)
 
-    def cached(self, unit: Unit) -> None:
-        """Nobody holds a published unit any more."""
-        count = unit.block_count
+    def cached(self, unit: Unit, count: int) -> None:
+        """Nobody holds a published unit of so many blocks any more."""
         unit.worth = self.worth.of_unit(unit)
         if unit.worth == SPARE:
             unit.scope.spare += count
@@ -241,9 +240,14 @@ class Retention:
         worth, before = self.worth.of_unit(unit), unit.worth
         if worth != before:
             unit.scope.spare += unit.block_count * ((worth == SPARE) - (before == SPARE))
-            self.blocks.now_worth(unit, worth)
+            unit.worth = worth
+            self.blocks.reranked(unit)
 
     # -- what managers report: runs -------------------------------------------------------------------------------
+
+    def leaving(self, run: Run, wanted: int) -> int:
+        """Returns how many positions leave a run at once where so many blocks are wanted."""
+        return self.worth.leaving(run, wanted)
 
     def assess(self, run: Run) -> None:
         """Notes what a run is worth that nobody holds, and what leaves with it."""
@@ -267,7 +271,7 @@ class Retention:
         worth, burden = run.worth, run.burden
         self.assess(run)
         if moves or worth != run.worth or burden != run.burden:
-            self.blocks.now_worth(run, run.worth)
+            self.blocks.reranked(run)
 
     def trimmed_whole(self, run: Run) -> None:
         """A cached run is published no more."""
@@ -276,7 +280,7 @@ class Retention:
     def now_leaf(self, run: Run) -> None:
         """A cached run has lost all that hung below it."""
         self.assess(run)
-        self.blocks.now_worth(run, run.worth)
+        self.blocks.reranked(run)
 
     def _end_after(self, run: Run, token_count: int) -> None:
         for stop in reversed(run.stops[:]):

@@ -37,7 +37,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from quire_allocator.core.eviction.queue import KEPT
+from quire_allocator.core.eviction.queue import RANKED
 from quire_allocator.core.scopes import Scope, Scoped
 from quire_allocator.core.stretches import Stretch
 
@@ -73,7 +73,7 @@ class Unit(Scoped):
         self.live = 1
         self.hits = self.released = self.ticket = 0
         self.kind = None
-        self.worth = KEPT
+        self.worth = RANKED
         self.blocks = blocks
         self._position, self._digest = 0, b""
         self.is_published = self.was_hit = False
@@ -97,6 +97,10 @@ class Unit(Scoped):
     def key(self) -> UnitKey | None:
         """Returns what it is published as; None while it is private."""
         return (self._position, self._digest) if self._digest else None
+
+    def is_needed(self) -> bool:
+        """Tells whether a stop needs it, or a live sequence that would make one."""
+        return self.needed_count > 0 or self.aside_count > 0
 
     def now_published(self, position: int, digest: bytes) -> None:
         """Notes what it is published as from now on; without a digest it is private."""

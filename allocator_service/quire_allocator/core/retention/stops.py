@@ -56,7 +56,7 @@ class Stops:
         self.token_counts = token_counts
         self.prompt_end = prompt_end
         self.early = early
-        self.are_left = True
+        self.are_left = bool(token_counts)
         self.last: Stop | None = None
 
     def reached(self, committed: int, until: int) -> tuple[int, ...]:

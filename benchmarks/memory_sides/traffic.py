@@ -99,7 +99,7 @@ class Traffic:
             ready = self.scheduler.plan_without_asking()
             outcome = NOTHING_ASKED
             if self.scheduler.has_to_ask(ready):
-                ready = self.scheduler.plan()
+                ready = self.scheduler.plan(ready.chosen)
                 outcome = self._ask(ready)
             batch = self.scheduler.schedule(ready, outcome)
             self._compute(batch)

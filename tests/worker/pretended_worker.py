@@ -216,7 +216,7 @@ class PretendedWorker:
         goes_on = self.is_silent and bool(ready.wanted)
         if self._asked is None:
             self.plan_count += 1
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(ready.chosen)
             outcome = self.ask(plan)
             if not goes_on:
                 return plan, outcome

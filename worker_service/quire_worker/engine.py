@@ -299,7 +299,7 @@ class Engine:
             ready = self.scheduler.plan_without_asking()
         if self._asked is not None or not self.scheduler.has_to_ask(ready):
             return ready, NOTHING_ASKED
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(ready.chosen)
         if not plan.has_to_be_sent:
             return plan, NOTHING_ASKED
         self._send(plan)

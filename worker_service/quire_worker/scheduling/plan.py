@@ -71,6 +71,39 @@ class Batch(NamedTuple):
         return draws
 
 
+class Admission(NamedTuple):
+    """One sample to let in.
+
+    Attributes:
+        sample: that waits.
+        token_count: to compute first.
+        block_count: free blocks that it takes at most.
+        digests: to match.
+        passed: the head that it is let in before, if it is backfilled.
+    """
+
+    sample: Sample
+    token_count: int
+    block_count: int
+    digests: list[bytes]
+    passed: Sample | None = None
+
+
+@dataclass(slots=True)
+class Round:
+    """Who is let in in a turn.
+
+    Attributes:
+        admissions: in order.
+        victims: backfilled samples whose blocks the head gets in the same step.
+        victim_block_count: blocks that are free by that.
+    """
+
+    admissions: list[Admission] = field(default_factory=list)
+    victims: list[Sample] = field(default_factory=list)
+    victim_block_count: int = 0
+
+
 class Committing(NamedTuple):
     """A sample has computed `token_count` tokens.
 
@@ -140,6 +173,7 @@ class Plan:
         victims: backfilled samples whose sequences are among `frees`, for others to have their blocks.
         is_whole: nobody who runs is left out of it for want of room.
         tokens_left: in the turn's forward pass, beside those of samples that were not backfilled.
+        chosen: who would be let in beside them, where that was looked at.
     """
 
     commits: list[Committing] = field(default_factory=list)
@@ -150,6 +184,7 @@ class Plan:
     victims: list[Sample] = field(default_factory=list)
     is_whole: bool = True
     tokens_left: int = 0
+    chosen: Round | None = None
 
     @property
     def has_to_be_sent(self) -> bool:

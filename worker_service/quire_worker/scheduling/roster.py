@@ -270,7 +270,7 @@ class Roster:
         stay = [*self.running, *(each for each in self.leaving if each in parents)]
         ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in stay)
         free_count = self.free_count_of([sample for sample in self.leaving if sample not in parents])
-        return ahead + free_count + self.resting.alone_held_count((*self.running, *self.leaving), self.group_count)
+        return ahead + free_count + self.resting.alone_held_count(stay, self.group_count)
 
     def uncommitted_block_count(self) -> int:
         """Counts the blocks that the next commit publishes."""

@@ -30,12 +30,12 @@ from quire.session.lookahead import Decoding, Increment, needs_of
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
-from quire_worker.scheduling.admission import Applicants, Peaks, Round, TurnLimits
+from quire_worker.scheduling.admission import Applicants, Peaks, TurnLimits
 from quire_worker.scheduling.backfill import own_block_count
 from quire_worker.scheduling.drafts import Drafting, with_drafts
 from quire_worker.scheduling.granted import take_commits, take_grow, work_of
 from quire_worker.scheduling.passes import pass_token_count, standing, to_cut
-from quire_worker.scheduling.plan import Batch, Committing, Entering, Forking, Growing, Plan, Work
+from quire_worker.scheduling.plan import Batch, Committing, Entering, Forking, Growing, Plan, Round, Work
 from quire_worker.scheduling.ready import ready_after
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.roster import Roster
@@ -86,8 +86,13 @@ class Scheduler:
 
     # -- one turn ------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
-        """Decides what to ask for: of who runs in order, then of who is let in, then of who was backfilled."""
+    def plan(self, chosen: Round | None = None) -> Plan:
+        """Decides what to ask for: of who runs in order, then of who is let in, then of who was backfilled.
+
+        Args:
+            chosen: who is let in, where `has_to_ask` has found that in the same turn: nobody else has to be asked for
+                then, so it is looked at again only where room is given back meanwhile.
+        """
         plan, filled = Plan(), self.roster.take_filled()
         cut = self._cut(filled)
         self._fork(plan)
@@ -98,7 +103,8 @@ class Scheduler:
         spare = None if room is None else room + freed - taken
         if spare is not None and spare < 0:
             spare += self._take_back(plan, backfilled, -spare)
-        chosen = self._choose(budget, spare, without=plan.victims)
+        if chosen is None or cut:
+            chosen = self._choose(budget, spare, without=plan.victims)
         plan.victims += chosen.victims
         admitted = self._let_in(plan, chosen)
         left = [sample for sample in backfilled if sample not in plan.victims]
@@ -128,13 +134,14 @@ class Scheduler:
         )
 
     def has_to_ask(self, ready: Plan) -> bool:
-        """Tells whether a turn of those who are `ready` leaves out somebody who runs, or could be let in. Changes
-        nothing but caches of digests."""
+        """Tells whether a turn of those who are `ready` leaves out somebody who runs, or could be let in, whom it notes
+        in `ready`. Changes nothing else but caches of digests."""
         if not ready.is_whole:
             return True
         if not self._can_admit(ready.tokens_left):
             return False
-        return bool(self._choose(ready.tokens_left, self._room()).admissions)
+        ready.chosen = self._choose(ready.tokens_left, self._room())
+        return bool(ready.chosen.admissions)
 
     def plan_ahead(self, work: Sequence[Work], *, may_wait: bool = False) -> Plan:
         """Plans what to ask for while `work` is computed: commits of earlier passes, frees, room for the tokens to come

@@ -9,7 +9,7 @@ from quire.protocol.outcomes import Copy
 from quire.session.lookahead import Increment, give_back
 from quire.types import GroupKind, GroupSpec
 
-from quire_worker.scheduling import lookahead
+from quire_worker.scheduling import room_ahead
 from quire_worker.scheduling.backfill import held_count, own_block_count
 from quire_worker.scheduling.order import Shares, WaitingQueue, rank_of
 from quire_worker.scheduling.pace import Pace
@@ -259,7 +259,7 @@ class Roster:
     def free_count_of(self, left: Sequence[Sample]) -> int:
         """Counts the blocks that are free once samples that left are freed: those that they hold ahead, and where
         somebody waits for them all that nobody else holds."""
-        ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in left)
+        ahead = sum(room_ahead.block_count_of(sample, self.block_size) for sample in left)
         others = (*self.running, *self.resting)
         own = own_block_count(left, others, self.block_size) if left and self.waiting else 0
         return ahead + own
@@ -268,7 +268,7 @@ class Roster:
         """Counts the blocks that a step can give to others: held ahead, by who left, or by branches alone."""
         parents = self.parents()
         stay = [*self.running, *(each for each in self.leaving if each in parents)]
-        ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in stay)
+        ahead = sum(room_ahead.block_count_of(sample, self.block_size) for sample in stay)
         free_count = self.free_count_of([sample for sample in self.leaving if sample not in parents])
         return ahead + free_count + self.resting.alone_held_count(stay, self.group_count)
 
@@ -305,7 +305,7 @@ class Roster:
     def wake(self, sample: Sample, request: Request, tokens: list[int], *, draws: bool) -> None:
         """Makes a resting sample run on, for a request: `tokens` begin with all that it has computed. The request pays
         for room ahead that the one before has not given back, as what it does not use is taken out of its usage."""
-        request.usage.granted_block_count += self.group_count * lookahead.block_count_of(sample, self.block_size)
+        request.usage.granted_block_count += self.group_count * room_ahead.block_count_of(sample, self.block_size)
         self.resting.wake(sample, request, tokens, draws=draws)
         self.shares.charge(request.namespace, prompt_tokens=len(tokens) - sample.computed)
         insort(self.running, sample, key=rank_of)
@@ -347,7 +347,7 @@ class Roster:
 
     def _uncount_ahead(self, sample: Sample) -> None:
         """Takes blocks that a sample held ahead and never used out of its request's usage."""
-        ahead = lookahead.block_count_of(sample, self.block_size)
+        ahead = room_ahead.block_count_of(sample, self.block_size)
         sample.request.usage.granted_block_count -= self.group_count * ahead
 
     def check_invariants(self) -> None:

@@ -29,7 +29,7 @@ from quire.protocol.outcomes import Result, StepOutcome
 from quire.session.lookahead import Decoding, Increment, needs_of
 from quire.types import GroupKind, GroupSpec
 
-from quire_worker.scheduling import lookahead
+from quire_worker.scheduling import room_ahead
 from quire_worker.scheduling.admission import Applicants, Peaks, TurnLimits
 from quire_worker.scheduling.backfill import own_block_count
 from quire_worker.scheduling.drafts import Drafting, with_drafts
@@ -153,17 +153,17 @@ class Scheduler:
             may_wait: ask for nothing at all if there are only commits and frees.
         """
         plan = Plan()
-        samples = lookahead.going_on(work, self.sequence_tokens_max)
-        budget = max(0, self.batch_tokens_max - lookahead.tokens_after(self.roster.running, work, samples))
+        samples = room_ahead.going_on(work, self.sequence_tokens_max)
+        budget = max(0, self.batch_tokens_max - room_ahead.tokens_after(self.roster.running, work, samples))
         needs = self._needs_of(samples, self._free_block_count or 0)
-        chunks = lookahead.next_chunks(self.roster.running, work, self.batch_tokens_max, self.roster.block_size)
+        chunks = room_ahead.next_chunks(self.roster.running, work, self.batch_tokens_max, self.roster.block_size)
         if may_wait and not needs and not chunks and not self._can_admit(budget):
             return plan
         filled = self.roster.take_filled()
         self._commit(plan, filled, self._cut(filled))
         free = (self._free_block_count or 0) + self._free(plan)
         for sample, token_count in chunks:
-            needed = lookahead.grow_block_count(sample, token_count, self.roster.block_size)
+            needed = room_ahead.grow_block_count(sample, token_count, self.roster.block_size)
             if needed <= free:
                 free -= needed
                 plan.grows.append(Growing(sample, sample.sequence_id, token_count))
@@ -316,7 +316,7 @@ class Scheduler:
                 break
             if sample.computed + token_count > sample.granted:
                 end = self._round_up(sample.computed + token_count)
-                needed = lookahead.grow_block_count(sample, end, self.roster.block_size)
+                needed = room_ahead.grow_block_count(sample, end, self.roster.block_size)
                 if room is not None and taken + needed > room:
                     continue
                 taken += needed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.metadata
 import json
 import pkgutil
@@ -11,6 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 import quire
 import quire_allocator
@@ -128,6 +130,15 @@ def compiled_modules() -> dict[str, Path]:
     paths = included - {path for pattern in hook["exclude"] for path in ROOT.glob(pattern)}
     folder = ROOT / "allocator_service"
     return {".".join(path.relative_to(folder).with_suffix("").parts): path for path in sorted(paths)}
+
+
+@pytest.mark.parametrize("package", ["quire", "quire_cpu", "quire_gateway", "quire_kernels", "quire_worker"])
+def test_no_module_is_in_a_circle_also_of_imports_for_types(package: str) -> None:
+    """`.importlinter` forbids those at run time."""
+    graph = grimp.build_graph(package, exclude_type_checking_imports=False, cache_dir=None)
+    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(imported) > 5
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, with the circle
 
 
 def test_no_compiled_class_derives_from_one_that_is_not() -> None:

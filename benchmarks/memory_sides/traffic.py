@@ -18,6 +18,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core import spec
 from quire_allocator.core.pool import Pool
 from quire_allocator.wire import step_apply, step_checks
+from quire_worker.encoding import step_of
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan
 from quire_worker.scheduling.request import Request, Sample
@@ -97,13 +98,13 @@ class Traffic:
             ready = self.scheduler.plan_without_asking()
             outcome = NOTHING_ASKED
             if self.scheduler.has_to_ask(ready):
-                ready = self.scheduler.plan()
+                ready = self.scheduler.plan(ready.chosen)
                 outcome = self._ask(ready)
             batch = self.scheduler.schedule(ready, outcome)
             self._compute(batch)
             yield self._slots()
             ahead = self.scheduler.plan_ahead(batch.work)
-            if ahead.step:
+            if ahead.has_to_be_sent:
                 self.scheduler.take_in(ahead, self._ask(ahead))
 
     def _submit(self, asked: TraceRequest) -> None:
@@ -114,7 +115,7 @@ class Traffic:
         self.scheduler.roster.add(request.samples[0])
 
     def _ask(self, plan: Plan) -> StepOutcome:
-        message, reply = plan.step.message, pb.StepReply()
+        message, reply = step_of(plan).message, pb.StepReply()
         step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), 0.0, reply)
         return read_reply(message, reply, 1)
 

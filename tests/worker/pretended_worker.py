@@ -23,6 +23,7 @@ from quire_allocator.core import spec
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.wire import step_apply, step_checks
+from quire_worker.encoding import step_of
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason, Request, Sample
@@ -34,7 +35,7 @@ NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 
 
 def next_token(tokens: list[int], index: int) -> int:
-    """Returns the token of the pretended model and sampler after `tokens`, for the sample of that index."""
+    """What the pretended model and sampler give after `tokens`, for the sample of that index."""
     digest = hashlib.sha256(repr((tokens, index)).encode()).digest()
     return 10 + digest[0] if digest[1] > 5 else STOP
 
@@ -51,7 +52,7 @@ def expected_output(prompt: list[int], index: int, max_tokens: int, longest: int
 
 
 class _Laid(NamedTuple):
-    """A batch, and the tables and states of its samples when it was planned."""
+    """A batch, and the tables and states of its samples as they were when it was planned."""
 
     batch: Batch
     tables: list[list[array[int]]]
@@ -70,18 +71,18 @@ class PretendedWorker:
 
     Args:
         groups: of the pool; one of full attention if there are none. Pages of states hold the tokens that went in.
-        sequence_tokens_max: as the scheduler's; by default the length that fits with every token in every group.
-        chunk_tokens_max: the largest chunk that the owner announces.
+        sequence_tokens_max: as the scheduler's; by default what fits with every token in every group.
+        chunk_tokens_max: what the pool is told of its owner's largest chunk.
         is_pipelined: as the engine, it plans the next batch while one is computed, where it can.
         swap_slots: blocks that fit into host memory.
         ahead_tokens: as the scheduler's; None: every turn asks, and nothing is asked for while a batch is computed.
 
     Attributes:
-        is_silent: requests are applied, and not answered as long as any sample can run without the answer.
-        may_wait: commits and frees go along with the next awaited step.
-        waited_count: turns in which no sample could run.
+        is_silent: what is asked for is applied, and not answered as long as anybody can go on without.
+        may_wait: commits and frees go along with the next step that somebody waits for.
+        waited_count: turns in which nobody could.
         plan_count: steps that went out before a batch, which had to wait for the answer.
-        asks: of each step sent while a batch was computed, the requested room by sample.
+        asks: of each step that went out while a batch was computed, room for how many tokens it asked for whom.
         behind_count: batches that were planned while the one before was computed.
     """
 
@@ -154,7 +155,7 @@ class PretendedWorker:
 
     def ask(self, plan: Plan) -> StepOutcome:
         """Does the work of the allocator's server for a step."""
-        message, reply = plan.step.message, pb.StepReply()
+        message, reply = step_of(plan).message, pb.StepReply()
         self.commit_block_counts.append(len(message.commits.digests) // DIGEST_BYTES)
         step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), 0.0, reply)
         invariants.check(self.pool)
@@ -178,13 +179,13 @@ class PretendedWorker:
             self._check_pool()
         if self._asks_ahead and self._asked is None:
             plan = self.scheduler.plan_ahead(current.batch.work, may_wait=self.may_wait)
-            self.asks.append(plan.grows)
+            self.asks.append([(each.sample, each.token_count) for each in plan.grows])
             self._asked = plan, self.ask(plan)
         self._under_way = self._behind(current.batch.work) if self._is_pipelined and self._asks_ahead else None
         self._compute(current)
 
     def finish(self) -> None:
-        """Computes the pass under way, and plans no other."""
+        """Computes what is under way, and puts nothing behind it."""
         if self._under_way is not None:
             current, self._under_way = self._under_way, None
             self._compute(current)
@@ -201,21 +202,21 @@ class PretendedWorker:
         return _Laid.of(batch, self.scheduler.roster.block_size) if batch.work else None
 
     def take_in(self) -> None:
-        """Applies the answer to the last request."""
+        """Takes in the answer to what was asked."""
         if self._asked is not None:
             self.scheduler.take_in(*self._asked)
             self.scheduler.roster.check_invariants()
             self._asked = None
 
     def _plan(self) -> tuple[Plan, StepOutcome]:
-        """Plans as the engine does."""
+        """As the engine does it."""
         ready = self.scheduler.plan_without_asking() if self._asks_ahead else Plan(is_whole=False)
         if not self.scheduler.has_to_ask(ready):
             return ready, NOTHING_ASKED
         goes_on = self.is_silent and bool(ready.wanted)
         if self._asked is None:
             self.plan_count += 1
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(ready.chosen)
             outcome = self.ask(plan)
             if not goes_on:
                 return plan, outcome
@@ -227,7 +228,7 @@ class PretendedWorker:
         return self._plan()
 
     def _check_pool(self) -> None:
-        """Checks that the allocator's sequences are the scheduler's."""
+        """The allocator knows of who runs what the scheduler does."""
         for sample in self.scheduler.roster.running:
             if sample.fork_of is None:
                 sequence = self.pool.sequences[sample.sequence_id]
@@ -246,7 +247,7 @@ class PretendedWorker:
         for slots, blocks in laid.restores:
             for slot, block in zip(slots, blocks, strict=True):
                 self._fill(block, *self.host[slot])
-        # A sample that ended with the token before has none in this place; the model computes the sampled token there.
+        # Who ended with the token before has none in this place; the model computes whatever it sampled there.
         tokens = [[*item.sample.tokens, STOP][: item.end] for item in batch.work]
         for item, tables, states, known in zip(batch.work, laid.tables, laid.states, tokens, strict=True):
             if not item.is_restored:
@@ -261,7 +262,7 @@ class PretendedWorker:
         self.scheduler.roster.check_invariants()
 
     def _content(self, block: int) -> tuple[dict[int, int], list[int] | None]:
-        """Returns the content of a page."""
+        """What a page holds."""
         offsets = range(self.scheduler.roster.block_size)
         return {each: self.pages[block, each] for each in offsets if (block, each) in self.pages}, self.states.get(
             block
@@ -285,7 +286,7 @@ class PretendedWorker:
             self.states[block] = known[: item.end]
 
     def _read(self, item: Work, tables: list[array[int]], known: list[int]) -> None:
-        """Checks that the tokens of `item` read their own text, in each group as far back as its window reaches."""
+        """What the tokens of `item` read: of each group as far back as its window goes."""
         size = self.scheduler.roster.block_size
         for table, group in zip(tables, self.scheduler.roster.groups, strict=True):
             first = group.first_read(item.start)

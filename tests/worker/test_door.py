@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_who_cannot_be_done_in_time_is_refused_at_the_door_and_others_are_not(folder: Path) -> None:
     async with running(folder) as harness:
         await harness.generate(prompt(20), max_tokens=20, ignore_eos=True)  # passes are measured
-        pass_s = harness.engine._door.pace.pass_s
+        pass_s = harness.engine.scheduler.roster.pace.pass_s
         assert pass_s > 0
         sampling = {"max_tokens": 1000, "ignore_eos": True}
         with pytest.raises(DeadlineExceededError) as caught:
@@ -41,7 +41,7 @@ async def test_who_waits_too_long_is_told_so_and_never_computed(folder: Path) ->
         first = harness.submit(prompt(40), max_tokens=120, ignore_eos=True)
         while first.usage.output_token_count < 10:
             await asyncio.sleep(0)
-        pass_s = harness.engine._door.pace.pass_s
+        pass_s = harness.engine.scheduler.roster.pace.pass_s
         # It needs 12 blocks, so that it has to wait for the first; and 20 tokens that take a pass each.
         late = harness.submit(prompt(170, seed=1), time_left_s=21 * pass_s, max_tokens=20, ignore_eos=True)
         with pytest.raises(DeadlineExceededError) as caught:

@@ -17,7 +17,7 @@ from quire.v1 import worker_pb2 as pb
 from quire_worker.execution import layouts, runner
 from quire_worker.execution.sizing import PoolMemory
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.scheduling.plan import Plan, Work
+from quire_worker.scheduling.plan import Plan, Round, Work
 from quire_worker.scheduling.request import FinishReason
 from quire_worker.service import WorkerService
 
@@ -164,8 +164,8 @@ async def test_decoding_finds_its_blocks_granted_and_waits_for_nothing(folders: 
         asked = []
         plan = harness.engine.scheduler.plan
 
-        def count() -> Plan:
-            asked.append(plan())
+        def count(chosen: Round | None) -> Plan:
+            asked.append(plan(chosen))
             return asked[-1]
 
         harness.engine.scheduler.plan = count  # type: ignore[method-assign]

@@ -10,9 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 from quire_worker.scheduling import admission
-from quire_worker.scheduling.order import DUE_S_MAX, PRIORITY_MAX, PRIORITY_S
+from quire_worker.scheduling.order import (
+    DUE_S_MAX,
+    NAMESPACES_MAX,
+    OUTPUT_TOKEN_COST,
+    PRIORITY_MAX,
+    PRIORITY_S,
+    Shares,
+)
 from quire_worker.scheduling.request import Request
-from quire_worker.scheduling.shares import NAMESPACES_MAX, OUTPUT_TOKEN_COST, Shares
 
 from tests.worker.pretended_worker import PretendedWorker, expected_output, lasting_prompts, numbers
 

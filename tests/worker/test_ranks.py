@@ -26,7 +26,7 @@ from quire_worker.model.loading import load_model
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.splitting import attention
 from quire_worker.model.splitting.heads import heads_of_rank
-from quire_worker.model.splitting.parts import Summed
+from quire_worker.model.splitting.linear_parts import Summed
 from quire_worker.ranks.crew import Crew
 
 from tests.worker.engine_harness import Harness, prompt, reference_text, running

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from quire import Client, FinishReason, InvalidArgumentError, QuireError
 from quire.v1 import worker_pb2 as pb
-from quire_worker.calls.messages import sampling_of
+from quire_worker.calls.generate_messages import sampling_of
 from quire_worker.sampling.params import SamplingParams
 
 from tests.fuzz.test_worker_over_grpc import worker

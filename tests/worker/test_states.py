@@ -19,8 +19,8 @@ from quire_worker.model import loading
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.loading import load_model
-from quire_worker.model.states import flat, mixers, passes
-from quire_worker.model.states.passes import Segment
+from quire_worker.model.states import flat, mixers, state_pass
+from quire_worker.model.states.state_pass import Segment
 from quire_worker.model.states.view import SegmentView
 from quire_worker.service import WorkerService
 from transformers import AutoModelForCausalLM
@@ -192,7 +192,7 @@ def test_a_prompts_last_token_by_itself_has_its_time_step_within_limits(
     folder = write_with_states(family, tmp_path, **limits)
     assert difference(folder) < 1e-4
     told = flat.flat_of
-    monkeypatch.setattr(passes, "flat_of", lambda batch: told(batch)._replace(has_limits=batch.input_ids[0] < 0))
+    monkeypatch.setattr(state_pass, "flat_of", lambda batch: told(batch)._replace(has_limits=batch.input_ids[0] < 0))
     with pytest.raises(UnsupportedModelError, match="through pages its logits differ"):
         load_model(folder)
     monkeypatch.setattr(mixers, "flat_mixer", lambda *_: None)

@@ -151,10 +151,9 @@ class Branches:
             children = [self._new(list(parent.tokens), parent.namespace, parent.ttl_s) for _ in range(count)]
             if self._is_held(parent):
                 assert parent.sample is not None
+                request, task = parent.sample.request, BranchTask(rests=True, draws=False)
                 for child in children:
-                    child.sample = self._fork_of(
-                        parent.sample, parent.sample.request, 0, parent.tokens[:-1], BranchTask(rests=True, draws=False)
-                    )
+                    child.sample = self._fork_of(parent.sample, request, 0, parent.tokens[:-1], task)
                     self._engine.scheduler.roster.resting.add_fork(child.sample)
                 self._engine.wake.set()
                 for child in children:
@@ -224,10 +223,9 @@ class Branches:
             await self._compute(branch, branch.tokens, request_id)
             request = self._engine.reception.new_request(request_id, branch.tokens, COMPUTE_ALONE, branch.namespace)
             roster, is_held = self._engine.scheduler.roster, self._is_held(branch)
-            found = list[list[float]]()
+            scored = [Scored(candidate, len(branch.tokens)) for candidate in candidates]
             for index, candidate in enumerate(candidates):
-                tokens, scored = [*branch.tokens, *candidate[:-1]], Scored(candidate, len(branch.tokens))
-                task = BranchTask(rests=False, draws=False, scored=scored)
+                tokens, task = [*branch.tokens, *candidate[:-1]], BranchTask(scored=scored[index])
                 if is_held:
                     assert branch.sample is not None
                     sample = self._fork_of(branch.sample, request, index, tokens, task)
@@ -235,14 +233,12 @@ class Branches:
                 else:
                     sample = self._engine.reception.new_sample(request, index, tokens)
                     sample.branch = task
-                found.append(scored.logprobs)
-                request.samples.append(sample)
-                if not is_held:
                     roster.add(sample)
+                request.samples.append(sample)
             self._engine.open(request)
             await self._finished(request)
             self._engine.telemetry.prompt_token_count += sum(map(len, candidates))
-            return Scores(found, request.usage.granted_block_count)
+            return Scores([each.logprobs for each in scored], request.usage.granted_block_count)
 
     def renew(self, branch_ids: Iterable[bytes], permissions: Permissions) -> list[bytes]:
         """Begins the time of branches anew, and returns the ids of those that are unknown."""

@@ -13,7 +13,7 @@ from quire_worker.cache import CacheSpec, KVCache
 from quire_worker.model.adapters.sites import Sites
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.rotary import Rotation, TokenLengths
-from quire_worker.model.states.passes import StatePass
+from quire_worker.model.states.state_pass import StatePass
 from quire_worker.model.transformers_seam import PagedStep, run
 
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire_worker.scheduling.lookahead import last_of
 from quire_worker.scheduling.plan import Work
 from quire_worker.scheduling.request import Sample
+from quire_worker.scheduling.room_ahead import last_of
 
 
 class Drafting(Protocol):

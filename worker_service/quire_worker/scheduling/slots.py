@@ -75,8 +75,8 @@ class BranchTask:
         scored: of a candidate that is compared with others.
     """
 
-    rests: bool
-    draws: bool
+    rests: bool = False
+    draws: bool = False
     scored: Scored | None = None
 
 

@@ -40,8 +40,8 @@ from quire_worker.cache import KVCache
 from quire_worker.execution.parts import Part, Token
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.scheduling.lookahead import last_of
 from quire_worker.scheduling.request import Sample
+from quire_worker.scheduling.room_ahead import last_of
 from quire_worker.scheduling.slots import Proposal
 
 log = structlog.get_logger()

@@ -29,6 +29,7 @@ from quire._secret_files import read_token
 from quire._transport.address import check_target, is_local, is_unix
 from quire._transport.backoff import BACKOFF_FACTOR, Backoff
 from quire._transport.diagnosis import ANY_SERVER, what_is_at
+from quire._transport.inherited import inheritable
 from quire._transport.timeouts import checked_timeout
 from quire.errors import (
     DeadlineExceededError,
@@ -182,18 +183,18 @@ class Attempts(Generic[ItemT]):
 
     def _start(self, left_s: float) -> Any:
         self._link.check_open()
-        return self._method(self._request, timeout=left_s, metadata=self._link.metadata)
+        return inheritable(self._method(self._request, timeout=left_s, metadata=self._link.metadata))
 
     def read(self, message: Any) -> ItemT:
         """Returns what the caller makes of a message; once one has arrived the call is never repeated."""
         self._begun = True
         return self._read(message)
 
-    def pause_s(self, error: grpc.RpcError) -> float | None:
+    def pause_s(self, error: QuireError) -> float | None:
         """Seconds to wait before `again`; None where this error of the current attempt is the call's."""
-        if self._begun or error.code() != grpc.StatusCode.UNAVAILABLE or self._count >= ATTEMPTS_MAX:
+        if self._begun or error.code != grpc.StatusCode.UNAVAILABLE or self._count >= ATTEMPTS_MAX:
             return None
-        pause_s = self._backoff.next_s(from_rpc_error(error).retry_after_s)
+        pause_s = self._backoff.next_s(error.retry_after_s)
         return pause_s if time.monotonic() + pause_s < self._deadline else None
 
     def again(self) -> None:
@@ -383,7 +384,8 @@ class AsyncLink(Link):
         self.check_open()
         self.check_size(request)
         try:
-            return readable(await method(request, timeout=self.deadline(timeout_s), metadata=self.metadata))
+            call = inheritable(method(request, timeout=self.deadline(timeout_s), metadata=self.metadata))
+            return readable(await call)
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise

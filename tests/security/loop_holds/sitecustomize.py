@@ -27,7 +27,7 @@ class Holds:
     def __init__(self, loop: asyncio.AbstractEventLoop, folder: str) -> None:
         self._loop = loop
         self._scheduler = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
-        self._notes = Path(folder, str(os.getpid())).open("a", buffering=1)
+        self._notes = os.open(Path(folder, str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._last_s, self._last_wait_s, self._last_cpu_s = time.monotonic(), self._wait_s(), time.process_time()
         loop.call_soon(self._tick)
 
@@ -40,7 +40,7 @@ class Holds:
         busy_s = now_s - self._last_s - (wait_s - self._last_wait_s)
         held_s = min(busy_s, cpu_s - self._last_cpu_s) - TICK_S
         if held_s >= NOTED_S:
-            self._notes.write(f"{now_s} {held_s}\n")
+            os.write(self._notes, f"{now_s} {held_s}\n".encode())
         self._last_s, self._last_wait_s, self._last_cpu_s = now_s, wait_s, cpu_s
         self._loop.call_later(TICK_S, self._tick)
 

@@ -1,4 +1,5 @@
-"""A log that nobody reads, a disk that is full, a process that forks: servers serve on, and nobody loses anything."""
+"""A log that nobody reads, a disk that is full, a process that forks, a clock that jumps: servers serve on, and nobody
+loses anything."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ from typing import Any
 
 import pytest
 from quire import AllocatorClient, Client, PoolSpec
+from quire.local import LocalStack
 
 from tests.e2e.stack import DEMO
+from tests.faults.conftest import WallClock
 from tests.faults.test_faults import RUNS
 
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
@@ -112,3 +115,33 @@ with AllocatorClient({allocator["address"]!r}) as client:
 """
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def test_nothing_that_is_kept_alive_ends_where_the_wall_clock_jumps(
+    wall_clock: WallClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases, branches, polls and deadlines of real servers; sessions and branches that their owners renew."""
+    wall_clock.require()
+    for name, value in wall_clock.environment.items():
+        monkeypatch.setenv(name, value)
+    lease_s = 3.0
+    body = json.dumps({"prompt": "The for", "max_tokens": 2}).encode()
+    with (
+        LocalStack(DEMO, gateway_listen="127.0.0.1:0", allocator_arguments=["--lease", str(lease_s)]) as stack,
+        AllocatorClient(stack.allocator_address) as allocator,
+        Client(stack.worker_address) as client,
+        allocator.open_session("p", SPEC) as session,
+        client.prefill("The for statement", ttl_s=lease_s) as branch,
+    ):
+        for number, seconds in enumerate((3_600, -3_600, 0), start=1):
+            wall_clock.jump(seconds)
+            until = time.monotonic() + 1.5 * lease_s
+            while time.monotonic() < until:
+                request = urllib.request.Request(
+                    f"http://{stack.gateway_address}/v1/completions", body, {"Content-Type": "application/json"}
+                )
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    assert answer.status == 200
+            assert session.allocate(number, 5).ok
+            assert branch.generate(max_tokens=2).text
+        assert client.status().report_count <= 1, "the worker has its first session"

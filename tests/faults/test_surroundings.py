@@ -19,7 +19,7 @@ import pytest
 from quire import AllocatorClient, Client, PoolSpec
 from quire.local import LocalStack
 
-from tests.e2e.stack import DEMO
+from tests.e2e.stack import DEMO, eventually
 from tests.faults.conftest import WallClock
 from tests.faults.test_faults import RUNS
 
@@ -94,7 +94,10 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
                 with urllib.request.urlopen(f"http://{gateway['address']}/readyz", timeout=30) as answer:
                     assert answer.status == 200
                 if output is full_disk:
-                    assert dropped_line_count(allocator["metrics_address"]) >= 100 * RUNS
+                    eventually(
+                        lambda: dropped_line_count(allocator["metrics_address"]) >= 100 * RUNS,
+                        "a thread has tried to write each line",
+                    )
 
 
 def test_children_that_are_forked_beside_a_session_leave_it_alone(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from tests.gateway.scene import curl, gateway, script
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
 NOTICED_S = 30.0  # 10 of a client, 15 of a server, and a busy machine
 
+pytestmark = pytest.mark.timeout(240)
+
 
 def connections(place: Place) -> int:
     """How many clients the allocator believes to have."""

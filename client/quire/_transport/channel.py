@@ -288,11 +288,10 @@ class Link:
 
     def _look(self) -> str:
         """Says what is at the address; calls that fail together look once."""
-        looked_s, found = self._found
-        if time.monotonic() - looked_s > LOOKED_S:
+        if time.monotonic() - self._found[0] > LOOKED_S:
             found = what_is_at(self.address, self.server, is_encrypted=self._tls is not None)
             self._found = (time.monotonic(), found)
-        return found
+        return self._found[1]
 
     def check_size(self, request: Message) -> None:
         """Refuses here what no server would take, in words that say by how much.
@@ -336,8 +335,7 @@ class SyncLink(Link):
         try:
             return method(request, timeout=self.deadline(timeout_s), metadata=self.metadata)
         except grpc.RpcError as error:
-            request_id = getattr(request, "request_id", None)
-            raise self.translate(error, request_id, self.deadline(timeout_s)) from None
+            raise self.translate(error, getattr(request, "request_id", None), self.deadline(timeout_s)) from None
 
     def close(self) -> None:
         """Ends all calls and the connection."""

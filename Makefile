@@ -64,7 +64,7 @@ test-compiled: $(COMPILED)/.ready ## run the allocator's tests on its compiled c
 # What the metadata of the package allows has to work: of each direct requirement the lowest release. Tools of tests are
 # the newest that fit beside those.
 LOWEST := build/lowest
-test-lowest: ## run tests of each part on the lowest versions that pyproject.toml allows
+test-lowest: ## run tests of each part on the lowest versions that pyproject.toml allows; 5 minutes or more, most of them pip's: CI has a job for it
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/pip install -q --disable-pip-version-check -c constraints.txt uv
 	$(LOWEST)/bin/uv pip compile -q --resolution lowest-direct --extra all --python $(LOWEST)/bin/python -o $(LOWEST)/requirements.txt pyproject.toml

@@ -28,6 +28,7 @@ SUBSTITUTIONS: Final = [
         # Names that do not follow the rule `AsyncName`, `Name`.
         (r"\bAsyncLink\b", "SyncLink"),
         (r"\bAsyncStream\b", "SyncStream"),
+        (r"\bAsyncWatchStream\b", "SyncWatchStream"),
         (r"\bKeptByTask\b", "KeptByThread"),
         (r"ServiceAsyncStub\b", "ServiceStub"),
         (r"\b_?Async(?=[A-Z])", lambda match: match.group().removesuffix("Async")),

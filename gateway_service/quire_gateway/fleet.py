@@ -18,9 +18,10 @@ from typing import Final, NamedTuple
 
 import structlog
 from quire import AsyncAllocator, AsyncClient
-from quire.errors import QuireError
+from quire.errors import DeadlineExceededError, QuireError
 from quire.hashing import prompt_digests, root_digest
 from quire.mirror import PrefixMirror
+from quire.streams import AsyncChunkStream
 from quire.types import WorkerStatus
 
 from quire_gateway import routing
@@ -30,6 +31,7 @@ log = structlog.get_logger()
 
 POLL_S: Final = 1.0
 POLL_TIMEOUT_S: Final = 5.0
+SILENT_S: Final = 15.0  # of a worker, after which its answers are not waited for any more
 WATCH_AGAIN_S: Final = 1.0
 NAME_SHOWN: Final = 128  # characters of a name that somebody made up
 
@@ -54,6 +56,7 @@ class Backend:
         in_flight: requests of this gateway that it has.
         chosen_count: requests that were ever sent to it.
         mirror: what its pool has; None where nobody watches.
+        answers: that are on their way; one that was given up is there no more.
     """
 
     def __init__(self, client: AsyncClient) -> None:
@@ -64,7 +67,9 @@ class Backend:
         self.in_flight = 0
         self.chosen_count = 0
         self.mirror: PrefixMirror | None = None
+        self.answers: set[AsyncChunkStream] = set()
         self._load_of_others = 0
+        self._silent_since_s: float | None = None
         self._is_missed = False  # the log says once that it is away
 
     @property
@@ -81,7 +86,7 @@ class Backend:
         """Takes in what it says of itself."""
         if not self.is_ready:
             log.info("worker is there", address=self.client.address, model=status.model)
-        self.status, self.is_ready, self._is_missed = status, True, False
+        self.status, self.is_ready, self._is_missed, self._silent_since_s = status, True, False, None
         self._load_of_others = max(0, status.running_count + status.waiting_count - self.in_flight)
 
     def lost(self, error: QuireError) -> None:
@@ -89,6 +94,19 @@ class Backend:
         if not self._is_missed:
             log.warning("worker is away", address=self.client.address, error=str(error))
         self.is_ready, self._is_missed = False, True
+
+    async def miss(self, error: QuireError, asked_s: float) -> None:
+        """Notes that it did not answer what it was asked at that time. One that is silent has its answers given up: a
+        proxy may keep up connections, and answer their pings, behind which nobody lives."""
+        self.lost(error)
+        if not isinstance(error, DeadlineExceededError):
+            self._silent_since_s = None
+            return
+        self._silent_since_s = self._silent_since_s or asked_s
+        if time.monotonic() - self._silent_since_s >= SILENT_S:
+            answers, self.answers = self.answers, set()
+            for answer in answers:
+                await answer.aclose()
 
     def serves(self, model: Model) -> bool:
         """Tells whether it answers, and has the checkpoint and the adapter."""
@@ -217,10 +235,11 @@ class Fleet:
             await self._ask(backend)
 
     async def _ask(self, backend: Backend) -> None:
+        asked_s = time.monotonic()
         try:
             status = await backend.client.status(timeout_s=POLL_TIMEOUT_S)
         except QuireError as error:
-            backend.lost(error)
+            await backend.miss(error, asked_s)
             return
         with contextlib.suppress(QuireError):  # it may not tell us; then it has none that we could choose
             found = await backend.client.list_adapters(timeout_s=POLL_TIMEOUT_S)

@@ -16,6 +16,7 @@ import structlog
 from quire import AsyncClient
 from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
+from quire.streams import AsyncChunkStream
 
 from quire_gateway.asks import Ask, Prompt
 from quire_gateway.conversations import Chat
@@ -133,21 +134,26 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
         asked.append(backend)
         has_begun = False
         try:
-            with _counted(backend):
-                async with backend.client.stream(
-                    tokens,
-                    namespace=call.namespace,
-                    adapter=call.model.adapter,
-                    request_id=request_id,
-                    timeout_s=call.timeout_s,
-                    priority=ask.priority,
-                    interval_s=0.0 if ask.is_streamed else WHOLE_INTERVAL_S,
-                    **options,
-                ) as chunks:
+            async with backend.client.stream(
+                tokens,
+                namespace=call.namespace,
+                adapter=call.model.adapter,
+                request_id=request_id,
+                timeout_s=call.timeout_s,
+                priority=ask.priority,
+                interval_s=0.0 if ask.is_streamed else WHOLE_INTERVAL_S,
+                **options,
+            ) as chunks:
+                with _counted(backend, chunks):
                     async for chunk in chunks:
                         has_begun = True
                         yield chunk
-            return
+                    if chunks in backend.answers:
+                        return
+            log.warning("worker is silent", address=backend.client.address, request_id=request_id)
+            refusal = unavailable("the worker that was to answer is silent")
+            if has_begun:
+                raise refusal
         except QuireError as error:
             refusal = of_quire(error, ask.names)
             if error.reason is None:  # the caller is not told whose words these are
@@ -159,13 +165,15 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
 
 
 @contextmanager
-def _counted(backend: Backend) -> Iterator[None]:
+def _counted(backend: Backend, answer: AsyncChunkStream) -> Iterator[None]:
     backend.in_flight += 1
     backend.chosen_count += 1
+    backend.answers.add(answer)
     try:
         yield
     finally:
         backend.in_flight -= 1
+        backend.answers.discard(answer)
 
 
 async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Mapping[int, bytes]:

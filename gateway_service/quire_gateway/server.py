@@ -30,7 +30,7 @@ from quire._secret_files import read_token
 from quire._serving import logs
 from quire._serving.process import collect_garbage_rarely, stop_event, write_ready_file
 from quire._serving.tls import ServerTls
-from quire._transport.address import is_local, is_unix, require_free, split
+from quire._transport.address import is_local, is_unix, require_free, resolve
 from quire.errors import UsageError
 from quire.tls import tls_of
 from starlette.types import ASGIApp
@@ -112,15 +112,15 @@ def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None, Serv
 
 
 def bind(listen: str) -> socket.socket:
-    """Binds the port.
+    """Binds the port; of `[::]` for IPv4, too, as gRPC does.
 
     Raises:
         UsageError: it is taken, or not ours to take.
     """
-    host, port = split(listen)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        family, found = resolve(listen)
+        is_for_both = found[0] == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(found, family=family, backlog=BACKLOG, dualstack_ipv6=is_for_both)
     except OSError as error:
         require_free("--listen", listen)
         raise UsageError(f"cannot listen on {listen}: {error.strerror}") from None

@@ -194,7 +194,7 @@ def quire(*arguments: str, stdin: str = "", **environment: str) -> subprocess.Co
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,  # a busy machine may need a minute to start it
         check=False,
         env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", **environment},
     )

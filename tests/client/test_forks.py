@@ -70,9 +70,18 @@ async def main():
     async with AsyncAllocator(address) as client:
         async with client.session("p", SPEC, transport="calls") as session, client.session("q", SPEC) as stream:
             await session.allocate(1, 5)
-            fork()
+            events = client.watch_events("p")
+            await anext(events), await anext(events)
+            waiting = [asyncio.create_task(anext(events))]
+            waiting += [asyncio.create_task(client.list_pools()) for _ in range(20)]
+            await asyncio.sleep(0)
+            for _ in range(8):  # what ends a child's tasks does so in any order
+                fork()
+            await asyncio.gather(*waiting[1:])
             assert (await session.grow(1, 40, timeout_s=10)).ok
             assert stream.connected
+            await session.allocate(2, 16, [bytes(32)]), await session.commit(2, 16, [bytes(32)])
+            assert (await waiting[0]).digests == (bytes(32),)
             assert {pool.pool for pool in await client.list_pools()} == {"p", "q"}
 
 asyncio.run(main())

@@ -147,6 +147,51 @@ def test_a_snapshot_that_is_cut_off_is_begun_again(flavour: str, server: Scripte
     assert asked(server) == [(SESSION, 2), (b"", 0), (b"", 0)]
 
 
+def test_a_watch_that_hears_nothing_is_taken_up_again(
+    flavour: str, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy may keep up a connection, and answer its pings, behind which nobody lives."""
+    monkeypatch.setattr("quire._transport.streams.SILENCE_S", 0.3)
+    scripts = iter([[cleared(), snapshot_end(), stored(6)], [], [stored(7)]])
+
+    def quiet(_request: Any, _context: grpc.ServicerContext) -> Iterator[pb.CacheEvent]:
+        script = next(scripts, None)
+        yield from script or ()
+        if script is not None:
+            server.released.wait(30)
+
+    server.answers["WatchEvents"] = quiet
+    waits: list[QuireError] = []
+    events, error = watched(flavour, server.address, on_wait=waits.append)
+    assert error is None
+    assert [event.cursor for event in events] == [5, 5, 6, 7]
+    assert asked(server) == [(b"", 0), (SESSION, 6), (SESSION, 6), (SESSION, 7)]
+    assert ["said nothing" in str(wait) for wait in waits] == [True] * 3
+
+
+def test_a_watch_whose_events_are_taken_late_is_not_silent(
+    flavour: str, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire._transport.streams.SILENCE_S", 0.2)
+    server.answers["WatchEvents"] = attempts([cleared(), snapshot_end(), stored(6)])
+    taken: list[CacheEvent] = []
+
+    async def over_asyncio() -> None:
+        async with AsyncAllocator(server.address) as client, client.watch_events("p") as events:
+            async for event in events:
+                taken.append(event)
+                await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=0.5)
+
+    def over_threads() -> None:
+        with Allocator(server.address) as client, client.watch_events("p") as events:
+            for event in events:
+                taken.append(event)
+                threading.Event().wait(0.5)
+
+    asyncio.run(over_asyncio()) if flavour == "asyncio" else over_threads()
+    assert (len(taken), server.attempts["WatchEvents"]) == (3, 1)
+
+
 def test_a_stream_says_where_a_later_one_may_go_on(server: ScriptedServer) -> None:
     server.answers["WatchEvents"] = attempts([cleared(), stored(5), snapshot_end(), stored(6)])
     with Allocator(server.address) as client, client.watch_events("p", SESSION, 2) as events:

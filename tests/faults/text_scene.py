@@ -52,6 +52,14 @@ async def is_ready(process: ServerProcess) -> None:
     await asyncio.to_thread(process.wait_ready, deadline=time.monotonic() + 100)
 
 
+async def logged(log: Path, text: str) -> bool:
+    """Whether a log has a text, at once or soon: a thread writes what a server logs, when it has its turn."""
+    deadline = time.monotonic() + SOON_S
+    while text not in await asyncio.to_thread(log.read_text) and time.monotonic() < deadline:
+        pass
+    return time.monotonic() < deadline
+
+
 class Streams:
     """All requests of `REQUESTS` on their way."""
 

@@ -91,6 +91,21 @@ def test_more_messages_than_a_template_should_look_at_are_refused() -> None:
         read_conversation(messages, "", "", with_generation_prompt=True)
 
 
+@pytest.mark.parametrize("depth", [110, 400, 900, 100_000])
+@pytest.mark.parametrize("name", ["messages", "tools", "variables"])
+def test_what_is_nested_deeper_than_programs_go_is_refused(name: str, depth: int) -> None:
+    def given(depth: int) -> list[str]:
+        deep = {"role": "user", "x": 0}
+        texts = {"messages": [deep], "tools": [deep], "variables": deep}
+        inside = "[" * (depth - 2) + "]" * (depth - 2)
+        return [json.dumps(texts[each]).replace("0", inside if each == name else "0") for each in texts]
+
+    read_conversation(*given(90), with_generation_prompt=True)
+    with pytest.raises(ConversationError, match="nested") as caught:
+        read_conversation(*given(depth), with_generation_prompt=True)
+    assert caught.value.field == name
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     shutil.copytree(DEMO, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors", "chat_template*"))

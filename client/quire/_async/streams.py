@@ -7,9 +7,7 @@ import time
 from quire import sampling
 from quire._transport.attempts import Attempts
 from quire._transport.channel import AsyncLink
-from quire._transport.streams import AsyncStream
-from quire._transport.watch import Watch
-from quire.events import CacheEvent
+from quire._transport.streams import AsyncStream, AsyncWatchStream
 
 
 class AsyncChunkStream(AsyncStream[sampling.Chunk]):
@@ -24,13 +22,9 @@ class AsyncChunkStream(AsyncStream[sampling.Chunk]):
         self.request_id = request_id
 
 
-class AsyncEventStream(AsyncStream[CacheEvent]):
+class AsyncEventStream(AsyncWatchStream):
     """Events of one pool as they come, without end. `aclose`, leaving the `async with` block and losing the last
     reference end the watch."""
-
-    def __init__(self, link: AsyncLink, watch: Watch) -> None:
-        super().__init__(link, watch)
-        self._watch = watch
 
     @property
     def session_id(self) -> bytes:

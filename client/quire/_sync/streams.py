@@ -8,9 +8,7 @@ import time
 from quire import sampling
 from quire._transport.attempts import Attempts
 from quire._transport.channel import SyncLink
-from quire._transport.streams import SyncStream
-from quire._transport.watch import Watch
-from quire.events import CacheEvent
+from quire._transport.streams import SyncStream, SyncWatchStream
 
 
 class ChunkStream(SyncStream[sampling.Chunk]):
@@ -25,13 +23,9 @@ class ChunkStream(SyncStream[sampling.Chunk]):
         self.request_id = request_id
 
 
-class EventStream(SyncStream[CacheEvent]):
+class EventStream(SyncWatchStream):
     """Events of one pool as they come, without end. `close`, leaving the `with` block and losing the last
     reference end the watch."""
-
-    def __init__(self, link: SyncLink, watch: Watch) -> None:
-        super().__init__(link, watch)
-        self._watch = watch
 
     @property
     def session_id(self) -> bytes:

@@ -11,8 +11,9 @@ from google.protobuf.message import Message
 
 from quire._transport.backoff import Backoff
 from quire._transport.channel import ATTEMPTS_MAX, BACKOFF_S, BACKOFF_S_MAX, Link
+from quire._transport.inherited import inheritable
 from quire._transport.timeouts import checked_timeout
-from quire.errors import from_rpc_error
+from quire.errors import QuireError
 
 ItemT = TypeVar("ItemT")
 
@@ -56,18 +57,18 @@ class Attempts(Generic[ItemT]):
 
     def _start(self, left_s: float) -> Any:
         self._link.check_open()
-        return self._method(self._request, timeout=left_s, metadata=self._link.metadata)
+        return inheritable(self._method(self._request, timeout=left_s, metadata=self._link.metadata))
 
     def read(self, message: Any) -> ItemT:
         """Returns what the caller makes of a message; once one has arrived the call is never repeated."""
         self._begun = True
         return self._read(message)
 
-    def pause_s(self, error: grpc.RpcError) -> float | None:
+    def pause_s(self, error: QuireError) -> float | None:
         """Seconds to wait before `again`; None where this error of the current attempt is the call's."""
-        if self._begun or error.code() != grpc.StatusCode.UNAVAILABLE or self._count >= ATTEMPTS_MAX:
+        if self._begun or error.code != grpc.StatusCode.UNAVAILABLE or self._count >= ATTEMPTS_MAX:
             return None
-        pause_s = self._backoff.next_s(from_rpc_error(error).retry_after_s)
+        pause_s = self._backoff.next_s(error.retry_after_s)
         return pause_s if time.monotonic() + pause_s < self._deadline else None
 
     def again(self) -> None:

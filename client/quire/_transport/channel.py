@@ -29,6 +29,7 @@ from quire._secret_files import read_token
 from quire._transport.address import check_target, is_local, is_unix
 from quire._transport.backoff import BACKOFF_FACTOR
 from quire._transport.diagnosis import ANY_SERVER, what_is_at
+from quire._transport.inherited import inheritable
 from quire._transport.timeouts import checked_timeout
 from quire.errors import (
     DeadlineExceededError,
@@ -229,11 +230,10 @@ class Link:
 
     def _look(self) -> str:
         """Says what is at the address; calls that fail together look once."""
-        looked_s, found = self._found
-        if time.monotonic() - looked_s > LOOKED_S:
+        if time.monotonic() - self._found[0] > LOOKED_S:
             found = what_is_at(self.address, self.server, is_encrypted=self._tls is not None)
             self._found = (time.monotonic(), found)
-        return found
+        return self._found[1]
 
     def check_size(self, request: Message) -> None:
         """Refuses here what no server would take, in words that say by how much.
@@ -277,8 +277,7 @@ class SyncLink(Link):
         try:
             return method(request, timeout=self.deadline(timeout_s), metadata=self.metadata)
         except grpc.RpcError as error:
-            request_id = getattr(request, "request_id", None)
-            raise self.translate(error, request_id, self.deadline(timeout_s)) from None
+            raise self.translate(error, getattr(request, "request_id", None), self.deadline(timeout_s)) from None
 
     def for_asyncio(self) -> AsyncLink:
         """Returns a connection of its own to the same server, for asyncio; called inside the loop that uses it."""
@@ -335,7 +334,8 @@ class AsyncLink(Link):
         self.check_open()
         self.check_size(request)
         try:
-            return readable(await method(request, timeout=self.deadline(timeout_s), metadata=self.metadata))
+            call = inheritable(method(request, timeout=self.deadline(timeout_s), metadata=self.metadata))
+            return readable(await call)
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise

@@ -100,12 +100,14 @@ class Format:
         marks: around reasoning and content.
         call_id: of a call, with `{random}`, `{name}` and `{index}`.
         id_characters: how many random ones.
+        answer: the mark of the channel in which the answer is, where there are channels; it is one of `marks`.
     """
 
     runs: tuple[Run, ...] = ()
     marks: tuple[Mark, ...] = ()
     call_id: str = "call_{random}"
     id_characters: int = 24
+    answer: Mark | None = None
 
 
 def literals(elements: Elements) -> Iterator[str]:
@@ -150,6 +152,7 @@ def _deepseek(head: Elements, tail: Elements = ()) -> Run:
 
 _JSON: Final = (Maybe(("<|constrain|>",)), Maybe(("json",)))
 _TO: Final = ("to=functions.", Slot.NAME, "<|channel|>", "commentary", *_JSON, "<|message|>")
+_FINAL: Final = Mark(("<|channel|>", "final", *_JSON, "<|message|>"), Place.CONTENT)
 _CALLED: Final = (Maybe(("<|call|>",)),)  # most often the end of the text
 
 CALL_FORMATS: Final[Mapping[str, Format]] = {
@@ -191,11 +194,12 @@ CALL_FORMATS: Final[Mapping[str, Format]] = {
         ),
         (
             Mark(("<|channel|>", "analysis", "<|message|>"), Place.REASONING),
-            Mark(("<|channel|>", "final", *_JSON, "<|message|>"), Place.CONTENT),
+            _FINAL,
             Mark(("<|channel|>", "commentary", "<|message|>"), Place.CONTENT),
             Mark(("<|end|>",), Place.CONTENT),
             Mark(("<|start|>", "assistant"), None),
         ),
+        answer=_FINAL,
     ),
 }
 

@@ -106,7 +106,9 @@ class SampleText:
         """
         self._stream = stream
         self._ready = echo
-        stops, self._marks = mark_special(tuple(stops), stream.tokenizer)
+        stops, self._marks = tuple(stops), {}
+        if not stream.keeps_special:  # which has their names in the text
+            stops, self._marks = mark_special(stops, stream.tokenizer)
         self._stops = StopTexts(stops) if stops else None
         self._min_tokens = min_tokens
         self._token_count = 0

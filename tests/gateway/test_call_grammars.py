@@ -29,10 +29,13 @@ END: Final = "<|end|>"  # of the demo model's texts
 THINK: Final = REASONING_FORMATS["think"]
 SCHEMA: Final = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
 FUNCTIONS: Final = [Function(name, SCHEMA, False) for name in ("f", "f2")]
+FREE: Final = Held()
 CONTENT: Final = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 # What families have tokens for.
 NAMES: Final = [
-    *sorted({text for form in CALL_FORMATS.values() for text in literals_of(form) if text[0] in "<[" and len(text) > 1}),
+    *sorted(
+        {text for form in CALL_FORMATS.values() for text in literals_of(form) if text[0] in "<[" and len(text) > 1}
+    ),
     *literals_of(THINK),
 ]
 
@@ -60,7 +63,7 @@ def kind_of(added: str) -> Kind:
     return Kind(tokenizer, described, {name: tokenizer.token_to_id(name) for name in names})
 
 
-def refused_at(kind: Kind, form: Format, text: str, held: Held = Held(), functions: Any = FUNCTIONS) -> str | None:
+def refused_at(kind: Kind, form: Format, text: str, held: Held = FREE, functions: Any = FUNCTIONS) -> str | None:
     """Returns what of a text cannot be written any more; None where all of it can, and an end behind it."""
     grammar = llguidance.LLMatcher.grammar_from_lark(grammar_of(form, functions, kind.tokens, held))
     matcher = llguidance.LLMatcher(kind.described, grammar)

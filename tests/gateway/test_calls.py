@@ -77,10 +77,14 @@ def test_ids_are_those_that_templates_take() -> None:
 PARTS = st.one_of(
     st.sampled_from(sorted({text for form in CALL_FORMATS.values() for text in formats.literals_of(form)})),
     st.sampled_from([*FUNCTIONS, *(f'"{name}"' for name in FUNCTIONS), "<think>", "</think>", "other", '"', "\\"]),
-    st.sampled_from(["{}", '{"a": "\\"}"}', '{"a": [1, {"b": "{"}]}', "{", "}", " ", "\n", "  \n", "0", "text", "it's "]),
+    st.sampled_from(
+        ["{}", '{"a": "\\"}"}', '{"a": [1, {"b": "{"}]}', "{", "}", " ", "\n", "  \n", "0", "text", "it's "]
+    ),
     st.sampled_from(list(WRITTEN.values())),
 )
-REASONED = {name: Format(form.runs, form.marks + REASONING_FORMATS["think"].marks) for name, form in CALL_FORMATS.items()}
+REASONED = {
+    name: Format(form.runs, form.marks + REASONING_FORMATS["think"].marks) for name, form in CALL_FORMATS.items()
+}
 
 
 @given(name=st.sampled_from(sorted(CALL_FORMATS)), parts=st.lists(PARTS, max_size=12), data=st.data())
@@ -126,7 +130,7 @@ JSON = st.recursive(
 )
 @settings(max_examples=300, deadline=None)
 def test_what_a_declaration_writes_it_reads(
-    name: str, function: str, arguments: list[Any], space: str, is_ascii: bool, data: st.DataObject
+    *, name: str, function: str, arguments: list[Any], space: str, is_ascii: bool, data: st.DataObject
 ) -> None:
     form = CALL_FORMATS[name]
     run = data.draw(st.sampled_from(form.runs))
@@ -174,7 +178,7 @@ def test_arguments_come_as_they_are_written() -> None:
     reading = reader(CALL_FORMATS["hermes"])
     assert reading.push('Hi <tool_call>{"name": "f", ') == Delta("Hi")
     begun = reading.push('"arguments": {"a')
-    assert [(each.function, each.arguments) for each in begun.calls] == [("f", ""), ("", '{"a')]
+    assert [(each.function, each.arguments) for each in begun.calls] == [("f", '{"a')]
     assert reading.push('": 1').calls[0].arguments == '": 1'
     assert reading.push("}}</tool_").calls[0].arguments == "}"
     assert not reading.push("call>\n")

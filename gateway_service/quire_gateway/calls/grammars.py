@@ -1,4 +1,5 @@
-"""What an answer is held to, in the Lark syntax of llguidance: free text, in which a call that has begun fits its schema.
+"""What an answer is held to, in the Lark syntax of llguidance: free text, in which a call that has begun fits its
+schema.
 
 A text that opens a call is a *trigger*: a lazy lexeme, which ends the free text as soon as it is there. Where the
 tokenizer has a token for it, the token is a trigger, too: a special one is no part of any text.
@@ -44,12 +45,14 @@ class Held(NamedTuple):
         is_called: whether it has to call a function.
         has_many: whether it may call several.
         content: the schema of its content, where that is no free text.
+        is_compact: whether calls are written without spaces, and not as their model would write them.
     """
 
     is_reasoning: bool = False
     is_called: bool = False
     has_many: bool = True
     content: Any = None
+    is_compact: bool = False
 
 
 def grammar_of(form: Format, functions: Sequence[Function], tokens: Mapping[str, int], held: Held) -> str:
@@ -70,6 +73,7 @@ class _Writer:
     def __init__(self, form: Format, functions: Sequence[Function], tokens: Mapping[str, int], held: Held) -> None:
         self._form, self._functions, self._tokens, self._held = form, functions, tokens, held
         self._rules: list[str] = []
+        self._space = "" if held.is_compact else "SPACE?"
         self._triggers: dict[tuple[str, str], str] = {}  # rules, by what is before the text and the text
         # In front of what has to come, nothing but whitespace is written; with channels, text of other ones.
         is_due = held.is_called or held.content is not None
@@ -79,7 +83,7 @@ class _Writer:
         """Returns the grammar."""
         form, held = self._form, self._held
         for number, function in enumerate(self._functions):
-            self._rules.append(f"arguments_{number}: {_json(function.schema, is_lenient=not function.is_strict)}")
+            self._rules.append(f"arguments_{number}: {self._json(function)}")
         marks = [self._mark(mark, self._before) for mark in form.marks if Place.CONTENT in mark.places]
         content = "TEXT"
         if held.content is not None:
@@ -120,14 +124,14 @@ class _Writer:
             call = self._rule(f"call_{number}", [self._call(run, index) for index in range(len(self._functions))])
         more = ""
         if run.separator is not None and self._held.has_many:
-            more = f"({_sequence(*self._elements(run.separator), 'SPACE?', call)})*"
+            more = f"({_sequence(*self._elements(run.separator), self._space, call)})*"
         closing = self._elements(run.closing)
         if run.opening:
             first, *rest = run.opening
             assert isinstance(first, str)
             is_due = self._held.is_called and run.places == AT_START
             opened = self._literal(first) if is_due else self._trigger(first, self._before)
-            begun = [_sequence(opened, *self._elements(tuple(rest)), "SPACE?", call)]
+            begun = [_sequence(opened, *self._elements(tuple(rest)), self._space, call)]
         else:
             begun = [self._begun(run, index) for index in range(len(self._functions))]
         return self._rule(f"run_{number}", [_sequence(_any(begun), more, *closing)])
@@ -153,11 +157,12 @@ class _Writer:
         """Returns a call of one function, with the rest of its head."""
         parts = self._elements(run.head if head is None else head, index)
         parts = parts[1:] if head is None and parts else parts
-        return _sequence(*parts, "SPACE?" if run.head else "", f"arguments_{index}", *self._elements(run.tail))
+        between = self._space if run.head else ""
+        return _sequence(*parts, between, f"arguments_{index}", *self._elements(run.tail))
 
     def _elements(self, elements: Elements, index: int = 0) -> list[str]:
         """Returns elements, with whitespace before each."""
-        return [part for element in elements for part in ("SPACE?", self._element(element, index))]
+        return [part for element in elements for part in (self._space, self._element(element, index))]
 
     def _element(self, element: Element, index: int) -> str:
         if isinstance(element, str):
@@ -184,6 +189,11 @@ class _Writer:
             self._triggers[before, text] = self._rule("trigger", rules)
         return self._triggers[before, text]
 
+    def _json(self, function: Function) -> str:
+        options = {"whitespace_flexible": False} if self._held.is_compact else _JSON_OPTIONS
+        schema = {**function.schema, "x-guidance": {**options, "lenient": not function.is_strict}}
+        return f"%json {json.dumps(schema)}"
+
     def _rule(self, kind: str, alternatives: Sequence[str]) -> str:
         name = f"{kind}_{len(self._rules)}"
         self._rules.append(f"{name}: {' | '.join(alternatives)}")
@@ -198,7 +208,3 @@ def _any(alternatives: Sequence[str], repeated: str = "") -> str:
     if not alternatives:
         return ""
     return alternatives[0] if len(alternatives) == 1 and not repeated else f"({' | '.join(alternatives)}){repeated}"
-
-
-def _json(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': {**_JSON_OPTIONS, 'lenient': is_lenient}})}"

@@ -33,13 +33,13 @@ class Found(NamedTuple):
         status: how far they are there.
         end: the place behind them.
         function: that they name.
-        index: that they give.
+        number: of the call, where they give it.
     """
 
     status: Status
     end: int
     function: str = ""
-    index: str = ""
+    number: str = ""
 
 
 def after_space(text: str, place: int) -> int:
@@ -58,9 +58,9 @@ def find(elements: Elements, text: str, place: int, functions: Collection[str], 
         functions: that can be named.
         before: what has to stand behind the elements, and is none of them.
     """
-    function = index = ""
-    for number, element in enumerate(elements):
-        start = after_space(text, place) if number else place
+    function = number = ""
+    for count, element in enumerate(elements):
+        start = after_space(text, place) if count else place
         if start - place > SPACE_MAX:
             return Found(Status.ABSENT, place)
         if isinstance(element, Maybe):
@@ -73,11 +73,11 @@ def find(elements: Elements, text: str, place: int, functions: Collection[str], 
         found = _literal(element, text, start) if isinstance(element, str) else _slot(element, text, start, functions)
         if found.status is not Status.WHOLE:
             return Found(found.status, place)
-        function, index = found.function or function, found.index or index
+        function, number = found.function or function, found.number or number
         place = found.end
     start = after_space(text, place)
     status = _literal(before, text, start).status if start - place <= SPACE_MAX else Status.ABSENT
-    return Found(status, start if before else place, function, index)
+    return Found(status, start if before else place, function, number)
 
 
 def _literal(literal: str, text: str, place: int) -> Found:

@@ -27,13 +27,13 @@ class CallDelta(NamedTuple):
     """A piece of a call.
 
     Attributes:
-        index: of the call in its answer.
+        number: of the call in its answer, from 0.
         arguments: the next part of their JSON text.
         call_id: of the call, with its first piece alone.
         function: that is called, likewise.
     """
 
-    index: int
+    number: int
     arguments: str = ""
     call_id: str = ""
     function: str = ""
@@ -66,9 +66,21 @@ def joined(deltas: Sequence[Delta]) -> tuple[str, str, list[Call]]:
         if piece.call_id:
             calls.append(Call(piece.call_id, piece.function, piece.arguments))
         else:
-            calls[piece.index] = calls[piece.index]._replace(arguments=calls[piece.index].arguments + piece.arguments)
+            call = calls[piece.number]
+            calls[piece.number] = call._replace(arguments=call.arguments + piece.arguments)
     content = "".join(delta.content for delta in deltas)
     return content, "".join(delta.reasoning for delta in deltas), calls
+
+
+def joined_pieces(one: Delta, other: Delta) -> Delta:
+    """Returns two pieces that follow each other as one."""
+    calls = [*one.calls]
+    for call in other.calls:
+        if calls and calls[-1].number == call.number:
+            calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + call.arguments)
+        else:
+            calls.append(call)
+    return Delta(one.content + other.content, one.reasoning + other.reasoning, tuple(calls))
 
 
 class _Json:
@@ -150,7 +162,8 @@ class AnswerReader:
         return self._taken()
 
     def _taken(self) -> Delta:
-        delta = Delta("".join(self._content), "".join(self._reasoning), tuple(self._calls))
+        # One piece of each call: callers put together what has one index in different deltas, not in one.
+        delta = joined_pieces(Delta("".join(self._content), "".join(self._reasoning)), Delta(calls=tuple(self._calls)))
         self._content, self._reasoning, self._calls = [], [], []
         return delta
 
@@ -226,11 +239,11 @@ class AnswerReader:
         return found if found.function or not run.function else found._replace(function=run.function)
 
     def _begin_call(self, run: Run, found: Found, end: int) -> None:
-        form, index = self._form, self.call_count
+        form, number = self._form, self.call_count
         call_id = form.call_id.format(
-            random=self._new_id(form.id_characters), name=found.function, index=found.index or index
+            random=self._new_id(form.id_characters), name=found.function, index=found.number or number
         )
-        self._calls.append(CallDelta(index, "", call_id, found.function))
+        self._calls.append(CallDelta(number, "", call_id, found.function))
         self.call_count += 1
         self._text = self._text[end:]
         self._run, self._json, self._has_tail = run, _Json(), False

@@ -10,8 +10,8 @@ import orjson
 from quire.sampling import FinishReason, Usage
 
 from quire_gateway import probabilities
-from quire_gateway.calls.reader import Call as CalledFunction
-from quire_gateway.calls.reader import CallDelta, Delta
+from quire_gateway.calls.deltas import Call as CalledFunction
+from quire_gateway.calls.deltas import CallDelta, Delta
 from quire_gateway.probabilities import Told
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -24,6 +24,7 @@ class Taken(NamedTuple):
     prompt_token_count: int = 0
     cached_token_count: int = 0
     output_token_count: int = 0
+    reasoning_token_count: int | None = None  # of the output's; None where none can be told apart
 
     def plus(self, usage: Usage) -> Taken:
         """Returns the sum with what one more prompt took."""
@@ -31,11 +32,18 @@ class Taken(NamedTuple):
             self.prompt_token_count + usage.prompt_token_count,
             self.cached_token_count + usage.cached_token_count,
             self.output_token_count + usage.output_token_count,
+            self.reasoning_token_count,
         )
 
     def as_json(self) -> dict[str, Any]:
         """Returns `usage` as callers know it."""
-        return {**self.so_far(), "prompt_tokens_details": {"cached_tokens": self.cached_token_count}}
+        usage: dict[str, Any] = {
+            **self.so_far(),
+            "prompt_tokens_details": {"cached_tokens": self.cached_token_count},
+        }
+        if self.reasoning_token_count is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_token_count}
+        return usage
 
     def so_far(self) -> dict[str, int]:
         """Returns what is known of it before the end."""

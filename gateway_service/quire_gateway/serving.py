@@ -18,7 +18,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire_gateway import relay
-from quire_gateway.calls.reader import AnswerReader, Delta, joined, joined_pieces
+from quire_gateway.calls.deltas import Delta, joined, joined_pieces
+from quire_gateway.calls.plans import reasoning_token_count
+from quire_gateway.calls.reader import AnswerReader
 from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
@@ -121,6 +123,7 @@ class Served(Response):
             )
             of_its_prompt = await self._prompt_logprobs(number)
             answers.append(self._answer(choice, beside, of_its_prompt))
+        await self._count_reasoning(choices)
         body = self._form.whole(answers, self._taken)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -156,6 +159,8 @@ class Served(Response):
                     if data:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
             self._check_whole(choices)
+            if self._call.ask.with_usage:
+                await self._count_reasoning(choices)
             last = form.usage(self._taken) + DONE if self._call.ask.with_usage else DONE
         except ApiError as error:
             if not head.is_sent:
@@ -166,6 +171,21 @@ class Served(Response):
     def _new_choices(self) -> list[_Choice]:
         plan, count = self._call.plan, self._call.ask.choice_count * len(self._call.tokens)
         return [_Choice(reader=None if plan is None else plan.reader(_new_id)) for _ in range(count)]
+
+    async def _count_reasoning(self, choices: Iterable[_Choice]) -> None:
+        """Notes how many tokens of the answer are reasoning.
+
+        Raises:
+            ApiError: no worker says what they are.
+        """
+        plan = self._call.plan
+        if plan is None or not plan.has_reasoning:
+            return
+        count = 0
+        for choice in choices:
+            spelled = await relay.spelled(self._fleet, self._call.model, set(choice.token_ids))
+            count += reasoning_token_count(plan, (spelled[token] for token in choice.token_ids))
+        self._taken = self._taken._replace(reasoning_token_count=count)
 
     def _answer(self, choice: _Choice, beside: Beside, prompt_logprobs: Sequence[Any] | None) -> Answer:
         """Returns a choice that is whole."""

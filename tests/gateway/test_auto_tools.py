@@ -97,14 +97,25 @@ def test_special_tokens_are_in_the_text_where_they_are_asked_for(mistral: Scene)
 
 
 def test_reasoning_is_told_apart_and_what_follows_it_is_held(qwq: Scene) -> None:
-    thinks = qwq.ai.chat.completions.create(**asked(qwq, max_tokens=12)).choices[0]
+    answer = qwq.ai.chat.completions.create(**asked(qwq, max_tokens=12))
+    thinks = answer.choices[0]
+    assert answer.usage
+    assert answer.usage.completion_tokens_details
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 12
     reasoning = thinks.message.model_dump()["reasoning_content"]
     assert (bool(reasoning), thinks.message.content, thinks.finish_reason) == (True, "", "length")
     assert thinks.message.model_dump()["reasoning"] == reasoning
+    assert thinks.message.tool_calls is None
     fields = asked(qwq, **qwq.biased("</think>"))
     del fields["tools"]
     held = qwq.ai.chat.completions.create(**fields, response_format=FORMAT).choices[0]
     assert list(json.loads(held.message.content or "")) == ["ready"]
+    *_, last = qwq.ai.chat.completions.create(
+        **fields, response_format=FORMAT, stream=True, stream_options={"include_usage": True}
+    )
+    assert last.usage
+    assert last.usage.completion_tokens_details
+    assert last.usage.completion_tokens_details.reasoning_tokens == 1, "the token that ends it"
     named: Any = {"type": "function", "function": {"name": "get_weather"}}
     for choice in (named, "required"):
         answer = qwq.ai.chat.completions.create(**fields, tools=[WEATHER], tool_choice=choice)

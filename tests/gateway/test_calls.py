@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_gateway.calls import formats
+from quire_gateway.calls.deltas import Call, Delta, joined
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS, Format, Maybe, Run, Slot, only_arguments
-from quire_gateway.calls.reader import AnswerReader, Call, Delta, joined
+from quire_gateway.calls.reader import AnswerReader
 
 FUNCTIONS = ("f", "f2", "get_weather")
 WRITTEN = {

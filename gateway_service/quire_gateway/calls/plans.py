@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -64,6 +65,22 @@ class Plan(NamedTuple):
     def reader(self, new_id: Callable[[int], str]) -> AnswerReader:
         """Returns what reads one answer."""
         return AnswerReader(self.form, self.functions, new_id, is_reasoning=self.is_reasoning)
+
+
+def reasoning_token_count(plan: Plan, spelled: Iterable[bytes]) -> int:
+    """Counts the tokens of an answer that are reasoning, with those that open and close it.
+
+    Args:
+        plan: how the answer is read.
+        spelled: what each of its tokens is.
+    """
+    reader, decoder = plan.reader(lambda count: "0" * count), codecs.getincrementaldecoder("utf-8")("replace")
+    found = 0
+    for token in spelled:
+        was_reasoning = reader.is_reasoning
+        reader.push(decoder.decode(token))
+        found += was_reasoning or reader.is_reasoning
+    return found
 
 
 def ends_in_reasoning(prompt_tail: str) -> bool:

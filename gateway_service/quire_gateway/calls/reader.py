@@ -12,75 +12,16 @@ object. Pieces, put together, do not depend on how the text was cut.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Final
 
+from quire_gateway.calls.deltas import CallDelta, Delta, joined_pieces
 from quire_gateway.calls.formats import Elements, Format, Mark, Maybe, Place, Run, Slot
 from quire_gateway.calls.matching import Found, Status, after_space, find
 
 _OUTSIDE: Final = re.compile(r'[{}\[\]"]')  # what parts of a JSON text are told from outside its strings
 _SPACE: Final = " \t\r\n"
 _INSIDE: Final = re.compile(r'["\\]')
-
-
-class CallDelta(NamedTuple):
-    """A piece of a call.
-
-    Attributes:
-        number: of the call in its answer, from 0.
-        arguments: the next part of their JSON text.
-        call_id: of the call, with its first piece alone.
-        function: that is called, likewise.
-    """
-
-    number: int
-    arguments: str = ""
-    call_id: str = ""
-    function: str = ""
-
-
-class Delta(NamedTuple):
-    """A piece of an answer."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
-
-    def __bool__(self) -> bool:
-        """Tells whether there is anything in it."""
-        return bool(self.content or self.reasoning or self.calls)
-
-
-class Call(NamedTuple):
-    """A whole call."""
-
-    call_id: str
-    function: str
-    arguments: str
-
-
-def joined(deltas: Sequence[Delta]) -> tuple[str, str, list[Call]]:
-    """Returns content, reasoning and calls of all pieces."""
-    calls: list[Call] = []
-    for piece in (each for delta in deltas for each in delta.calls):
-        if piece.call_id:
-            calls.append(Call(piece.call_id, piece.function, piece.arguments))
-        else:
-            call = calls[piece.number]
-            calls[piece.number] = call._replace(arguments=call.arguments + piece.arguments)
-    content = "".join(delta.content for delta in deltas)
-    return content, "".join(delta.reasoning for delta in deltas), calls
-
-
-def joined_pieces(one: Delta, other: Delta) -> Delta:
-    """Returns two pieces that follow each other as one."""
-    calls = [*one.calls]
-    for call in other.calls:
-        if calls and calls[-1].number == call.number:
-            calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + call.arguments)
-        else:
-            calls.append(call)
-    return Delta(one.content + other.content, one.reasoning + other.reasoning, tuple(calls))
 
 
 class _Json:
@@ -144,6 +85,11 @@ class AnswerReader:
         self._calls: list[CallDelta] = []
         self.call_count = 0
         self._first = {place: _first_characters(form, place) for place in Place}
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Tells whether the text so far ends within reasoning."""
+        return self._place is Place.REASONING
 
     def push(self, text: str) -> Delta:
         """Takes the next piece of the text."""

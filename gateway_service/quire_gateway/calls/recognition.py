@@ -15,9 +15,10 @@ from typing import Any, Final, NamedTuple
 from quire.aio import AsyncClient
 from quire.errors import QuireError
 
+from quire_gateway.calls.deltas import joined
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS, Format, literals_of
 from quire_gateway.calls.plans import Notation
-from quire_gateway.calls.reader import AnswerReader, joined
+from quire_gateway.calls.reader import AnswerReader
 
 AUTO: Final = "auto"
 NONE: Final = "none"

@@ -10,6 +10,7 @@ import openai
 import pytest
 from quire.local import LocalStack, ServerProcess
 
+from examples import agent
 from tests.gateway.scene import DEMO, client, curl, events, gateway
 
 CHAT: list[Any] = [{"role": "user", "content": "The for statement"}]
@@ -150,3 +151,11 @@ def test_an_option_names_how_calls_are_written(stack: LocalStack, tmp_path: Any)
         text = "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces)
         assert text == auto["choices"][0]["message"]["content"]
     assert "hermes" in (tmp_path / "log").read_text()
+
+
+def test_the_agent_of_the_examples_calls_a_function_and_answers(ai: openai.OpenAI) -> None:
+    text, (asked, called, result, answered) = agent.run(ai, "What does the for statement do?", agent.FIRST)
+    assert (asked["role"], called["role"], result["role"]) == ("user", "assistant", "tool")
+    assert result["content"] in agent.MANUAL.values()
+    assert result["tool_call_id"] == called["tool_calls"][0]["id"]
+    assert (answered["content"], bool(text)) == (text, True)

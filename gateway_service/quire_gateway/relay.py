@@ -67,7 +67,7 @@ async def prepare(fleet: Fleet, ask: Ask, *, namespace: str, request_id: str, ti
         ApiError: nobody serves the model, or a prompt cannot be tokenized or has no room.
     """
     model = fleet.model(ask.model)
-    tokens = tuple([await _tokens(fleet, model, prompt, ask.names) for prompt in ask.prompts])
+    tokens = tuple([await tokens_of(fleet, model, prompt, ask.names) for prompt in ask.prompts])
     longest = max(map(len, tokens))
     wanted = ask.max_tokens or 1
     if longest + wanted > model.sequence_tokens_max:
@@ -210,7 +210,7 @@ async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Map
     return known
 
 
-async def _tokens(fleet: Fleet, model: Model, prompt: Prompt, names: Mapping[str, str]) -> tuple[int, ...]:
+async def tokens_of(fleet: Fleet, model: Model, prompt: Prompt, names: Mapping[str, str]) -> tuple[int, ...]:
     """Returns a prompt's tokens, as any worker of the model says.
 
     Raises:

@@ -67,30 +67,6 @@ def make_app(
     async def chat_completions(request: Request) -> Response:
         return await answer(request, ChatBody, asks.of_chat, replies.ChatForm)
 
-    async def read(request: Request, kind: type[ReadT], ask_of: Callable[[ReadT], AskT]) -> AskT:
-        return await reader.ask(await request.body(), request.headers.get("content-type", ""), kind, ask_of)
-
-    @app.post("/tokenize", openapi_extra=_described(TokenizeBody))
-    async def tokenize(request: Request) -> Response:
-        asked = await read(request, TokenizeBody, texts.of_tokenize)
-        return _json(orjson.dumps(await texts.tokenized(fleet, asked)))
-
-    @app.post("/detokenize", openapi_extra=_described(DetokenizeBody))
-    async def detokenize(request: Request) -> Response:
-        asked = await read(request, DetokenizeBody, lambda body: body)
-        return _json(orjson.dumps(await texts.detokenized(fleet, asked)))
-
-    @app.get("/")
-    @app.head("/", include_in_schema=False)
-    async def root() -> Response:
-        paths = sorted({route.path for route in app.routes if isinstance(route, APIRoute)} - {"/"})
-        return _json(orjson.dumps({"name": "quire-gateway", "version": version, "paths": paths}))
-
-    @app.get("/version")
-    @app.head("/version", include_in_schema=False)
-    async def version_of() -> Response:
-        return _json(orjson.dumps({"version": version}))
-
     @app.get("/v1/models")
     @app.head("/v1/models", include_in_schema=False)
     async def models() -> Response:
@@ -118,9 +94,43 @@ def make_app(
     async def metrics() -> Response:
         return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
 
+    _serve_texts(app, fleet, reader)
+    _serve_overview(app, version)
     _put_errors_in_form(app)
     _describe_bodies(app)
     return app
+
+
+def _serve_texts(app: FastAPI, fleet: Fleet, reader: Reader) -> None:
+    """Adds the endpoints of tokens, as vLLM has them."""
+
+    async def read(request: Request, kind: type[ReadT], ask_of: Callable[[ReadT], AskT]) -> AskT:
+        return await reader.ask(await request.body(), request.headers.get("content-type", ""), kind, ask_of)
+
+    @app.post("/tokenize", openapi_extra=_described(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        asked = await read(request, TokenizeBody, texts.of_tokenize)
+        return _json(orjson.dumps(await texts.tokenized(fleet, asked)))
+
+    @app.post("/detokenize", openapi_extra=_described(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        asked = await read(request, DetokenizeBody, lambda body: body)
+        return _json(orjson.dumps(await texts.detokenized(fleet, asked)))
+
+
+def _serve_overview(app: FastAPI, version: str) -> None:
+    """Adds what says what there is."""
+
+    @app.get("/")
+    @app.head("/", include_in_schema=False)
+    async def root() -> Response:
+        paths = sorted({route.path for route in app.routes if isinstance(route, APIRoute)} - {"/"})
+        return _json(orjson.dumps({"name": "quire-gateway", "version": version, "paths": paths}))
+
+    @app.get("/version")
+    @app.head("/version", include_in_schema=False)
+    async def version_of() -> Response:
+        return _json(orjson.dumps({"version": version}))
 
 
 def _described(kind: type[BaseModel]) -> dict[str, Any]:

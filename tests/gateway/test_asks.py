@@ -17,7 +17,6 @@ from quire.errors import (
 )
 from quire_gateway import asks
 from quire_gateway.bodies import ChatBody, CompletionBody
-from quire_gateway.calls.tools import Choice
 from quire_gateway.conversations import Chat
 from quire_gateway.failures import ApiError, of_quire
 from quire_gateway.probabilities import Places, Told, of_completion
@@ -25,12 +24,6 @@ from quire_gateway.probabilities import Places, Told, of_completion
 NAMES = {"prompt": "prompt"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-MISSING = "missing_required_parameter"
-
-
-def tool(**fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", **fields}}
 
 
 def completion(**fields: Any) -> asks.Ask:
@@ -93,23 +86,11 @@ def test_each_parameter_is_an_option_of_the_workers(fields: dict[str, Any], opti
         ({"response_format": {"type": "yaml"}}, "response_format", None),
         ({"logit_bias": {"seven": 1}}, "logit_bias", None),
         ({"top_logprobs": 3}, "top_logprobs", None),
-        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function.name", MISSING),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice.function",
             None,
         ),
-        ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type", "unsupported_parameter"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", None),
-        ({"tools": [TOOL, TOOL]}, "tools[1].function.name", None),
-        ({"tools": [{"type": "custom"}]}, "tools[0].type", "unsupported_parameter"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function", MISSING),
-        ({"tools": [tool(name="a b")]}, "tools[0].function.name", None),
-        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters", None),
-        ({"tools": [tool(parameters={"maximum": float("inf")})]}, "tools[0].function.parameters", None),
-        ({"tools": [tool(strict="yes")]}, "tools[0].function.strict", None),
-        ({"tools": [tool(shcema={})]}, "tools[0].function.shcema", "unsupported_parameter"),
-        ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex", "unsupported_parameter"),
         ({"tool_choice": "auto"}, "tool_choice", None),
         ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format.schema", None),
         (
@@ -229,32 +210,6 @@ def test_a_template_is_told_of_tools_where_no_call_is_to_be_read_out_of_the_text
     assert prompt.tools == (TOOL,)
     with pytest.raises(ValidationError, match="at least 1 item"):
         chat(tools=[])
-
-
-def test_tools_are_what_can_be_called_and_a_choice_what_has_to_be() -> None:
-    other = tool(name="g", strict=True, parameters=None)
-    tools = chat(tools=[TOOL, other]).tools
-    assert tools is not None
-    assert [(function.name, function.is_strict) for function in tools.functions] == [("f", False), ("g", True)]
-    assert tools.functions[1].schema == {"type": "object", "properties": {}, "additionalProperties": False}
-    assert (tools.choice, tools.is_parallel) == (Choice.AUTO, True)
-    assert chat(tools=[TOOL], tool_choice="none").tools is None
-    required = chat(tools=[TOOL, other], tool_choice="required", parallel_tool_calls=False).tools
-    assert required == tools._replace(choice=Choice.REQUIRED, is_parallel=False)
-    named = chat(tools=[TOOL, other], tool_choice={"type": "function", "function": {"name": "g"}}).tools
-    assert named == (tools.functions[1:], Choice.NAMED, False)
-    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
-    one = chat(tools=[TOOL, other], tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
-    assert one.tools == (tools.functions[:1], Choice.REQUIRED, True)
-    (prompt,) = one.prompts
-    assert isinstance(prompt, Chat)
-    assert prompt.tools == (TOOL, other), "the template is told of all, so that prefixes are shared"
-
-
-def test_content_that_has_to_be_something_is_so_beside_tools_that_may_be_called() -> None:
-    fields: dict[str, Any] = {"tools": [TOOL], "guided_json": SCHEMA}
-    assert chat(**fields).options["json_schema"] == SCHEMA
-    assert "json_schema" not in chat(**fields, tool_choice="required").options, "there is no content"
 
 
 def called(**function: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Delta(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A whole call."""
+    """A call that is whole."""
 
     call_id: str
     function: str

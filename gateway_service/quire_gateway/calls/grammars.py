@@ -68,7 +68,7 @@ def grammar_of(form: Format, functions: Sequence[Function], tokens: Mapping[str,
 
 
 class _Writer:
-    """Writes one grammar."""
+    """Writes one grammar, rule by rule."""
 
     def __init__(self, form: Format, functions: Sequence[Function], tokens: Mapping[str, int], held: Held) -> None:
         self._form, self._functions, self._tokens, self._held = form, functions, tokens, held
@@ -80,7 +80,7 @@ class _Writer:
         self._before = "PADDING" if is_due and form.answer is None else "TEXT"
 
     def written(self) -> str:
-        """Returns the grammar."""
+        """Returns the grammar as a text."""
         form, held = self._form, self._held
         for number, function in enumerate(self._functions):
             self._rules.append(f"arguments_{number}: {self._json(function)}")

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 from quire.aio import AsyncClient
-from quire.errors import QuireError, Reason, UnavailableError
+from quire.errors import InternalError, QuireError, Reason, UnavailableError
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS
 from quire_gateway.calls.recognition import Named, recognize
 
@@ -90,6 +90,13 @@ async def test_a_template_that_refuses_says_nothing_and_a_worker_that_is_away_is
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     found = await recognized(folder)
     assert (found.calls, found.reasoning) == ("none", "none")
+
+    class Broken(Local):
+        async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> tuple[bytes, ...]:
+            raise InternalError("broken")
+
+    found = await recognize(cast("AsyncClient", Broken(folder)), Named(), timeout_s=1)
+    assert (found.calls, found.notation.tokens) == ("none", {})
 
     class Away(Local):
         async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> tuple[bytes, ...]:

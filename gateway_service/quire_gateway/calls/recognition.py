@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import grpc
 from quire.aio import AsyncClient
 from quire.errors import QuireError
 
@@ -22,6 +23,11 @@ from quire_gateway.calls.reader import AnswerReader
 
 AUTO: Final = "auto"
 NONE: Final = "none"
+_LATER: Final = {  # what may be otherwise in a second
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+}
 _FUNCTION: Final = "quire_probe"
 _ARGUMENTS: Final = {"quire_argument": "quire value"}
 _TOOL: Final = {
@@ -140,13 +146,7 @@ class _Texts:
         Raises:
             QuireError: the worker does not answer.
         """
-        try:
-            tokens = await self._worker.tokenize(messages, timeout_s=self._timeout_s, **options)
-        except QuireError as error:
-            if error.reason is None:
-                raise
-            return ()
-        return await self._worker.detokenize(tokens, timeout_s=self._timeout_s) if tokens else ()
+        return (await self._spelled(messages, **options))[1]
 
     async def tokens_of(self, texts: Sequence[str]) -> dict[str, int]:
         """Returns the ids of those texts that are one token.
@@ -159,6 +159,21 @@ class _Texts:
         return {text: token for text, token in zip(marks, found, strict=True) if token is not None}
 
     async def _token_of(self, text: str) -> int | None:
-        tokens = await self._worker.tokenize(text, timeout_s=self._timeout_s)
-        spelled = await self._worker.detokenize(tokens, timeout_s=self._timeout_s)
-        return next((token for token, data in zip(tokens, spelled, strict=True) if data == text.encode()), None)
+        pairs = zip(*await self._spelled(text), strict=True)
+        return next((token for token, data in pairs if data == text.encode()), None)
+
+    async def _spelled(
+        self, prompt: str | Sequence[Mapping[str, Any]], **options: Any
+    ) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+        """Returns the tokens of a text or a conversation, and what each is; nothing where the worker refuses it.
+
+        Raises:
+            QuireError: the worker does not answer now.
+        """
+        try:
+            tokens = await self._worker.tokenize(prompt, timeout_s=self._timeout_s, **options)
+            return tokens, await self._worker.detokenize(tokens, timeout_s=self._timeout_s) if tokens else ()
+        except QuireError as error:
+            if error.code in _LATER:
+                raise
+            return (), ()

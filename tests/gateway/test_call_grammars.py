@@ -134,6 +134,8 @@ def test_what_is_written_behind_reasoning_is_held_and_reasoning_is_not(kind: Kin
     for content in ('{"x":1}', "text"):
         refused = refused_at(kind, form, f"<think>Hm.</think>\n\n{content}", Held(content=CONTENT))
         assert (refused is None) == (content != "text")
+    assert refused_at(kind, form, '{"x": 1}', Held(content=CONTENT)) is not None, "without spaces, as without tools"
+    assert refused_at(kind, form, "[1]", Held(content=True)) is None
 
 
 def test_answers_that_have_to_call_are_structures(kind: Kind) -> None:

@@ -20,6 +20,7 @@ PADDING: /[ \\t\\r\\n]{0,16}/
 """
 # As models write JSON, with spaces or without. Bounded: a model that is not sure of itself can go on with them.
 _JSON_OPTIONS: Final = {"whitespace_flexible": True, "whitespace_pattern": "[ \\t\\r\\n]{0,16}"}
+_COMPACT: Final = {"whitespace_flexible": False}
 _SLOTS: Final = {Slot.INDEX: "/[0-9]{1,6}/", Slot.QUOTED: '/"[^"\\\\\\n]{0,64}"/', Slot.WORD: "/[A-Za-z0-9]{1,32}/"}
 
 
@@ -88,7 +89,7 @@ class _Writer:
         content = "TEXT"
         if held.content is not None:
             answer = "" if form.answer is None else self._mark(form.answer, "TEXT")
-            content = self._rule("content", [_sequence(answer, f"%json {json.dumps(held.content)}")])
+            content = self._rule("content", [_sequence(answer, f"%json {json.dumps(_content(held.content))}")])
             marks = [rule for rule, mark in zip(marks, form.marks, strict=False) if mark is not form.answer]
         at_start = [self._run(number, run) for number, run in enumerate(form.runs) if run.places == AT_START]
         runs = [self._run(number, run) for number, run in enumerate(form.runs) if run.places != AT_START]
@@ -190,7 +191,7 @@ class _Writer:
         return self._triggers[before, text]
 
     def _json(self, function: Function) -> str:
-        options = {"whitespace_flexible": False} if self._held.is_compact else _JSON_OPTIONS
+        options = _COMPACT if self._held.is_compact else _JSON_OPTIONS
         schema = {**function.schema, "x-guidance": {**options, "lenient": not function.is_strict}}
         return f"%json {json.dumps(schema)}"
 
@@ -198,6 +199,13 @@ class _Writer:
         name = f"{kind}_{len(self._rules)}"
         self._rules.append(f"{name}: {' | '.join(alternatives)}")
         return name
+
+
+def _content(schema: Any) -> Any:
+    """Returns the schema of a content, which is written without spaces, as where it is all of an answer."""
+    if not isinstance(schema, dict):
+        return {} if schema is True else schema
+    return {**schema, "x-guidance": {**_COMPACT}}
 
 
 def _sequence(*parts: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ from quire_gateway.calls.formats import REQUIRED, Format, Place, only_arguments
 from quire_gateway.calls.grammars import Held, grammar_of
 from quire_gateway.calls.reader import AnswerReader
 from quire_gateway.calls.tools import Choice, Tools
-from quire_gateway.failures import unsupported
+from quire_gateway.failures import invalid, unsupported
 
 _THINKS: Final = re.compile(r"<think>\s*\Z")
 TAIL_TOKENS: Final = 16  # of a prompt, which say whether it ends where reasoning begins
@@ -88,6 +89,20 @@ def ends_in_reasoning(prompt_tail: str) -> bool:
     return _THINKS.search(prompt_tail) is not None
 
 
+def _read(schema: Any) -> Any:
+    """Returns a schema that may have come as a JSON text.
+
+    Raises:
+        ApiError: the text is no JSON.
+    """
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError):
+        raise invalid("guided_json", "guided_json is a text that is no JSON") from None
+
+
 def plan_of(tools: Tools | None, content: Any, notation: Notation, *, is_reasoning: bool) -> Plan | None:
     """Returns how an answer is held and read; None where all of it is text.
 
@@ -100,6 +115,7 @@ def plan_of(tools: Tools | None, content: Any, notation: Notation, *, is_reasoni
     Raises:
         ApiError: nobody knows how the model writes calls, and it may make some.
     """
+    content = _read(content)
     marks = notation.reasoning.marks if notation.reasoning is not None else ()
     own = notation.calls
     if tools is None:

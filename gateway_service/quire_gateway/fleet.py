@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
 import structlog
@@ -25,6 +25,8 @@ from quire.streams import AsyncChunkStream
 from quire.types import WorkerStatus
 
 from quire_gateway import routing
+from quire_gateway.calls.plans import Notation
+from quire_gateway.calls.recognition import Named, recognize
 from quire_gateway.failures import MODEL_NOT_FOUND, ApiError, unavailable
 
 log = structlog.get_logger()
@@ -137,14 +139,21 @@ class Fleet:
     Args:
         workers: one client each.
         allocators: whose pools are watched.
+        written: what options say of how a model writes calls and reasoning, by its name.
 
     Attributes:
         spelled: what tokens of each model are, as far as it was asked; never more than the vocabulary.
     """
 
-    def __init__(self, workers: Sequence[AsyncClient], allocators: Sequence[AsyncAllocator]) -> None:
+    def __init__(
+        self,
+        workers: Sequence[AsyncClient],
+        allocators: Sequence[AsyncAllocator],
+        written: Callable[[str], Named] = lambda _: Named(),
+    ) -> None:
         self.backends = [Backend(client) for client in workers]
-        self._allocators = allocators
+        self._allocators, self._written = allocators, written
+        self._notations: dict[str, asyncio.Task[Notation]] = {}  # by the name of the checkpoint
         self._tasks: list[asyncio.Task[None]] = []
         self._created_s: dict[str, int] = {}
         self.spelled: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
@@ -158,9 +167,10 @@ class Fleet:
 
     async def close(self) -> None:
         """Ends every call and every connection."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._notations.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for client in (*(backend.client for backend in self.backends), *self._allocators):
             await client.close()
 
@@ -196,6 +206,28 @@ class Fleet:
             shown = repr((name or "")[:NAME_SHOWN])
             raise ApiError(404, f"The model {shown} does not exist.", param="model", code=MODEL_NOT_FOUND)
         return found
+
+    async def notation(self, model: Model) -> Notation:
+        """Returns how a model writes calls and reasoning, which is found out once.
+
+        Raises:
+            ApiError: no worker of it answers.
+        """
+        found = self._notations.get(model.base)
+        if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):
+            found = self._notations[model.base] = asyncio.create_task(self._recognized(model))
+        try:
+            return await asyncio.shield(found)
+        except QuireError:
+            raise unavailable("no worker says how its model writes") from None
+
+    async def _recognized(self, model: Model) -> Notation:
+        backend = self.backend(model)
+        if backend is None:
+            raise unavailable("no worker answers")
+        found = await recognize(backend.client, self._written(model.base), timeout_s=POLL_TIMEOUT_S)
+        log.info("this is how a model writes", model=model.base, calls=found.calls, reasoning=found.reasoning)
+        return found.notation
 
     def check_ready(self) -> None:
         """Does nothing where some worker begins at once what it is sent.

@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from quire_gateway.asks import Ask
-from quire_gateway.bodies import Body
 from quire_gateway.failures import ApiError, missing
 
 AT_ONCE_BYTES: Final = 16 << 10  # larger ones are read on a thread
@@ -41,7 +39,8 @@ _KINDS: Final = {  # of a value of another type
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
-BodyT = TypeVar("BodyT", bound=Body)
+BodyT = TypeVar("BodyT", bound=BaseModel)
+AskT = TypeVar("AskT")
 
 
 class Reader:
@@ -50,7 +49,7 @@ class Reader:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "quire-bodies")
 
-    async def ask(self, body: bytes, content_type: str, kind: type[BodyT], ask_of: Callable[[BodyT], Ask]) -> Ask:
+    async def ask(self, body: bytes, content_type: str, kind: type[BodyT], ask_of: Callable[[BodyT], AskT]) -> AskT:
         """Returns what a body asks.
 
         Raises:

@@ -43,7 +43,7 @@ from quire_gateway.gate import Gate, let_in
 from quire_gateway.hosts import Hosts
 from quire_gateway.keys import ApiKeys, read_keys
 from quire_gateway.metrics import Telemetry
-from quire_gateway.options import parse_arguments
+from quire_gateway.options import named_notation, parse_arguments
 
 log = structlog.get_logger()
 
@@ -139,6 +139,7 @@ async def serve(options: argparse.Namespace) -> None:
         fleet = Fleet(
             [AsyncClient(address, token=token, tls=to_workers) for address in options.worker],
             [AsyncAllocator(address, token=token, tls=to_workers) for address in options.allocator],
+            lambda model: named_notation(options, model),
         )
         telemetry = Telemetry()
         app = make_app(

@@ -86,10 +86,11 @@ def test_each_parameter_is_an_option_of_the_workers(fields: dict[str, Any], opti
         ({"response_format": {"type": "yaml"}}, "response_format", None),
         ({"logit_bias": {"seven": 1}}, "logit_bias", None),
         ({"top_logprobs": 3}, "top_logprobs", None),
-        ({"tools": [TOOL]}, "tools", "unsupported_parameter"),
-        ({"tools": [TOOL], "tool_choice": "auto"}, "tools", "unsupported_parameter"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "unsupported_parameter"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function",
+            None,
+        ),
         ({"tool_choice": "auto"}, "tool_choice", None),
         ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format.schema", None),
         (
@@ -121,7 +122,6 @@ def test_each_parameter_is_an_option_of_the_workers(fields: dict[str, Any], opti
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"store": True}, "store", "unsupported_parameter"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", None),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "unsupported_parameter"),
         ({"bad_words": ["a"]}, "bad_words", "unsupported_parameter"),
         (
             {"response_format": {"type": "json_schema"}},

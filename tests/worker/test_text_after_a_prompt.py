@@ -110,6 +110,21 @@ def test_tokens_that_are_echoed_are_written_as_the_library_decodes_them(kind: st
     assert tokenizer.written([]) == ""
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_that_are_kept_are_in_the_text_wherever_they_come(kind: str, tmp_path: Path) -> None:
+    tokenizer, backend = built(kind, tmp_path)
+    user, words = backend.token_to_id("<|user|>"), backend.encode("the hello").ids
+    for prompt, answer in ((words, [user, *words, user]), ([], [user, *words, user]), (words, [user, user])):
+        stream = tokenizer.new_stream(prompt, keeps_special=True)
+        text = "".join([stream.push([token]) for token in answer]) + stream.flush()
+        before, together = (backend.decode(each, skip_special_tokens=False) for each in (prompt, prompt + answer))
+        assert text.replace(" ", "") == together.removeprefix(before).replace(" ", "")
+        assert text.count("<|user|>") == 2
+        at_once = tokenizer.new_stream(prompt, keeps_special=True)
+        assert at_once.push(answer) + at_once.flush() == text
+        assert "<|user|>" not in "".join(pieces_of(tokenizer, prompt, answer))
+
+
 def byte_tokens(kind: str, tokenizer: Tokenizer, data: bytes) -> list[int]:
     by_bytes = {tokenizer.spell([token])[0]: token for token in reversed(range(tokenizer.vocab_size))}
     if kind != "byte_level":

@@ -108,6 +108,7 @@ def _unchecked(message: pb.SamplingParams) -> SamplingParams:
         num_beams=message.num_beams or 1,
         length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
         early_stopping=_early_stopping_of(message),
+        skip_special_tokens=not message.HasField("skip_special_tokens") or message.skip_special_tokens,
     )
 
 

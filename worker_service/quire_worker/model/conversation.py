@@ -170,7 +170,11 @@ class ChatTemplate:
         source = self._source(conversation)
         messages = [self._message(source, message) for message in conversation.messages]
         try:
-            return self._rendered(source, conversation._replace(messages=messages))
+            try:
+                return self._rendered(source, conversation._replace(messages=messages))
+            except TypeError:  # some templates add the arguments of calls to a text
+                messages = [_with_written_arguments(message) for message in messages]
+                return self._rendered(source, conversation._replace(messages=messages))
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"the chat template has a syntax error in line {error.lineno}") from None
         except jinja2.TemplateError as error:
@@ -239,6 +243,22 @@ _AROUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "assistant": (("user",), ()),
     "tool": (("user", "assistant"), ()),
 }
+
+
+def _with_written_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message in which the arguments of calls are JSON texts, and no objects."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    written = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            written.append({**call, "function": {**function, "arguments": text}})
+        else:
+            written.append(call)
+    return {**message, "tool_calls": written}
 
 
 def _is_text(part: Any) -> bool:

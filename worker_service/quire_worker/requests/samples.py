@@ -87,7 +87,7 @@ def begin_sample(
 
 def _text_of(request: Request, tokenizer: Tokenizer, echo: str) -> StreamDecoder | SampleText:
     sampling = request.sampling
-    stream = tokenizer.new_stream(request.prompt)
+    stream = tokenizer.new_stream(request.prompt, keeps_special=not sampling.skip_special_tokens)
     if not echo and not sampling.stop:
         return stream
     return SampleText(stream, echo=echo, stops=sampling.stop, min_tokens=sampling.min_tokens)

@@ -44,7 +44,8 @@ from quire.types import PoolSpec
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.execution.lane import Lane
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request

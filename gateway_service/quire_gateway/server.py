@@ -27,7 +27,7 @@ import uvicorn
 import uvloop
 from quire._secret_files import read_token
 from quire._serving import logs
-from quire._serving.process import collect_garbage_rarely, stop_event, write_ready_file
+from quire._serving.process import allow_open_files, collect_garbage_rarely, stop_event, write_ready_file
 from quire._serving.tls import ServerTls
 from quire._transport.address import is_local, is_unix, require_free, split
 from quire.aio import AsyncAllocatorClient, AsyncClient
@@ -179,8 +179,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 def waiting_max(in_flight_max: int) -> int:
     """Returns how many connections may wait for a request, and lets the process have as many open files as it may."""
-    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+    allowed = allow_open_files()
     left = WAITING_MAX if allowed == resource.RLIM_INFINITY else allowed - in_flight_max - FILES_BESIDE
     return max(1, min(WAITING_MAX, left))
 

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from quire.errors import QuireError, Reason
 
 from quire_worker.execution.parts import Computed
+from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Plan
-from quire_worker.scheduling.request import Request
+from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.roster import Roster
 from quire_worker.telemetry import WorkerTelemetry
 
+TOKENS_MAX = 1 << 22  # of what waits for one namespace, 48 bytes each; of all, twice as many
 LOOK_S = 0.1  # between two looks at everybody's deadline
 
 
@@ -21,7 +23,8 @@ class Door:
     Args:
         roster: who waits.
         telemetry: where waiting is measured.
-        waiting_max: samples that may wait.
+        waiting_max: samples of one namespace that may wait, where no other has any; there are twice as many places, and
+            a namespace may have as many as are left free.
         clock: of arrivals and deadlines.
     """
 
@@ -35,14 +38,28 @@ class Door:
         self._clock = clock
         self._looked_s = 0.0
 
-    def check_room(self) -> None:
-        """Refuses whoever finds the queue full.
+    def check_room(self, namespace: str, token_count: int) -> None:
+        """Refuses whoever finds the queue full, or full of what its namespace has there. One request of any length may
+        wait.
+
+        Args:
+            namespace: of the request.
+            token_count: of its prompt, and of its lists of tokens.
 
         Raises:
             QuireError: QUEUE_FULL, with the time after which there is room again.
         """
-        if len(self._roster.waiting) >= self.waiting_max:
-            message = f"{self.waiting_max} requests are waiting already"
+        waiting = self._roster.waiting
+        own = waiting.of_namespace(namespace)
+        message = None
+        if len(own) + len(waiting) >= 2 * self.waiting_max:
+            message = f"{len(own)} requests of this namespace are waiting already"
+        elif own:
+            held = sum(map(held_token_count, own))
+            of_all = sum(map(held_token_count, waiting.in_any_order()))
+            if held + of_all + token_count > 2 * TOKENS_MAX:
+                message = f"requests with {held:,} tokens of this namespace are waiting already"
+        if message is not None:
             raise QuireError.of(Reason.QUEUE_FULL, message, self._telemetry.retry_after_s)
 
     def check_deadline(self, request: Request) -> None:
@@ -85,3 +102,14 @@ class Door:
         within = f"{given_s:.1f}" if given_s >= 1 else f"{given_s:.3f}"
         message = f"the request cannot be done before its deadline, within {within} s of its arrival"
         return QuireError.of(Reason.DEADLINE, f"{message}: give it more (--timeout, timeout_s), or send it later")
+
+
+def held_token_count(sample: Sample) -> int:
+    """Counts the tokens that a sample has in memory while it waits."""
+    sampling = sample.request.sampling
+    return len(sample.tokens) + listed_token_count(sampling)
+
+
+def listed_token_count(sampling: SamplingParams) -> int:
+    """Counts the tokens in the lists of a request."""
+    return len(sampling.allowed_token_ids) + len(sampling.banned_token_ids)

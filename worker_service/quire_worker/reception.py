@@ -8,7 +8,7 @@ from quire.errors import QuireError, Reason
 from quire.session import PoolSession
 
 from quire_worker.cache import KVCache
-from quire_worker.door import Door
+from quire_worker.door import Door, listed_token_count
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ class Reception:
             raise self.draining()
         if not self._session.connected:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
-        self._door.check_room()
+        self._door.check_room(namespace, len(prompt) + listed_token_count(sampling))
         self._count += 1
         root = root_of(self._model, self._layout, namespace, adapter)
         request = Request(self._count, request_id, prompt, sampling, namespace, root, self._clock())

@@ -85,6 +85,7 @@ class Plan:
         admitted: those of them that waited.
         passed: which head those of them that are backfilled pass.
         victims: backfilled samples that are freed in the step, for others to have their blocks.
+        is_unfair: the head of the queue found no place or no blocks, and nobody of its namespace runs.
         is_whole: nobody who runs is left out of it for want of room.
         tokens_left: in the turn's forward pass, beside those of samples that were not backfilled.
     """
@@ -97,5 +98,6 @@ class Plan:
     admitted: set[Sample] = field(default_factory=set)
     passed: dict[Sample, Sample] = field(default_factory=dict)
     victims: list[Sample] = field(default_factory=list)
+    is_unfair: bool = False
     is_whole: bool = True
     tokens_left: int = 0

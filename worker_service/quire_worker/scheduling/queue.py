@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from quire_worker.scheduling.order import order_of
 from quire_worker.scheduling.request import Sample
@@ -36,6 +36,10 @@ class WaitingQueue:
         """Goes through everybody, in no order."""
         for own in self._by_namespace.values():
             yield from own
+
+    def of_namespace(self, namespace: str) -> Sequence[Sample]:
+        """Returns those of a namespace, by urgency."""
+        return self._by_namespace.get(namespace, ())
 
     def add(self, sample: Sample) -> None:
         """Adds a sample that begins to wait."""

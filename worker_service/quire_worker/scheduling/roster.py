@@ -192,9 +192,13 @@ class Roster:
         """Makes the last running sample wait, to be computed again, and returns it. Its blocks are freed with the next
         step."""
         victim = self.running[-1]
+        self.preempt(victim)
+        return victim
+
+    def preempt(self, victim: Sample) -> None:
+        """Makes a running sample wait likewise."""
         self.to_free.append(victim.sequence_id)
         self._preempt(victim)
-        return victim
 
     def make_way(self) -> None:
         """Preempts the last beam where all who run only await the choice of beams and others wait, so that these can be

@@ -33,6 +33,7 @@ from quire.types import GroupKind, GroupSpec
 from quire_worker.scheduling import lookahead
 from quire_worker.scheduling.admission import Applicants, Peaks, Round, TurnLimits
 from quire_worker.scheduling.backfill import own_block_count
+from quire_worker.scheduling.displacing import displaced_by_head
 from quire_worker.scheduling.drafts import Drafting, with_drafts
 from quire_worker.scheduling.granted import take_commits, take_grow, work_of
 from quire_worker.scheduling.passes import pass_token_count, standing, to_cut
@@ -112,6 +113,7 @@ class Scheduler:
         self._commit(plan, filled, {**cut, **given_back})
         self.roster.make_room(plan)
         self.roster.begin_outgrown_again(plan)
+        plan.is_unfair = budget > 0 and not plan.admitted and self._displaced() is not None
         return plan
 
     def plan_without_asking(self, under_way: Sequence[Work] = ()) -> Plan:
@@ -131,7 +133,7 @@ class Scheduler:
     def has_to_ask(self, ready: Plan) -> bool:
         """Tells whether a turn of those who are `ready` leaves out somebody who runs, or could be let in. Changes
         nothing but caches of digests."""
-        if not ready.is_whole:
+        if not ready.is_whole or (ready.tokens_left > 0 and self._displaced() is not None):
             return True
         if not self._can_admit(ready.tokens_left):
             return False
@@ -180,6 +182,9 @@ class Scheduler:
         is_helped = bool(lacking) and self.roster.drop_resting(1)
         if not is_helped and lacking - plan.admitted:
             denied.add(self.roster.preempt_last())
+        elif plan.is_unfair and (displaced := self._displaced()) is not None:
+            self.roster.preempt(displaced)
+            denied.add(displaced)
         work = work_of(plan, denied, under_way)
         if self.drafting is not None and not under_way:
             work = with_drafts(work, self.drafting, budget=self.batch_tokens_max, longest=self.sequence_tokens_max)
@@ -336,6 +341,9 @@ class Scheduler:
             others = [*(each for each in self.roster.running if each not in plan.victims), *self.roster.resting]
             own = own_block_count(plan.victims, others, self.roster.block_size)
         return own
+
+    def _displaced(self) -> Sample | None:
+        return displaced_by_head(self.roster.waiting, self.roster.running)
 
     def _can_admit(self, budget: int) -> bool:
         first, _ = self.roster.backfilled_apart()

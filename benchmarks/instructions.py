@@ -1,4 +1,4 @@
-"""How many instructions the compiled core's operations take, counted by callgrind: the same on every run.
+"""Instruction counts of the compiled core's operations, by callgrind: the same on every run.
 
 Times of a noisy machine hide changes of a few per cent; this count does not. `--check` compares with the committed
 rows and fails where an operation takes 3 % more or less: a gain is committed too, with `--write`. Rows hold for one
@@ -103,7 +103,7 @@ def write(counts: list[Count]) -> None:
 
 
 def main() -> None:
-    """Counts, prints, and writes or checks what was asked for."""
+    """Counts, and prints, writes or checks the result."""
     options = arguments()
     if shutil.which("valgrind") is None or shutil.which("cc") is None:
         sys.exit("not run: valgrind or a C compiler is not installed")

@@ -1,4 +1,4 @@
-"""How far attention is from float64, by dtype: the Triton kernels, and the worker's path on a CPU.
+"""Errors of attention against float64, by dtype: the Triton kernels, and the worker's path on a CPU.
 
 Kernels run on a GPU where there is one, else in Triton's interpreter on the CPU. The interpreter multiplies half
 precision as float32, and cuts bfloat16 off where a GPU rounds; a GPU also rounds the weights of the second product. So
@@ -11,8 +11,8 @@ a GPU's errors may differ both ways.
     sample        how far the number that drew a token lies outside the token's share of the probability; 0: inside
 
 `max_abs` is the largest error, `relative_rms` the root mean square of errors over that of the right results, lse is in
-base 2. Tests allow an error of `tolerance` times 1 + |right result| (`quire_kernels/shared/reference.py`), of which
-`of_tolerance` is the largest share.
+base 2. Tests allow an error of `tolerance` times 1 + |right result| (`quire_kernels/shared/reference.py`);
+`of_tolerance` is the largest share of it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,15 @@ if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is imported
 
 from quire.types import GroupKind, GroupSpec  # noqa: E402
+from quire_kernels import (  # noqa: E402
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchMLAPagedAttentionWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    append_paged_kv_cache,
+    merge_states,
+    sample,
+)
 from quire_kernels.ops.decode_paged import decode_paged_reference  # noqa: E402
 from quire_kernels.ops.merge_states import merge_states_reference  # noqa: E402
 from quire_kernels.ops.mla_paged import mla_paged_reference  # noqa: E402
@@ -47,16 +56,7 @@ from quire_kernels.shared.reference import (  # noqa: E402
     SAMPLE_TOLERANCE,
     TOLERANCE,
 )
-from quire_worker.attention import (  # noqa: E402
-    BatchDecodeWithPagedKVCacheWrapper,
-    BatchMLAPagedAttentionWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-    TorchPagedAttention,
-    append_paged_kv_cache,
-    merge_states,
-    sample,
-)
+from quire_worker.attention import TorchPagedAttention  # noqa: E402
 from quire_worker.cache import PageSpec  # noqa: E402
 from quire_worker.model.batch import Chunk, build_batch  # noqa: E402
 from report import add_output_arguments, publish  # noqa: E402
@@ -75,7 +75,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Holds the errors of one operation; the top of the file says what they are."""
+    """The errors of one operation; the top of the file explains them."""
 
     operation: str
     dtype: str
@@ -87,7 +87,7 @@ class Errors:
     of_tolerance: float | None = None
 
     def row(self) -> dict[str, object]:
-        """Returns the row as it is published: rounded where the next run may differ."""
+        """Returns the published row: rounded where the next run may differ."""
         numbers = {
             name: "" if value is None else float(f"{value:.2g}")
             for name in ("max_abs", "relative_rms", "lse_max_abs", "tolerance", "of_tolerance")
@@ -172,13 +172,13 @@ def starts(counts: Any) -> torch.Tensor:
 
 
 def pair(result: Any) -> Result:
-    """What `run` gives with `return_lse`."""
+    """Returns the result of `run` with `return_lse`."""
     assert isinstance(result, tuple)
     return result
 
 
 def scale_of(fp8: torch.dtype) -> torch.Tensor:
-    """One that puts the largest number of a normal distribution near the largest of the format."""
+    """Returns a scale that puts the largest number of a normal distribution near the largest of the format."""
     return torch.full((KV_HEADS,), 4.5 / FP8_MAX[fp8], device=DEVICE)
 
 
@@ -264,7 +264,7 @@ def merged(dtype: torch.dtype) -> Errors:
 
 
 def quantised(dtype: torch.dtype) -> Iterator[Errors]:
-    """What is read back, times the scale."""
+    """Yields errors of the read-back values, times the scale."""
     tokens = torch.randn(2, 64, KV_HEADS, HEAD_DIM, device=DEVICE).to(dtype)
     table = (index(range(4)), starts([4]), index([PAGE_SIZE]))
     requests, positions = index([0] * 64), index(range(64))
@@ -279,7 +279,7 @@ def quantised(dtype: torch.dtype) -> Iterator[Errors]:
 
 
 def drawn(dtype: torch.dtype) -> Errors:
-    """How far the numbers that drew tokens lie outside the tokens' shares of [0, 1)."""
+    """Returns how far the numbers that drew tokens are outside the tokens' shares of [0, 1)."""
     rows = 4
     logits = (3 * torch.randn(rows, VOCABULARY, device=DEVICE)).to(dtype)
     uniform = torch.rand(rows, device=DEVICE)
@@ -295,7 +295,7 @@ def drawn(dtype: torch.dtype) -> Errors:
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [name_of(dtype) for dtype in DTYPES]
     parser.add_argument("--dtypes", nargs="+", choices=names, default=names, help="(default: all)")

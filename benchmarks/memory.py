@@ -1,4 +1,4 @@
-"""How much of the KV cache's memory is wasted, and how many sequences of hybrid models fit into it.
+"""Wasted memory of the KV cache, and the number of sequences of hybrid models that fit into it.
 
 Waste is slots that are allocated and not written, or padding, over all that are allocated, in every turn of a worker
 that serves a trace of requests: its scheduler and the allocator's pool, with the room that samples are given ahead.
@@ -44,7 +44,8 @@ def arguments() -> argparse.Namespace:
 
 
 def waste_row(requests: Sequence[TraceRequest], *, block_size: int, running_max: int) -> dict[str, object]:
-    """Serves the trace once; shares are of all turns, and of the worst in which at least half of the samples run."""
+    """Serves the trace once. Shares are of all turns, and of the worst turn with at least half of the samples
+    running."""
     longest = max(request.input_length + request.output_length for request in requests)
     block_count = 16_000 * running_max // block_size + longest // block_size
     turns: list[Slots] = []

@@ -1,4 +1,4 @@
-"""How long an owner waits for its next block after the allocator was killed: kill -9 to the first new grant.
+"""Outage of an owner after kill -9 of its allocator: time to the first new grant.
 
 A pool is filled with prompts of 2,048 blocks, all published, half of them still held. The allocator is killed, a new
 process is started at once, as a supervisor would, and the owner asks for another block. The parts are
@@ -30,11 +30,11 @@ from collections.abc import AsyncIterator
 from itertools import count, pairwise
 from pathlib import Path
 
-from quire import AsyncAllocatorClient
+from quire import AsyncAllocator
 from quire.local import ServerProcess
 from quire.protocol.outcomes import Result
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.session.owner import Answer, PoolOwner
 from quire.types import PoolSpec
 from quire.v1 import allocator_pb2 as pb
@@ -88,7 +88,7 @@ class Supervisor:
 
 
 class Watched(PoolOwner):
-    """Notes when what happens on the way to a new session."""
+    """Notes the times of the steps to a new session."""
 
     def __init__(self, pool: str, spec: pb.PoolSpec, *, incarnation: bytes, window: int = 1) -> None:
         super().__init__(pool, spec, incarnation=incarnation, window=window)
@@ -100,7 +100,7 @@ class Watched(PoolOwner):
         self.times[part] = time.perf_counter()
 
     def receive(self, reply: pb.SessionReply, now: float) -> Answer | None:
-        """Attached, built and put in force are what the answers say."""
+        """Takes the times of attaching, building and opening from the answers."""
         kind = reply.WhichOneof("message")
         if kind == "report_required":
             self.note("attach")
@@ -128,9 +128,9 @@ class Outbox(deque[pb.SessionRequest]):
 
 
 class Owner:
-    """A session whose pool is full."""
+    """A session with a full pool."""
 
-    def __init__(self, session: PoolSession, block_count: int, seed: int) -> None:
+    def __init__(self, session: AsyncSession, block_count: int, seed: int) -> None:
         self.session = session
         self.block_count = block_count
         self._dice = random.Random(seed)
@@ -175,12 +175,12 @@ class Owner:
 
 @contextlib.asynccontextmanager
 async def owners(supervisor: Supervisor, pools: int, block_count: int) -> AsyncIterator[list[Owner]]:
-    """So many full pools."""
+    """Opens this many full pools."""
     spec = PoolSpec.full_attention(block_count=block_count, block_size=BLOCK_TOKENS)
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for number in range(pools):
-            client = await stack.enter_async_context(AsyncAllocatorClient(supervisor.address))
+            client = await stack.enter_async_context(AsyncAllocator(supervisor.address))
             owner = Owner(client.session(f"pool-{number}", spec), block_count, number)
             await owner.session.open()
             stack.push_async_callback(owner.session.close)
@@ -228,7 +228,7 @@ async def measure(pools: int, block_count: int, repeat: int) -> dict[str, object
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     options = arguments()
     cases = (
         (1, options.small, options.repeat, 1.0),

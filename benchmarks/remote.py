@@ -1,4 +1,4 @@
-"""What it costs a worker that its allocator is another process: tokens a second against the same core in process.
+"""Cost of an allocator in another process for a worker: tokens a second against the same core in process.
 
 Both sides are the worker's own engine on the demo model, with one thread of torch, in this process; they get the same
 prompts, new in every round. One has its blocks from an allocator process on another CPU, the other from the same state
@@ -6,15 +6,15 @@ machines and the same core (`quire.session.owner`, `quire_allocator.session.mach
 smaller the model, the more the allocator weighs.
 
 The sides take turns of their engines, one each, some 20 ms: a machine that others use changes its speed by 6 % from one
-moment to the next, however long the moments are, so only their number helps. Of a side only heartbeats happen in the
-time of the other: a turn has ended when what it asked the allocator for is answered, also where the engine would not
-have waited. Both compute on one thread: of two, with heaps of their own, one may be faster by 7 %, whoever has it. Both
-sides are made anew several times. The ratio that is printed, and kept beside the other process's rate, is the median
-over rounds, each of which is a pair.
+moment to the next, however long the moments are, so only their number helps. While one side computes, the other sends
+only heartbeats: a turn ends when its questions to the allocator are answered, even where the engine would not have
+waited. Both compute on one thread: of two threads with heaps of their own, one may be faster by 7 %, whichever side
+uses it. Both sides are made anew several times. The printed ratio, and the one beside the other process's rate, is the
+median over rounds; each round is a pair.
 
-The share of time spent waiting for the allocator is what the worker counts in
-`quire_worker_allocator_wait_seconds_total`, of longer rounds of one side alone, that ends a turn when the engine does:
-all requests of a round come at once, when there is nothing to compute meanwhile.
+The share of time spent waiting for the allocator comes from `quire_worker_allocator_wait_seconds_total`, in longer
+rounds of one side alone, which ends a turn when the engine does. All requests of a round come at once, when there is
+nothing to compute meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from quire import AsyncAllocatorClient, QuireError
+from quire import AsyncAllocator, QuireError
 from quire._transport.messages import pool_spec_message
 from quire.local import ServerProcess
 from quire.protocol.outcomes import StepOutcome
@@ -44,7 +44,8 @@ from quire.types import PoolSpec
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.execution.lane import Lane
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request
@@ -77,7 +78,7 @@ def arguments() -> argparse.Namespace:
 
 
 class DirectSession:
-    """What `PoolSession` is to an engine, with the allocator's machine at the other end of a function call."""
+    """Replaces `AsyncSession` for an engine, with the allocator's machine at the other end of a function call."""
 
     connected = True
 
@@ -95,7 +96,7 @@ class DirectSession:
         return answer
 
     async def close(self) -> None:
-        """Nothing is left behind."""
+        """Closes nothing, because nothing is open."""
 
 
 class Answers:
@@ -168,7 +169,7 @@ class Side:
                 self._left -= len(delivery.token_ids)
 
     async def end(self) -> Round:
-        """Frees everything; what the round was."""
+        """Frees everything; returns the round's result."""
         telemetry = self._engine.telemetry
         waiting = (telemetry.allocator_wait_s - self._waited_s) / (telemetry.step_seconds.sum - self._turns_s)
         for request in self._requests:
@@ -211,7 +212,7 @@ Rounds = dict[str, list[Round]]  # by side
 
 
 async def together(sides: dict[str, Side], prompts: list[list[int]], output_tokens: int) -> dict[str, Round]:
-    """A round of both sides, that take turns; who is first changes from turn to turn."""
+    """Runs a round of both sides, in turns; the first side changes from turn to turn."""
     for each in sides.values():
         each.begin(prompts, output_tokens)
     order = list(sides.values())
@@ -232,7 +233,8 @@ async def alone(each: Side, prompts: list[list[int]], output_tokens: int) -> Rou
 
 
 async def measure(options: argparse.Namespace, address: str) -> tuple[Rounds, Rounds]:
-    """The rounds of both sides together and the long ones of each alone; who is made first and who begins changes."""
+    """Runs the rounds of both sides together and the long ones of each alone; the order of making and beginning
+    changes."""
     torch.set_num_threads(1)
     model = load_model(options.model, block_size=BLOCK_SIZE)
     tokenizer = Tokenizer(options.model)
@@ -266,7 +268,7 @@ async def made(
     """Both sides, with caches of their own, and one thread for both."""
     spec = PoolSpec.full_attention(block_count=BLOCKS, block_size=BLOCK_SIZE)
     lane = Lane("model")
-    async with AsyncAllocatorClient(address) as client, contextlib.AsyncExitStack() as stack:
+    async with AsyncAllocator(address) as client, contextlib.AsyncExitStack() as stack:
         session = client.session("remote", spec)
         await session.open()
         sessions = [("another process", session), ("in process", DirectSession(spec))]
@@ -277,7 +279,7 @@ async def made(
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     options = arguments()
     cpus = sorted(os.sched_getaffinity(0))
     command = {"--listen": "127.0.0.1:0", "--metrics": "127.0.0.1:0", "--cpu": str(cpus[0]), "--lease": "3600"}

@@ -1,4 +1,4 @@
-"""What every benchmark reports: rows, goals, the commit and the machine; as a table, JSON or CSV."""
+"""The report of every benchmark: rows, goals, the commit and the machine; as a table, JSON or CSV."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def core_build() -> str:
-    """Which core of the allocator is measured: "compiled", as it is shipped, or "interpreted"."""
+    """Returns which core of the allocator is measured: "compiled", as it is shipped, or "interpreted"."""
     from quire_allocator.core import pool  # not every benchmark needs it
 
     return "interpreted" if str(pool.__file__).endswith(".py") else "compiled"

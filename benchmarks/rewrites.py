@@ -1,10 +1,10 @@
-"""Where a forward pass on a CPU spends its time, and what each rewrite of the model gains.
+"""Time of each part of a forward pass on a CPU, and the gain of each rewrite of the model.
 
 Every row has one more rewrite (`quire_worker.model.rewrites`) than the row before; the first is plain torch under
-transformers' modules, the second has the kernels for attention alone. All are loaded in one process and run in turn:
-32 sequences of 160 tokens that decode, one such sequence, and four prompts of 128 tokens. Times are of the thread that
+transformers' modules, the second has the kernels for attention alone. All are loaded in one process and run in turn: 32
+sequences of 160 tokens that decode, one such sequence, and four prompts of 128 tokens. Times are of the thread that
 computes (CPU time), medians, one thread of torch. `linear_ms` and `attention_ms` are parts of the decode pass of 32:
-matrix products, and attention with its append; `rest_ms` is what is left: norms, rotary embedding, activations, Python.
+matrix products, and attention with its append. `rest_ms` is the rest: norms, rotary embedding, activations, Python.
 They are empty where all layers run in one call, which is not looked into.
 """
 
@@ -26,9 +26,10 @@ import torch
 from quire_cpu.ops import PackedLinear
 from quire_worker.attention import TorchPagedAttention
 from quire_worker.cache import KVCache
-from quire_worker.model import paged_model
+from quire_worker.model import loading
 from quire_worker.model.batch import Chunk, build_batch
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.rewrites import devices
 from quire_worker.model.rewrites.rewriter import rewrite
 from quire_worker.model.transformers_seam import PagedStep
@@ -64,7 +65,7 @@ class Side:
             )
             if name == TORCH:
                 attention = TorchPagedAttention()
-                patches.enter_context(mock.patch.object(paged_model, "backend_for", return_value=attention))
+                patches.enter_context(mock.patch.object(loading, "backend_for", return_value=attention))
             self.model: PagedModel = load_model(folder, block_size=BLOCK_SIZE, dtype=dtype)
         blocks = -(-(CONTEXT + 1) // BLOCK_SIZE)
         self.cache = KVCache(self.model.cache_spec, SEQUENCES * blocks)
@@ -146,7 +147,7 @@ def measure(name: str, folder: Path, dtype: str, repeat: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     options = arguments()
     torch.set_num_threads(1)
     rows: list[Row] = []

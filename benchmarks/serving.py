@@ -1,14 +1,14 @@
 """Tokens a second through client, worker and allocator, against vLLM and transformers on the same prompts.
 
 All sides serve the same checkpoint greedily with one thread of torch each, in turn, `--repeat` rounds after one that
-warms up; medians are printed, and the most resident memory of the process that has the model. Quire gets the prompts
-as concurrent requests over gRPC, streams text, and asks its allocator for blocks; vLLM's engine is stepped in process,
+warms up; medians are printed, and the most resident memory of the process that has the model. Quire gets the prompts as
+concurrent requests over gRPC, streams text, and asks its allocator for blocks; vLLM's engine is stepped in process,
 without network and detokenizer; transformers gets them once as one left-padded batch (`generate`) and once through its
-own continuous batching (`generate_batch`). Each has a cache of 16,384 tokens, but `generate`, whose cache grows.
+own continuous batching (`generate_batch`). Each has a cache of 16,384 tokens, except `generate`, whose cache grows.
 
 `--pin` binds all processes of all sides, client and allocator included, to one core. `--device cuda` measures the shape
-of Llama 8B with random weights instead, beside what the GPU allows (`serving_sides/gpu_run.py`), for `--seconds`. Of
-the other options it takes `--sides`.
+of Llama 8B with random weights instead, beside the GPU's limits (`serving_sides/gpu_run.py`), for `--seconds`. Of the
+other options it takes `--sides`.
 
 vLLM is another environment's: `scripts/vllm_cpu.sh` makes it, and `--vllm PYTHON` names another one. A side that is not
 there, or does not run, is named and left out. `--models`, `--dtypes`, `--kinds` and `--requests` choose parts: each
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 
 class Generator(Protocol):
-    """What answers a round."""
+    """A side that answers rounds."""
 
     def generate(self, requests: list[Request]) -> Answer:
         """Runs one round of requests, all at once."""
@@ -91,7 +91,7 @@ def arguments() -> argparse.Namespace:
 
 @dataclass
 class Measured:
-    """What one side needed, round by round."""
+    """The times of one side, round by round."""
 
     seconds: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
@@ -131,8 +131,8 @@ def workloads(options: argparse.Namespace) -> Iterator[Workload]:
 def measure(
     options: argparse.Namespace, workload: Workload, sides: dict[str, Generator], vocabulary: int
 ) -> tuple[dict[str, Measured], list[int]]:
-    """Runs all rounds of a workload on all sides; a side that fails is named and left out from then on. Returns what
-    they needed, and how many tokens were asked for in each round."""
+    """Runs all rounds of a workload on all sides; a side that fails is named and left out from then on. Returns their
+    times, and the number of requested tokens of each round."""
     found = {name: Measured() for name in sides}
     counts = []
     repeat = options.repeat if workload.request_count > 1 else max(options.repeat, LONE_ROUNDS)
@@ -238,7 +238,7 @@ def measure_on_gpu(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = arguments()
     if options.device == "cuda":

@@ -1,14 +1,14 @@
-"""What the session stream costs over an echo: the same messages' sizes, the same server flavour, the same CPU, in turn.
+"""Cost of the session stream over an echo: the same messages' sizes, the same server flavor, the same CPU, in turn.
 
 The allocator and the echo (grpc.aio on uvloop, an answer as long as is asked for) are processes with one CPU (`--cpu`),
 the clients have another; between them is a Unix socket, or TCP (`--transport tcp`). Steps are made beforehand, so that
-the wire and the server are measured; the row "through PoolSession" has building them and keeping the ledger, too. A
+the wire and the server are measured; the row "through AsyncSession" has building them and keeping the ledger, too. A
 step of 256 operations is an append for each of 256 sequences, 16 of which take a block.
 
 CPU is that of a whole process for each message. The handler, from message to reply with the core in it, is measured
 twice: in this process, where nothing else runs in between; and in the server, by its own histogram of steps
-(`quire_allocator_step_seconds`), where gRPC's threads and the kernel have the CPU and its caches between two steps.
-The last rows are what a pool's owner waits while another owner floods the same allocator. `make bench` measures the
+(`quire_allocator_step_seconds`), where gRPC's threads and the kernel have the CPU and its caches between two steps. The
+last rows are the waits of a pool's owner while another owner floods the same allocator. `make bench` measures the
 compiled core.
 """
 
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
-from quire import AsyncAllocatorClient
+from quire import AsyncAllocator
 from quire._serving.process import take_cpu
 from quire.local import ServerProcess
 from quire.protocol.outcomes import Result
@@ -47,7 +47,7 @@ from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
 OPERATIONS = 256
 POOL_BLOCKS = 200_000
 PROMPT_BLOCKS = 2_048
-ECHO_SIZE = (32 << 10, 32 << 10)  # beside an admission, whose step has 64 kB of digests and whose reply has 8 kB
+ECHO_SIZE = (32 << 10, 32 << 10)  # beside an admission: its step has 64 kB of digests, its reply 8 kB
 STREAMS = (1, 8, 64)
 START_S = 30.0
 FLOOD_WINDOW = 8
@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Turn(NamedTuple):
-    """What one side took for its messages.
+    """The times of one side for its messages.
 
     Attributes:
         times: seconds of each round trip.
@@ -132,7 +132,7 @@ async def handler_in_process(options: argparse.Namespace) -> float:
 
 
 def handler_seconds(servers: Servers) -> float:
-    """What all steps so far took in the handler."""
+    """Returns the time of all steps so far in the handler."""
     url = f"http://{servers.allocator.metrics_address}/metrics"
     with urllib.request.urlopen(url, timeout=START_S) as response:
         families = text_string_to_metric_families(response.read().decode())
@@ -153,7 +153,7 @@ async def take_turn(streams: Sequence[Stream], requests: Sequence[Sequence[bytes
 
 @contextlib.asynccontextmanager
 async def connected(servers: Servers, count: int, name: str) -> AsyncIterator[tuple[list[Stream], list[Owner]]]:
-    """So many streams to the echo, and as many owners."""
+    """Opens this many streams to the echo, and as many owners."""
     async with contextlib.AsyncExitStack() as stack:
         echoes, owners = [], []
         for number in range(count):
@@ -173,8 +173,9 @@ async def compare(
     *,
     size: tuple[int, int] | None = None,
 ) -> tuple[list[Turn], list[Turn]]:
-    """Turns of the echo and of the allocator; `make` gives what makes an owner's messages for one turn. The echo's
-    messages and answers are as long as these, or of the `size` that is given; each is its own memory, as a step is."""
+    """Runs turns of the echo and of the allocator; `make` returns a function that makes an owner's messages for one
+    turn. The echo's messages and answers are as long as these, or of the `size` that is given; each is its own memory,
+    as a step is."""
     async with connected(servers, count, name) as (echoes, owners):
         makers, streams = [make(owner) for owner in owners], [owner.stream for owner in owners]
         first = makers[0]()
@@ -188,7 +189,7 @@ async def compare(
             requests = [[echo.request_of(*size) for _ in each] for each in steps]
             before = handler_seconds(servers)
             sides = ((echoes, requests, servers.echo_clock), (streams, steps, servers.allocator_clock))
-            order = (0, 1) if number % 2 else (1, 0)  # who comes second finds the caches as the first has left them
+            order = (0, 1) if number % 2 else (1, 0)  # the second side finds the caches as the first has left them
             pair = {side: await take_turn(*sides[side]) for side in order}
             handler_us = (handler_seconds(servers) - before) * 1e6 / len(pair[1].times)
             if number >= 0:
@@ -204,7 +205,7 @@ def decoding(owner: Owner, count: int, operations: int = OPERATIONS) -> Callable
 
 
 def admitting(owner: Owner, count: int) -> Callable[[], list[bytes]]:
-    """Steps that admit a long prompt nobody has published, and free the one before."""
+    """Makes steps that admit a long unpublished prompt, and free the one before."""
     prompts = [random.Random(number).randbytes(32 * PROMPT_BLOCKS) for number in range(count)]
     return lambda: owner.admissions(prompts)
 
@@ -234,10 +235,10 @@ def ratio(sides: tuple[list[Turn], list[Turn]], value: Callable[[Turn], float]) 
 
 
 async def through_session(servers: Servers, options: argparse.Namespace) -> list[Turn]:
-    """The same steps by an engine that uses `PoolSession`."""
+    """Runs the same steps with an engine that uses `AsyncSession`."""
     spec = PoolSpec.full_attention(block_count=POOL_BLOCKS, block_size=BLOCK_TOKENS)
     turns = []
-    async with AsyncAllocatorClient(servers.allocator.address) as client:
+    async with AsyncAllocator(servers.allocator.address) as client:
         session = client.session("session", spec)
         await session.open()
         tokens = {number: 1 + number % BLOCK_TOKENS for number in range(1, OPERATIONS + 1)}
@@ -316,7 +317,7 @@ async def measure(options: argparse.Namespace, servers: Servers) -> tuple[list[d
             goals.append(Goal("8 streams, appends a second", appends, 1.7e6, "higher"))
     turns = await through_session(servers, options)
     over = percentile(turns, 0.5) / float(str(rows[0]["p50_us"]))
-    rows.append(row("step of 256 appends through PoolSession", 1, turns, over))
+    rows.append(row("step of 256 appends through AsyncSession", 1, turns, over))
     sides = await compare(
         servers, 1, "admit", lambda owner: admitting(owner, max(20, options.steps // 4)), options.repeat, size=ECHO_SIZE
     )
@@ -337,7 +338,7 @@ async def measure(options: argparse.Namespace, servers: Servers) -> tuple[list[d
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     options = arguments()
     cpus = sorted(os.sched_getaffinity(0))
     take_cpu(cpus[-1])

@@ -1,7 +1,7 @@
 """Runs every benchmark at its smallest size: whether it still runs, not how fast anything is.
 
-Each prints its rows as JSON, which are read and counted. What needs vLLM's environment is named as not run where that
-is missing. A benchmark without a line here is an error.
+Each prints its rows as JSON, which are read and counted. Benchmarks that need vLLM's environment are reported as not
+run where it is missing. A benchmark without a line here is an error.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def write_trace(file: Path) -> None:
 
 
 def run(name: str, trace: Path) -> tuple[str, float, str]:
-    """Runs one benchmark; returns what is wrong or "", its seconds, and its end of standard error."""
+    """Runs one benchmark; returns its error or "", its seconds, and the end of its standard error."""
     arguments = [each.replace("~", " ") for each in SIZES[name].replace("TRACE", str(trace)).split()]
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--json", *arguments]
     started = time.monotonic()
@@ -85,13 +85,13 @@ def run(name: str, trace: Path) -> tuple[str, float, str]:
 
 
 def cpu_seconds() -> float:
-    """Returns what all benchmarks so far took of CPUs."""
+    """Returns the CPU seconds of all benchmarks so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
-    """Runs all that are named, or all, and says what each took."""
+    """Runs the named benchmarks, or all, and prints the time of each."""
     scripts = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - set(ELSEWHERE)
     if unlisted := scripts ^ set(SIZES):
         sys.exit(f"benchmarks/smoke.py and the scripts of benchmarks/ differ in: {', '.join(sorted(unlisted))}")

@@ -1,10 +1,11 @@
-"""Does an allocator grow? Streams are opened and cancelled, and sequences live and die, for as long as is asked for.
+"""Memory growth of an allocator. Streams are opened and cancelled, and sequences live and die, for as long as is asked
+for.
 
     python benchmarks/soak.py --minutes 5 --json
 
-The allocator is a process of its own. Its resident memory is read before and after each phase: bytes per cancelled
-stream, a watch or an owner's in turn, after the first 2,000, which fill what is kept anyway; bytes per hour while
-sequences come and go, after a fifth of that phase. At the end every block must be free.
+The allocator is a process of its own. Its resident memory is read before and after each phase. Bytes per canceled
+stream, a watch or an owner's in turn, count after the first 2,000, which fill caches. Bytes per hour while sequences
+come and go count after a fifth of that phase. At the end every block must be free.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import psutil
 from grpc import aio
-from quire import AsyncAllocatorClient, PoolSpec
+from quire import AsyncAllocator, PoolSpec
 from quire.local import ServerProcess
 from quire.protocol.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
@@ -36,7 +37,7 @@ DIGESTS = [number.to_bytes(32, "big") for number in range(20_000)]
 class Streams:
     """Opens streams of both kinds, waits until each is served, and leaves it."""
 
-    def __init__(self, client: AsyncAllocatorClient, channel: aio.Channel) -> None:
+    def __init__(self, client: AsyncAllocator, channel: aio.Channel) -> None:
         self._client = client
         self._sessions: Any = pb_grpc.AllocatorServiceStub(channel)
         group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=16)
@@ -44,7 +45,7 @@ class Streams:
         self._attach.spec.CopyFrom(pb.PoolSpec(block_count=BLOCKS, groups=[group]))
 
     async def cancel(self, count: int) -> None:
-        """So many, a watch and an owner's in turn."""
+        """Cancels this many streams, a watch and an owner's in turn."""
         for _ in range(count // 2):
             await self._watch()
             await self._own()
@@ -65,7 +66,7 @@ class Streams:
         call.cancel()
 
 
-async def churn(client: AsyncAllocatorClient, seconds: float) -> int:
+async def churn(client: AsyncAllocator, seconds: float) -> int:
     """Sequences come, are computed, and go; returns how many steps that took."""
     session = client.session("churn", PoolSpec.full_attention(block_count=BLOCKS, block_size=16))
     await session.open()
@@ -101,7 +102,7 @@ async def measure(minutes: float) -> dict[str, float]:
         await asyncio.to_thread(server.wait_ready, deadline=time.monotonic() + 60)
         memory = psutil.Process(server.process.pid).memory_info
         try:
-            async with AsyncAllocatorClient(server.address) as client, aio.insecure_channel(server.address) as channel:
+            async with AsyncAllocator(server.address) as client, aio.insecure_channel(server.address) as channel:
                 session = client.session("soak", PoolSpec.full_attention(block_count=64, block_size=16))
                 await session.open()
                 hang_up = Streams(client, channel)
@@ -127,7 +128,7 @@ async def measure(minutes: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3.0, help="of both phases together (default: %(default)s)")
     add_output_arguments(parser)

@@ -1,4 +1,4 @@
-"""What speculative decoding gains and costs: prompt lookup and draft models beside plain decoding.
+"""Gains and costs of speculative decoding: prompt lookup and draft models beside plain decoding.
 
 Served is the demo model with further layers that add nothing (`--layers`), which has the demo model's texts at a
 multiple of its cost, on one thread of torch. Sides, each a worker of its own, `--repeat` rounds after one that warms
@@ -76,7 +76,7 @@ def sides_of(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
 
 
 def workloads_of(worker: SpeculatingWorker, text_tokens: int) -> dict[str, list[Ask]]:
-    """Returns what is asked for in each workload."""
+    """Returns the requests of each workload."""
     beginnings = [worker.tokenize(text) for text in BEGINNINGS]
     greedy = worker.run([Ask(tokens, {"max_tokens": text_tokens}) for tokens in beginnings], "texts").texts
     passages = [worker.detokenize(tokens) for tokens in greedy]
@@ -98,7 +98,7 @@ def measure(worker: SpeculatingWorker, asks: Sequence[Ask], repeat: int, name: s
 def row_of(
     side: str, workload: str, rounds: Sequence[Round], plain: Sequence[tuple[int, ...]], speed: float | None
 ) -> dict[str, Any]:
-    """Returns what is printed of a side; `speed` is plain decoding's, in tokens per second."""
+    """Returns the printed row of a side; `speed` is plain decoding's, in tokens per second."""
     seconds = statistics.median(each.seconds for each in rounds)
     texts, drafted = rounds[-1].texts, sum(each.drafted for each in rounds)
     per_second = sum(map(len, texts)) / seconds

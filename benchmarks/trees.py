@@ -1,4 +1,4 @@
-"""What branches save: best-of-16, a tree of depth 3 and width 4, a search with 8 beams, and 64 scored candidates, on a
+"""Savings by branches: best-of-16, a tree of depth 3 and width 4, a search with 8 beams, and 64 scored candidates, on a
 prompt of 2,000 tokens.
 
 Sides, each on a checkpoint of its own process and one thread of torch, in turn, `--repeat` rounds after one that warms
@@ -103,7 +103,7 @@ def measure_quire(options: argparse.Namespace, quire: QuireTrees, workload: Work
 
 
 def measure_peer(options: argparse.Namespace, name: str, side: Side, workload: Workload) -> dict[str, Any]:
-    """Returns a peer's row; what it computes and holds is not told."""
+    """Returns a peer's row, without its computed tokens and held blocks, which are unknown."""
     seconds = []
     for number in range(-1, options.repeat):
         seconds.append(sum(side.generate(level).seconds for level in workload.levels(number)))
@@ -120,7 +120,7 @@ def measure_peer(options: argparse.Namespace, name: str, side: Side, workload: W
 
 
 def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
-    """Returns what was promised of every workload."""
+    """Returns the goals of every workload."""
     goals = []
     for name in dict.fromkeys(row["workload"] for row in rows):
         mine = {row["side"]: row for row in rows if row["workload"] == name}

@@ -1,15 +1,15 @@
-"""What a turn of the worker costs beside its forward pass: a real worker, allocator and client, on a CPU.
+"""Cost of a worker's turn beside its forward pass: a real worker, allocator and client, on a CPU.
 
 The clock is read on the model's thread, in the worker's process (`turn_sides/probed_worker.py`), while requests of one
-length decode together. Of each turn in which all of them decode, and which lay behind the one before:
+length decode together. For each turn in which all of them decode, and whose pass was planned ahead:
 
     gap      from the end of a pass, its tokens drawn, to the beginning of the next one
     host     from the end of a forward pass to the beginning of the next one: the gap, and what the model's thread does
              around a forward pass: it reads tokens, puts them into the next batch, looks for what is not finite
     forward  the forward pass itself
 
-and what the event loop's thread and all others of the worker, the allocator and the client computed in the rounds,
-by turn (`/proc/PID/task/TID/schedstat`). Medians; the goals are those of the turn.
+and the computing time of the event loop's thread and all others of the worker, of the allocator and of the client in
+the rounds, by turn (`/proc/PID/task/TID/schedstat`). Medians; the goals are those of the turn.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Stack:
         self.worker.wait_ready(deadline=time.monotonic() + 120)
 
     def turns(self) -> list[Row]:
-        """Returns what was noted of the passes since the last call."""
+        """Returns the passes noted since the last call."""
         self._turns.unlink(missing_ok=True)
         self.worker.process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + 10
@@ -88,7 +88,7 @@ class Stack:
         return found
 
     def cpu_s(self) -> dict[str, float]:
-        """Returns what each part has computed so far: the worker's event loop, its other threads, and so on."""
+        """Returns the CPU time of each part so far: the worker's event loop, its other threads, and so on."""
         worker = _thread_seconds(self.worker.process.pid)
         loop = worker.pop(self.worker.process.pid)
         return {
@@ -115,7 +115,7 @@ def _thread_seconds(pid: int) -> dict[int, float]:
 
 
 async def rounds(stack: Stack, workload: Workload, repeat: int) -> tuple[list[Row], dict[str, float]]:
-    """Runs rounds after one that warms up; returns their passes, and what all parts computed meanwhile."""
+    """Runs rounds after a warm-up round; returns their passes, and the CPU time of all parts meanwhile."""
     turns: list[Row] = []
     spent: dict[str, float] = {}
     async with AsyncClient(stack.worker.address) as client:
@@ -134,7 +134,7 @@ async def rounds(stack: Stack, workload: Workload, repeat: int) -> tuple[list[Ro
 
 
 def row_of(turns: list[Row], spent: dict[str, float], request_count: int) -> Row:
-    """Medians of the turns in which all requests decode."""
+    """Returns medians of the turns in which all requests decode."""
     decoding = [1] * request_count
     pairs = [
         (one, two)
@@ -157,7 +157,7 @@ def row_of(turns: list[Row], spent: dict[str, float], request_count: int) -> Row
 
 
 def main() -> None:
-    """Measures everything and prints or writes what was asked for."""
+    """Measures everything, and prints or writes the report."""
     options = arguments()
     rows: list[Row] = []
     for dtype in options.dtypes:

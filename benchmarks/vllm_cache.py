@@ -1,4 +1,4 @@
-"""How much of prompts vLLM's scheduler hits with its own block manager and with Quire's, on a trace of requests.
+"""Hit ratios of prompts in vLLM's scheduler with its own block manager and with Quire's, on a trace of requests.
 Quire's is measured twice: in the process, and with an allocator in another one.
 
     python benchmarks/vllm_cache.py --trace FILE [--sizes 1000 3000 10000] [--requests 3000]
@@ -6,7 +6,7 @@ Quire's is measured twice: in the process, and with an allocator in another one.
 
 A trace has a line of JSON per request, with `hash_ids` (one id per prompt block, equal at the start of two requests
 that share a prefix) and `output_length`. It is scaled down: four tokens stand for the 512 of a block. There is no
-model; requests are let in by vLLM's scheduler as those before them end. The environment is `scripts/vllm_cpu.sh`'s.
+model; vLLM's scheduler admits requests as those before them end. The environment is `scripts/vllm_cpu.sh`'s.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, dict[s
 
 
 def measure_beside(allocator: str, options: argparse.Namespace) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Does it beside this allocator."""
+    """Measures beside this allocator."""
     job = {
         "allocator": allocator,
         "model": str(options.model.resolve()),

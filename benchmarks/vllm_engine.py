@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(measured: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """One row for each side, and what was promised."""
+    """Returns one row for each side, and its goals."""
     rounds, chats = measured["speed"], measured["chats"]
     rows, goals = [], []
     for side, own in rounds.items():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire import AsyncAllocatorClient, AsyncClient, Usage
+from quire import AsyncAllocator, AsyncClient, Usage
 from quire.local import LocalStack
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -135,7 +135,7 @@ def summary(outcomes: Sequence[Outcome]) -> Table:
 
 async def run(worker: str, allocator: str, console: Console, max_tokens: int) -> None:
     """The demo on servers that are up."""
-    async with AsyncClient(worker) as client, AsyncAllocatorClient(allocator) as blocks:
+    async with AsyncClient(worker) as client, AsyncAllocator(allocator) as blocks:
         outcomes = [
             await shared_prefix(client, console, max_tokens),
             await samples(client, console, max_tokens),

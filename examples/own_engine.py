@@ -10,8 +10,8 @@ was granted ahead; the next allocator is told what the pages hold, and every tex
 import asyncio
 import hashlib
 
-from quire import AsyncAllocatorClient, PoolSpec
-from quire.engine import AsyncEngine, Sequence
+from quire import AsyncAllocator, PoolSpec
+from quire.engine import AsyncEngine, EngineSequence
 
 BLOCK_SIZE, BLOCK_COUNT, PREFIX, LENGTH, PASS_S = 16, 128, list(range(40)), 241, 0.02
 SPEC = PoolSpec.full_attention(block_count=BLOCK_COUNT, block_size=BLOCK_SIZE, model_fingerprint=b"a hash")
@@ -23,7 +23,7 @@ def next_token(tokens: list[int], seed: int) -> int:
     return hashlib.blake2b(repr((tokens, seed)).encode()).digest()[0]
 
 
-def forward(sequence: Sequence) -> None:
+def forward(sequence: EngineSequence) -> None:
     """Writes what is due into the pages, and samples one token from what they hold."""
     for position in sequence.due:
         block, place = divmod(sequence.slot(position), BLOCK_SIZE)
@@ -47,8 +47,8 @@ async def turn(engine: AsyncEngine) -> int:
 
 async def main() -> None:
     """Decodes all prompts and compares them with what the model would have said alone."""
-    async with AsyncAllocatorClient() as client, client.engine("mine", SPEC) as engine:
-        texts, session, alone = list[Sequence](), engine.carrier.session, 0
+    async with AsyncAllocator() as client, client.engine("mine", SPEC) as engine:
+        texts, alone = list[EngineSequence](), 0
         for number in range(4):
             texts.append(text := await engine.admit([*PREFIX, number], token_count_max=LENGTH))
             print(f"sequence {text.id}: {text.matched} of {len(text.tokens)} tokens were in the pages", flush=True)
@@ -56,8 +56,8 @@ async def main() -> None:
         texts.append(child := text.fork())
         child.append(next_token(child.tokens, child.id))
         while engine.live:
-            alone += await turn(engine) * (not session.connected)
-        print(f"{alone} tokens were computed without an allocator; {session.report_count} allocators were told of them")
+            alone += await turn(engine) * (not engine.connected)
+        print(f"{alone} tokens were computed without an allocator; {engine.report_count} allocators were told of them")
     for text in texts:
         expected = text.tokens[: len(PREFIX) + 1]
         while len(expected) < LENGTH:

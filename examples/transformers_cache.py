@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from quire import AllocatorClient, PoolSpec, StepBuilder
+from quire import Allocator, PoolSpec
 from quire.hashing import block_digests, root_digest
 from quire.protocol.outcomes import StepOutcome
+from quire.session import StepBuilder
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
@@ -31,8 +32,8 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         super().register_cache_tensor(bytes_per_sector, non_trash_bytes, cache_tensor, pool)
         blocks = non_trash_bytes // self.bytes_per_block
         spec = PoolSpec.full_attention(block_count=blocks, block_size=self.tokens_per_page)
-        self.client = AllocatorClient()
-        self.session = self.client.blocking_session(
+        self.client = Allocator()
+        self.session = self.client.session(
             POOL, replace(spec, append_only=True, first_block_id=2 * self.blocks_per_sector)
         )
         self.session.open(ANSWER_S)

@@ -6,10 +6,10 @@
 
 Fails if a kernel spills registers or needs more shared memory than the chip has: both compile without complaint, and
 the second fails only at the launch. A kernel in Gluon must also copy by TMA, and compute exponentials while a product
-runs: nothing but its machine code says whether the assembler kept that order.
+runs. Only its machine code shows whether the assembler kept that order.
 
-Registers and spills are what ptxas and LLVM of the installed Triton give, so the table names the Triton it was made
-with, and `--check` compares numbers only with the same one; the set of kernels it compares always.
+Registers and spills are those of the installed Triton's ptxas and LLVM. So the table names its Triton, and `--check`
+compares numbers only with the same one. It always compares the set of kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TARGETS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one specialisation needs on one architecture."""
+    """The resources of one specialization on one architecture."""
 
     kernel: str
     configuration: str
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Which specialisation, and for which architecture."""
+        """Returns the specialization and the architecture."""
         return self.kernel, self.configuration, self.architecture
 
     def complaints(self) -> list[str]:
@@ -114,7 +114,8 @@ def main() -> int:
 
 
 def _compile_one(work: tuple[int, str]) -> Row | str:
-    """A row, or why there is none. Work names a configuration by its number, since kernels cannot be sent around."""
+    """Returns a row, or the reason why there is none. Work names a configuration by its number, since kernels cannot be
+    sent around."""
     number, architecture = work
     configuration = SHIPPED[number]
     try:
@@ -192,7 +193,7 @@ def _nvidia_usage(compiled: Any) -> tuple[int, int]:
 def _amd_usage(compiled: Any) -> tuple[int, int]:
     """Vector registers per thread and bytes of scratch memory, from the metadata at the end of the assembly.
 
-    What the compiler calls spilled scalar registers is not counted: it keeps those in lanes of vector registers.
+    The compiler's spilled scalar registers do not count: they stay in lanes of vector registers.
     """
     text = compiled.asm["amdgcn"]
     usage = {
@@ -219,7 +220,8 @@ def _write_table(rows: list[Row]) -> None:
 
 
 def _differences(rows: list[Row], committed: list[Row], *, is_whole: bool) -> list[str]:
-    """How what was compiled differs from the table; rows that only the table has count if everything was compiled."""
+    """Returns the differences between the compiled rows and the table. Rows that only the table has count if everything
+    was compiled."""
     before = {row.key: row for row in committed}
     now = {row.key: row for row in rows}
     found = [f"{' '.join(key)} is not in {TABLE.name}" for key in now.keys() - before.keys()]

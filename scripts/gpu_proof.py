@@ -1,7 +1,7 @@
 """Checks and measures Quire on a GPU in one run: `make gpu-proof OUT=FOLDER`; this file itself where there is no venv.
 
-Each part is a process of its own, which is ended at the end of its time together with what it started. A part that
-fails or runs out of time keeps the rows that it has written by then, and the next part runs. The parts, in order:
+Each part is a process of its own, and ends at the end of its time together with its children. A part that fails or runs
+out of time keeps the rows that it has written by then, and the next part runs. The parts, in order:
 
     machine      versions, memory, and what the chip does: a copy and a matrix product
     correctness  the kernels for Hopper chips against float64
@@ -12,8 +12,9 @@ fails or runs out of time keeps the rows that it has written by then, and the ne
 
 `--dry` needs no GPU: kernels run in Triton's interpreter on tiny shapes, and the demo model is served on the CPU.
 
-OUT gets `proof.json` (commit, machine, rows and goals), `log.txt` (what the parts printed) and the ends of the servers'
-logs. The exit code is 0 if every part ran to its end, whatever the goals; a dry run also fails where a check fails.
+OUT gets `proof.json` (commit, machine, rows and goals), `log.txt` (the output of the parts) and the ends of the
+servers' logs. The exit code is 0 if every part ran to its end, whatever the goals; a dry run also fails where a check
+fails.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SOURCES = ("client", "allocator_service", "gateway_service", "worker_service", "
 PARTS = {"machine": 40, "correctness": 60, "text": 60, "tests": 100, "kernels": 60, "serving": 240}
 TOGETHER = {"correctness", "text"}  # run at once where they follow one another: nothing in them is timed
 DRY_SECONDS = 170  # of each part
-ENDS_S = 5.0  # that a part has to end by itself once it is told to
+ENDS_S = 5.0  # time for a part to end by itself after the request
 LOG_BYTES = 200_000  # of each server's log that is kept
 Row = dict[str, Any]
 
@@ -67,7 +68,7 @@ def arguments() -> argparse.Namespace:
 
 
 def commit_of(given: str | None) -> str:
-    """Returns what was given, or what git says, or the file COMMIT; "unknown" without any of them."""
+    """Returns the given commit, or git's, or the one in the file COMMIT; "unknown" without any of them."""
     if given:
         return given
     git = subprocess.run(
@@ -79,7 +80,7 @@ def commit_of(given: str | None) -> str:
 
 
 def install(wheels: Path, site: Path) -> None:
-    """Installs wheels to a folder, and says there that this package is installed, whose version servers ask for."""
+    """Installs wheels to a folder, and marks this package as installed there, because servers ask for its version."""
     found = sorted(map(str, wheels.glob("*.whl")))
     if found and importlib.util.find_spec("quire") is None:  # else this is an environment that has all
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
@@ -109,7 +110,7 @@ def environment(site: Path, out: Path, commit: str, *, dry: bool) -> dict[str, s
 
 @dataclass
 class Ran:
-    """What became of a part."""
+    """The result of a part."""
 
     name: str
     seconds: float
@@ -185,7 +186,7 @@ def keep_ends(folder: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Runs the parts, and writes what they found."""
+    """Runs the parts, and writes their results."""
     options = arguments()
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

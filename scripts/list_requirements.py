@@ -1,4 +1,4 @@
-"""Print what the distribution and some of its extras require, one requirement a line.
+"""Prints the requirements of the distribution and some of its extras, one a line.
 
     python scripts/list_requirements.py allocator cli > requirements.txt
 

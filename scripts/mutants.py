@@ -29,7 +29,7 @@ ALLOCATOR_TESTS: Final = ("tests/allocator/core", "tests/allocator/twin", "tests
 SESSION_TESTS: Final = ("tests/client", "tests/allocator/session", "tests/simulation")
 WORKER_TESTS: Final = ("tests/worker/test_scheduler.py", "tests/worker/test_order.py", "tests/worker")
 GATEWAY_TESTS: Final = ("tests/gateway", "tests/security")
-# What is changed, and the tests that may notice, those first that notice most in the least time.
+# The changed files, and the tests that may notice, those first that notice most in the least time.
 AREAS: Final = {
     "allocator_service/quire_allocator/core": ALLOCATOR_TESTS,
     "allocator_service/quire_allocator/wire": ("tests/allocator/session", "tests/allocator/service", *ALLOCATOR_TESTS),
@@ -55,7 +55,7 @@ class Mutant(NamedTuple):
     Attributes:
         path: from the root of the repository.
         line: where the changed lines begin, from 1.
-        old, new: what stands there, and what takes its place.
+        old, new: the text there, and its replacement.
         start, end: offsets in the file's bytes.
     """
 
@@ -71,7 +71,7 @@ class Mutant(NamedTuple):
 
 
 def changes_of(node: ast.AST) -> Iterator[ast.AST]:
-    """Returns what may take the place of a node."""
+    """Yields the possible replacements of a node."""
     match node:
         case ast.Compare(left, ops, comparators):
             for number, operator in enumerate(ops):
@@ -100,7 +100,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def nodes_that_run(tree: ast.Module) -> Iterator[ast.AST]:
-    """Goes through the bodies of functions, without annotations, assertions, messages and what only describes."""
+    """Walks through the bodies of functions, without annotations, assertions, messages and descriptions."""
 
     def walk(node: ast.AST) -> Iterator[ast.AST]:
         yield node
@@ -119,7 +119,7 @@ def nodes_that_run(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def mutants_of(file: Path) -> Iterator[Mutant]:
-    """Returns every change of a file."""
+    """Yields every change of a file."""
     data = file.read_bytes()
     starts = [0]
     for line in data.splitlines(keepends=True):
@@ -141,7 +141,7 @@ def mutants_of(file: Path) -> Iterator[Mutant]:
 
 
 def draw(count: int, seed: int, areas: list[str]) -> list[Mutant]:
-    """Draws as many changes of each area, each file of it as likely as it is long."""
+    """Draws this many changes of each area; a file's chance grows with its length."""
     dice = random.Random(seed)
     drawn = []
     for number, area in enumerate(areas):
@@ -152,7 +152,7 @@ def draw(count: int, seed: int, areas: list[str]) -> list[Mutant]:
 
 
 def copy_repository(folder: Path) -> None:
-    """Copies what git knows of the working tree, and what it does not ignore."""
+    """Copies git's files of the working tree, and new ones that it does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, files.split("\0")):

@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "models" / "demo"
 END_OF_TEXT = "<|end|>"
-# Packages whose text is not prose about Python, or which some distributions leave out.
+# Packages with other text than prose about Python, or which some distributions leave out.
 SKIPPED_PACKAGES = frozenset(
     {"test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data", "site-packages", "dist-packages"}
 )

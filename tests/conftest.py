@@ -6,6 +6,7 @@ import signal
 
 
 def pytest_configure() -> None:
-    """A shell ignores SIGINT in what it starts in the background, and so would every process that tests interrupt."""
+    """Restores SIGINT, because a shell ignores it in background processes, and so would every process that tests
+    interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""No round of a benchmark repeats what another one did, the one that warms up included: it would find it cached."""
+"""No round of a benchmark repeats another one's prompts, the warm-up included, because it would find them cached."""
 
 from __future__ import annotations
 

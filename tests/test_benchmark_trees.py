@@ -1,4 +1,4 @@
-"""What `trees.py` says is the least that can be held is what is left when every block is counted once."""
+"""The least number of blocks in `trees.py` is the number of distinct blocks."""
 
 from __future__ import annotations
 

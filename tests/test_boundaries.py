@@ -1,8 +1,9 @@
-"""What is loaded at run time, and what may be compiled; `.importlinter` says what may import what."""
+"""Modules loaded at run time, and modules that may be compiled; `.importlinter` has the rules of imports."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.metadata
 import json
 import pkgutil
@@ -11,6 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 import quire
 import quire_allocator
@@ -19,7 +21,7 @@ import quire_gateway
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "allocator_service" / "quire_allocator" / "core"
 
-# What the base installation brings, as import names; everything else is an extra's.
+# The modules of the base installation, as import names; everything else is an extra's.
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
 EXTRAS_OF_SERVERS_AND_CLI = {"structlog", "prometheus_client", "uvloop", "typer", "rich", "cryptography"} | {
     "fastapi",
@@ -31,7 +33,7 @@ EXTRAS_OF_SERVERS_AND_CLI = {"structlog", "prometheus_client", "uvloop", "typer"
 
 
 def imported_by(statement: str, *, hidden: set[str] = frozenset()) -> set[str]:
-    """Top-level modules loaded after `statement` in a fresh interpreter in which `hidden` cannot be imported."""
+    """Returns the top-level modules loaded after `statement` in a fresh interpreter that cannot import `hidden`."""
     script = (
         "import json, sys\n"
         f"sys.modules.update(dict.fromkeys({sorted(hidden)!r}))\n"
@@ -75,7 +77,7 @@ def test_no_module_of_the_gateway_imports_a_model_library() -> None:
 
 
 def test_the_help_of_the_worker_does_not_wait_for_a_model_library() -> None:
-    assert not imported_by("import quire_worker.options") & HEAVY
+    assert not imported_by("import quire_worker.process.options") & HEAVY
     statement = "from quire.cli.app import app\ntry: app(['worker', '--help'])\nexcept SystemExit: pass"
     loaded = imported_by(statement)
     assert "argparse" in loaded
@@ -83,7 +85,7 @@ def test_the_help_of_the_worker_does_not_wait_for_a_model_library() -> None:
 
 
 def test_the_core_uses_the_standard_library_and_arrays_where_readers_count_blocks() -> None:
-    """`.importlinter` says what the core must not import; this says that there is nothing else."""
+    """`.importlinter` says what the core must not import; this test checks that it imports nothing else."""
     foreign = {
         str(path.relative_to(CORE)): found
         for path in CORE.rglob("*.py")
@@ -121,7 +123,7 @@ def test_no_heavy_library_is_a_base_dependency() -> None:
 
 
 def compiled_modules() -> dict[str, Path]:
-    """What `pyproject.toml` lets be compiled, by module name."""
+    """Returns the modules that `pyproject.toml` lets be compiled, by name."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     hook = config["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["mypyc"]
     included = {path for pattern in hook["include"] for path in ROOT.glob(pattern)}
@@ -130,10 +132,19 @@ def compiled_modules() -> dict[str, Path]:
     return {".".join(path.relative_to(folder).with_suffix("").parts): path for path in sorted(paths)}
 
 
+@pytest.mark.parametrize("package", ["quire", "quire_cpu", "quire_gateway", "quire_kernels", "quire_worker"])
+def test_no_module_is_in_a_circle_also_of_imports_for_types(package: str) -> None:
+    """`.importlinter` forbids those at run time."""
+    graph = grimp.build_graph(package, exclude_type_checking_imports=False, cache_dir=None)
+    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(imported) > 5
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, with the circle
+
+
 def test_no_compiled_class_derives_from_one_that_is_not() -> None:
-    """Asking such an object for what it has not got is a SystemError in some releases of Python, such as 3.11.2."""
+    """Reading a missing attribute of such an object is a SystemError in some releases of Python, such as 3.11.2."""
     paths = compiled_modules()
-    harmless = {"ABC", "Enum", "Generic", "IntEnum", "NamedTuple", "Protocol"}  # and what is compiled itself
+    harmless = {"ABC", "Enum", "Generic", "IntEnum", "NamedTuple", "Protocol"}  # and compiled modules themselves
     found = 0
     for module, path in paths.items():
         tree = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""The contracts of `.importlinter` notice what they are for: each is broken once, in a copy of the packages."""
+"""The contracts of `.importlinter` notice breaks: each is broken once, in a copy of the packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = (
 )
 LINT = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
 
-# What is added to which file, and the name of the contract that must then be broken.
+# The added line, its file, and the name of the contract that must then be broken.
 PLANTED = {
     "the client imports its servers": (
         "client/quire/client.py",

@@ -1,4 +1,4 @@
-"""What is deployed agrees with what the services are: names of metrics, ports, users, mounts. No Docker needed."""
+"""The deployment agrees with the services: names of metrics, ports, users, mounts. No Docker needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DOCKERFILES = [
 SERVICES_OF_OURS = ("allocator", "worker")
 CLIENT_FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
 ONE_SHOT = ("certs", "quire")
-# Of a histogram, Prometheus stores three series under the family's name.
+# Prometheus stores three series of a histogram under the family's name.
 HISTOGRAM_SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
 
@@ -57,7 +57,7 @@ def queries_of(board: dict[str, Any]) -> Iterator[str]:
 
 
 def exported_names() -> frozenset[str]:
-    modules = ("quire_allocator.metrics.collector", "quire_gateway.metrics", "quire_worker.telemetry")
+    modules = ("quire_allocator.metrics.collector", "quire_gateway.metrics", "quire_worker.process.worker_metrics")
     return frozenset().union(*(importlib.import_module(module).METRIC_NAMES for module in modules))
 
 

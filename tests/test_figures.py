@@ -1,4 +1,4 @@
-"""A figure in the README is a committed row's."""
+"""A figure in the README is a committed row's, and its pictures are what the scripts draw."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 
+import draw_idea
 import figures
 
 
@@ -18,3 +20,11 @@ def test_the_table_of_the_readme_is_made_of_the_rows() -> None:
 
 def test_the_chart_of_the_readme_is_made_of_the_rows() -> None:
     assert figures.CHART.read_text(encoding="utf-8") == figures.chart(), "benchmarks/figures.py --write"
+
+
+def test_the_page_of_all_figures_is_made_of_the_rows() -> None:
+    assert figures.PAGE.read_text(encoding="utf-8") == figures.page(), "benchmarks/figures.py --write"
+
+
+def test_the_picture_of_the_idea_shows_the_tables_of_the_core() -> None:
+    assert draw_idea.PICTURE.read_text(encoding="utf-8") == draw_idea.picture(), "scripts/draw_idea.py"

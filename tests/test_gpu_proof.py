@@ -1,4 +1,4 @@
-"""The GPU proof without a GPU: what ends a part, what is kept of it, and what rows say of goals and the GPU's time."""
+"""The GPU proof without a GPU: ends of parts, kept files, and the goals and GPU time that rows give."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENDING
 
 
 def run(ending: str, seconds: float, tmp_path: Path) -> tuple[gpu_proof.Ran, str]:
-    """Runs a part that ends so, and returns what became of it and what it printed."""
+    """Runs a part that ends so, and returns its result and its output."""
     package = tmp_path / "proof_sides"
     package.mkdir()
     (package / "__init__.py").touch()

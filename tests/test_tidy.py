@@ -49,8 +49,10 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def public_definitions(body: list[ast.stmt], *, within: str = "") -> Iterator[tuple[str, Definition]]:
-    """Public classes, functions and methods; those of a servicer are documented in the protos."""
+    """Public classes, functions and methods, but for overloads; those of a servicer are documented in the protos."""
     for node in body:
+        if isinstance(node, Definition) and any(ast.unparse(each) == "overload" for each in node.decorator_list):
+            continue
         if isinstance(node, Definition) and not node.name.startswith("_"):
             yield f"{within}{node.name}", node
             if isinstance(node, ast.ClassDef):
@@ -81,7 +83,7 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 @dataclass
 class ClassFacts:
-    """What is known of the classes of one name: their bases, and the methods that they document."""
+    """The known facts of the classes of one name: their bases, and the methods that they document."""
 
     bases: set[str] = field(default_factory=set)
     documented: set[str] = field(default_factory=set)
@@ -192,3 +194,48 @@ def test_every_element_of_the_protos_has_a_comment(path: Path) -> None:
 def test_a_silent_proto_element_would_be_noticed() -> None:
     assert list(undocumented("message A {\n  uint32 b = 1;\n}\n")) == ["message A {", "uint32 b = 1;"]
     assert list(undocumented("// A.\nmessage A {\n  // Both.\n  uint32 b = 1;\n  uint32 c = 2;\n}\n")) == []
+
+
+# Folders whose docstrings were read as a whole; the list grows until it is all of `FOLDERS`.
+READ_ONCE = (
+    "allocator_service",
+    "worker_service/quire_cpu",
+    "worker_service/quire_kernels",
+    "integrations",
+    "scripts",
+    "benchmarks",
+    "tests",
+)
+UNREAD = ("allocator_service/quire_allocator/core/groups", "allocator_service/quire_allocator/core/retention")
+# Beginnings of docstrings without a subject, or with one that the reader has to look for.
+NO_NAMED_SUBJECT = re.compile(r"(?:What|Who|Whom|Whoever|Whose|Those|Does (?:the same|so)|The same) ")
+
+
+def is_read_once(path: Path) -> bool:
+    """Whether a file's folder is in `READ_ONCE`, and not in `UNREAD`."""
+    name = path.relative_to(ROOT).as_posix()
+    return name.startswith(tuple(f"{folder}/" for folder in READ_ONCE)) and not name.startswith(UNREAD)
+
+
+def docstrings_in(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of the docstrings of a module, its classes and its functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, Definition | ast.Module) and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, text
+
+
+def without_a_named_subject(source: str) -> dict[int, str]:
+    """First lines of docstrings that begin with a pronoun in place of a thing's name, by their line numbers."""
+    return {line: text.splitlines()[0] for line, text in docstrings_in(source) if NO_NAMED_SUBJECT.match(text)}
+
+
+@pytest.mark.parametrize("path", [path for path in PYTHON if is_read_once(path)], ids=name_of)
+def test_every_docstring_begins_with_a_thing_or_a_verb(path: Path) -> None:
+    assert without_a_named_subject(path.read_text(encoding="utf-8")) == {}
+
+
+def test_a_docstring_without_a_named_subject_would_be_noticed() -> None:
+    source = (
+        '"""What is kept."""\ndef f():\n    """Does the same for one."""\ndef g():\n    """Returns what is kept."""\n'
+    )
+    assert without_a_named_subject(source) == {1: "What is kept.", 3: "Does the same for one."}

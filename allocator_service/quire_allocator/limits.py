@@ -1,6 +1,6 @@
 """The limits of this server, beside those of `quire.protocol.limits`.
 
-Each number bounds one resource. Owners are told those of the `Limits` message when their session begins.
+Each number bounds one resource. Owners get those of the `Limits` message when their session begins.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Makes what reads it."""
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="quire-allocator", description="Serve block tables of paged KV caches over gRPC."
     )
@@ -64,7 +64,7 @@ async def serve(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: an address is unsafe or taken, or the token file is unusable.
-        Exception: leases could not be checked any more. A process that went on would never take a pool from a dead
+        Exception: leases could not be checked any more. A process that continued would never take a pool from a dead
             owner.
     """
     stop = stop_event()
@@ -96,7 +96,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 async def _watch_leases(service: AllocatorService) -> None:
-    """Checks all leases every `LEASE_CHECK_S` seconds, for ever."""
+    """Checks all leases every `LEASE_CHECK_S` seconds, forever."""
     watch = LeaseWatch(service.directory, service.expire_leases, LEASE_CHECK_S, time.monotonic())
     while True:
         await asyncio.sleep(LEASE_CHECK_S)

@@ -37,7 +37,7 @@ from quire_allocator.watch import Watching
 from quire_allocator.wire import authorization, reply_size, step_apply, step_checks, translate, views
 from quire_allocator.wire.translate import require
 
-WAITERS_MAX: Final = 1_000  # owners of whom the log has said that they wait; the oldest are forgotten
+WAITERS_MAX: Final = 1_000  # owners already logged as waiting; the oldest are forgotten
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 RequestT = TypeVar("RequestT", bound=Message)
@@ -65,7 +65,7 @@ def unary(
 
 
 def _error(refusal: Refusal, method: str, context: Context) -> QuireError:
-    """Returns the error that tells the caller of a refusal; operators read in the log whom permissions stopped."""
+    """Returns the error of a refusal for its caller. The log names callers that permissions stopped."""
     error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
     if error.code is grpc.StatusCode.PERMISSION_DENIED:
         log_refused(method, error.reason, context.peer())
@@ -73,7 +73,7 @@ def _error(refusal: Refusal, method: str, context: Context) -> QuireError:
 
 
 class _Witness:
-    """Tells logs, metrics and watchers what happens to pools: the `Observer` of `session/registry.py`."""
+    """Writes the events of pools to logs, metrics and watchers: the `Observer` of `session/registry.py`."""
 
     def __init__(self, counters: Counters, watching: Watching) -> None:
         self._counters = counters
@@ -118,10 +118,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
     Args:
         directory: the pools.
-        counters: what metrics show of the calls and the pools.
+        counters: counts of calls and pools for metrics.
         check_invariants: whether every change of a pool is followed by a full recount; slow, for debugging.
         clock: seconds, never going back.
-        authorize: returns what the caller of a call may do.
+        authorize: returns the permissions of a call's caller.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
         def operate(owner: Ownership) -> pb.GrowResponse:
             reply_size.check(reply_size.grow_answer_bytes_max(owner.pool, request.sequence_id, request.token_count))
-            return translate.grow_response(owner.pool.grow(request.sequence_id, request.token_count))
+            return translate.grow_response(step_apply.grow_one(owner.pool, request.sequence_id, request.token_count))
 
         return self._once(request, permissions, "grow", operate)
 

@@ -11,8 +11,8 @@ Where nothing happens, an event without a change comes every `WATCH_BEAT_S` seco
 missed nothing.
 
 A watcher reads the log at its own pace: nothing is queued for it, and no step ever waits for it. The pool changes while
-a snapshot is sent, which is why the changes follow it (`CacheEvent` in the protocol says what watchers must expect).
-Blocks in namespaces that the caller may not use are left out.
+a snapshot is sent, so the changes follow it (`CacheEvent` in the protocol tells watchers what to expect). Blocks in
+namespaces that the caller may not use are left out.
 """
 
 from __future__ import annotations

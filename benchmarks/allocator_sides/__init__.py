@@ -1,1 +1,1 @@
-"""What `benchmarks/allocator.py` measures: one module per side, and the work that all sides do."""
+"""The sides of `benchmarks/allocator.py`, one module each, and the work that all of them do."""

@@ -68,7 +68,7 @@ def _long_prompts(work: Round) -> Costs:
     _free(pool, unnamed)
 
     def admit(prompts: list[bytes], matched: int) -> tuple[float, float, list[int]]:
-        """Cost of allocating, of publishing what was not found, and the sequences."""
+        """Returns the cost of allocating, of publishing the missing part, and the sequences."""
         held = [next(ids) for _ in prompts]
         calls = [(i, LONG_TOKENS, d) for i, d in zip(held, prompts, strict=True)]
         grants, results = cpu_us(pool.allocate, calls)
@@ -116,7 +116,7 @@ def _short_prompts(work: Round) -> float:
 
 
 def _append() -> float:
-    """Microseconds per sequence of a step in which nobody fills a block."""
+    """Microseconds per sequence of a step that fills no block."""
     pool, ids = new_pool(), array("Q", range(1, SEQUENCES + 1))
     for sequence_id in ids:
         assert pool.allocate(sequence_id, SHORT_TOKENS + 1).result is Result.OK
@@ -127,7 +127,7 @@ def _append() -> float:
 
 
 class _Decoding:
-    """Sequences that get one more token each step; those whose block is full publish it."""
+    """Sequences that get one more token each step; a full block is published."""
 
     def __init__(self, sliding: int, decoded: list[Decoded]) -> None:
         self.pool = new_pool(sliding)
@@ -153,6 +153,6 @@ class _Decoding:
             for sequence_id, tokens, digest in filled:
                 self.pool.commit(sequence_id, tokens, digest)
             self.pool.grow_many(self.ids, self.token_counts)
-            self.pool.log.publish(0)  # what watchers are told, as after every acknowledged step
+            self.pool.log.publish(0)  # the events for watchers, as after every acknowledged step
             spent_ns += time.thread_time_ns() - started
         return spent_ns / 1_000 / DECODE_STEPS / SEQUENCES

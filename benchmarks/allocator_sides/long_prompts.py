@@ -1,9 +1,10 @@
-"""What a prompt of a million tokens costs in pools with windows or states: a lookup that misses, and its commit."""
+"""Cost of a prompt of a million tokens in pools with windows or states: a lookup that misses, and its commit."""
 
 from __future__ import annotations
 
 import random
 import statistics
+from array import array
 from typing import Final
 
 from quire_allocator.core.pool import Pool
@@ -40,8 +41,8 @@ def measure() -> dict[str, float]:
 
 
 def _with_checkpoints(dice: random.Random) -> tuple[Pool, bytes]:
-    """Returns a pool of full attention and states in which one prompt has left a checkpoint every 512 tokens, and the
-    digests of another one, of which it has the full attention and no checkpoint."""
+    """Returns a pool of full attention and states with a checkpoint every 512 tokens of one prompt, and the digests of
+    another prompt that has full attention and no checkpoint there."""
     count = TOKENS // CHECKPOINT_TOKENS
     full = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS)
     state = GroupSpec(GroupKind.STATE, CHECKPOINT_TOKENS)
@@ -49,7 +50,8 @@ def _with_checkpoints(dice: random.Random) -> tuple[Pool, bytes]:
     step = CHECKPOINT_TOKENS // BLOCK_TOKENS * DIGEST_BYTES
     assert pool.allocate(1, CHECKPOINT_TOKENS).result is Result.OK
     for end in range(CHECKPOINT_TOKENS, TOKENS + 1, CHECKPOINT_TOKENS):
-        assert pool.grow(1, end).result is Result.OK
+        _, others = pool.grow_many(array("Q", [1]), [end])
+        assert all(grown.result is Result.OK for _, grown in others)
         assert pool.commit(1, end, dice.randbytes(step)).result is Result.OK
     scope = pool.blocks.namespaces[""].scopes[1]
     assert scope.held + scope.cached >= count, "checkpoints were dropped"
@@ -60,7 +62,7 @@ def _with_checkpoints(dice: random.Random) -> tuple[Pool, bytes]:
 
 
 def _compute(pool: Pool, digests: bytes) -> float:
-    """Allocates and commits a prompt; returns what the commit cost, in microseconds."""
+    """Allocates and commits a prompt; returns the cost of the commit in microseconds."""
     assert pool.allocate(1, TOKENS, digests).result is Result.OK
     cost, _ = cpu_us(pool.commit, [(1, TOKENS, digests)])
     return cost

@@ -1,6 +1,6 @@
-"""What a larger pool costs: time of each operation, memory and start, from 1 k to 1 M blocks.
+"""Costs of a larger pool: time of each operation, memory and start, from 1 k to 1 M blocks.
 
-Every pool is full of cached prompts of 512 tokens, so that each admission evicts; what is measured is the core alone.
+Every pool is full of cached prompts of 512 tokens, so that each admission evicts. Only the core is measured.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def measure_memory(block_count: int) -> tuple[float, float]:
 
 
 def measure_memory_apart(block_count: int) -> tuple[float, float]:
-    """The same in a process of its own, whose memory nothing else has touched."""
+    """Measures memory in a process of its own, where no other measurement has taken any."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
         return processes.submit(measure_memory, block_count).result()
 

@@ -16,11 +16,11 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Self
 
-from quire import AsyncAllocatorClient
+from quire import AsyncAllocator
 from quire.local import ServerProcess
 from quire.protocol.outcomes import Result, StepOutcome
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.types import PoolSpec
 
 from allocator_sides.workload import (
@@ -67,7 +67,7 @@ class ServiceSide:
             undo.callback(self._server.stop)
             self._server.wait_ready(deadline=time.monotonic() + START_S)
             self._runner = undo.enter_context(asyncio.Runner())
-            self._client = AsyncAllocatorClient(self._server.address)
+            self._client = AsyncAllocator(self._server.address)
             undo.callback(lambda: self._runner.run(self._client.close()))
             self._decoding = self._runner.run(self._start_decoding())
             undo.callback(lambda: self._runner.run(self._decoding.close()))
@@ -88,15 +88,15 @@ class ServiceSide:
         costs[Operation.DECODE_1] = await self._decode()
         return costs
 
-    async def _open(self) -> PoolSession:
+    async def _open(self) -> AsyncSession:
         pool = self._client.session(f"benchmark-{next(self._pools)}", SPEC)
         await pool.open()
         return pool
 
     async def _timed(
-        self, pool: PoolSession, fill: Callable[..., None], calls: Sequence[tuple[object, ...]]
+        self, pool: AsyncSession, fill: Callable[..., None], calls: Sequence[tuple[object, ...]]
     ) -> tuple[float, list[StepOutcome]]:
-        """Microseconds of both processes per step, building it included; and what the steps did."""
+        """Microseconds of both processes per step, building it included; and the results of the steps."""
         started = self._cpu_ns()
         outcomes = []
         for arguments in calls:
@@ -109,12 +109,12 @@ class ServiceSide:
             assert set(results) == {Result.OK}
         return cost, outcomes
 
-    async def _long_prompts(self, pool: PoolSession, work: Round) -> Costs:
+    async def _long_prompts(self, pool: AsyncSession, work: Round) -> Costs:
         ids = count(1)
         costs: Costs = {}
 
         async def admit(prompts: list[bytes], matched: int) -> tuple[float, float, list[int]]:
-            """Cost of allocating, of publishing what was not found, and the sequences."""
+            """Returns the cost of allocating, of publishing the missing part, and the sequences."""
             held = [next(ids) for _ in prompts]
             calls = [(i, LONG_TOKENS, d) for i, d in zip(held, prompts, strict=True)]
             grants, outcomes = await self._timed(pool, StepBuilder.allocate, calls)
@@ -142,7 +142,7 @@ class ServiceSide:
         costs[Operation.ADMIT_EVICTING] = costs[Operation.GRANT_EVICTING] + commits
         return costs
 
-    async def _start_decoding(self) -> PoolSession:
+    async def _start_decoding(self) -> AsyncSession:
         pool = await self._open()
         for sequence_id, sequence in enumerate(self.decoded, 1):
             tokens = sequence.prompt_tokens

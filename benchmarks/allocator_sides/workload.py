@@ -1,7 +1,7 @@
 """The work that every side does, and how its cost is taken.
 
-All sides get the same prompts and the same digests, made beforehand; only what is named after hashing hashes. Costs are
-CPU time: of the thread in process, of both processes through the service.
+All sides get the same prompts and the same digests, made beforehand. Only the operations named after hashing hash.
+Costs are CPU time: of the thread in process, of both processes through the service.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SLIDING_GROUPS: Final = (0, 1, 5)  # beside one group of full attention
 
 
 class Operation(enum.StrEnum):
-    """What is measured, in microseconds each. Admitting includes publishing the blocks, as vLLM does at once."""
+    """The measured operations, in microseconds each. Admitting includes publishing the blocks, as vLLM does at once."""
 
     HASH = "hash a prompt of 32 k tokens"
     HASH_ARRAY = "the same, from an array of int32"
@@ -61,7 +61,7 @@ class Round(NamedTuple):
     Attributes:
         prompts: digests of `LONG_COUNT` long prompts, concatenated.
         fillers: of `FILLER_COUNT` more.
-        newcomers: of `LONG_COUNT` more, admitted when the pool is full of what was cached.
+        newcomers: of `LONG_COUNT` more prompts, admitted when the pool is full of cached blocks.
         tokens: of one long prompt.
         short: tokens of `SHORT_COUNT` prompts.
     """

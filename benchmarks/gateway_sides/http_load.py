@@ -1,4 +1,4 @@
-"""A client of OpenAI's completions that costs next to nothing: raw requests, and streams whose events are counted.
+"""A client of OpenAI's completions with almost no cost: raw requests, and streams whose events are counted.
 
 OpenAI's own package takes longer for a piece than a server does; with it, the client would be measured.
 """

@@ -1,1 +1,1 @@
-"""What `benchmarks/hybrid.py` measures: a module per side, shapes of models, and the requests that all sides get."""
+"""The sides of `benchmarks/hybrid.py`, one module each, shapes of models, and the requests of all sides."""

@@ -1,19 +1,20 @@
-"""What a cache can hit at most that does not know the future, only how long ago a text was used; of all policies.
+"""An upper bound of hits for all policies that know only how long ago a text was used, and not the future.
 
 A policy that knows ages keeps a block for a time after it was touched, and no longer; how long is its choice, once for
 all blocks or once for each class of texts. With `turn_count` and length as classes it may tell a session's first prompt
-from its second, and short texts from long ones. What such a policy keeps on average has to fit into the pool:
+from its second, and short texts from long ones. The blocks that such a policy keeps on average have to fit into the
+pool:
 
     sum over blocks of weight * min(age, time kept)   <=   requests * (pool - what running requests hold on average)
 
-Age is counted in requests, and `age` of a block that nobody touches again is what is left of the workload. For any
-price of a byte each class has a best time, and the sum of their gains and the price of the room is an upper bound; the
-least of them, over prices, is returned. The times are chosen knowing the whole workload, hits may end at any block, and
-the pool has to fit on average only: no policy of this kind hits more, and a real one less. Weights are those of
-`optimum.py`: a token costs its bytes of full attention and its share of the tail of the text in which it was computed.
+Age is counted in requests. The `age` of a block that is never used again is the rest of the workload. For any price of
+a byte each class has a best time, and the sum of their gains and the price of the room is an upper bound; the least of
+them, over prices, is returned. The times are chosen knowing the whole workload, hits may end at any block, and the pool
+has to fit on average only: no policy of this kind hits more, and a real one less. Weights are those of `optimum.py`: a
+token costs its bytes of full attention and its share of the tail of the text in which it was computed.
 
-`hit_ratio_learned` is what is left of that where the times are chosen on other requests of the same kind, and may tell
-texts apart by how long they waited for their last touch, too: what nobody can learn ahead is no longer in it.
+`hit_ratio_learned` is the ratio with times that were chosen on other requests of the same kind. It may tell texts apart
+by how long they waited for their last use, too. So it contains nothing that cannot be learned ahead.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import DIGEST_TOKENS, Request
 
 TURNS_TOLD_APART: Final = 3
-SHORT_TOKENS: Final = 512  # texts are told apart by every doubling from here on
+SHORT_TOKENS: Final = 512  # texts are divided by every doubling from here on
 PRICE_STEPS: Final = 60
 Floats = NDArray[np.float64]
 
 
 class Touch(NamedTuple):
-    """When some blocks were touched last, by a text of which class, and the bytes that one of their tokens costs."""
+    """The last use of some blocks: when, by which class of text, and the bytes of one of their tokens."""
 
     time: int
     turn: int
@@ -60,7 +61,7 @@ def by_turn_and_length(touch: Touch) -> Class:
 
 
 def by_turn_length_and_wait(touch: Touch) -> Class:
-    """The same, and for each doubling of the time since the touch before."""
+    """The classes of `by_turn_and_length`, divided by each doubling of the time since the use before."""
     return touch.turn, touch.length, touch.wait
 
 
@@ -80,8 +81,8 @@ def hit_ratio_max(requests: Sequence[Request], shape: Shape, pool_bytes: int, *,
 def hit_ratio_learned(
     others: Sequence[Sequence[Request]], requests: Sequence[Request], shape: Shape, pool_bytes: int, classes: Classes
 ) -> float:
-    """Returns the ratio of prompt tokens that hit if each class is kept for the time that is best for the `others`, all
-    of them together, and the rest of the room for what would be kept next. Only how much is kept in all is chosen for
+    """Returns the ratio of prompt tokens that hit if each class is kept for the time that is best for all `others`
+    together, and the remaining room for the blocks that would be kept next. Only how much is kept in all is chosen for
     these requests, so that the pool fits on average."""
     curves = _curves(requests, shape, classes)
     learned = _together([_curves(other, shape, classes) for other in others])
@@ -92,7 +93,7 @@ def hit_ratio_learned(
 
 
 def _room(requests: Sequence[Request], shape: Shape, pool_bytes: int) -> float:
-    """Returns what is left of a pool beside the request that runs, in bytes, on average."""
+    """Returns the average room of a pool beside the running request, in bytes."""
     computed = [request.computed_token_count for request in requests]
     running = sum(count * shape.full_token_bytes + shape.tail_bytes(count) for count in computed) / len(requests)
     return pool_bytes - running
@@ -111,7 +112,7 @@ def _outcome(curves: Curves, learned: Curves, price: float) -> tuple[float, floa
     """Returns the bytes kept on average and the tokens hit, with the times that are best for `learned` at a price."""
     bytes_kept = tokens_hit = 0.0
     for key, (hits, kept) in curves.items():
-        if key in learned:  # what was never seen is not kept
+        if key in learned:  # a class that was never seen is not kept
             time = min(int(np.argmax(learned[key][0] - price * learned[key][1])), len(kept) - 1)
             bytes_kept += float(kept[time])
             tokens_hit += float(hits[time])
@@ -119,7 +120,7 @@ def _outcome(curves: Curves, learned: Curves, price: float) -> tuple[float, floa
 
 
 def _together(all_curves: Sequence[Curves]) -> Curves:
-    """Returns the mean of curves; what has ended stays what it was."""
+    """Returns the mean of curves; a curve that has ended keeps its last value."""
     longest = max(len(hits) for curves in all_curves for hits, _ in curves.values())
     mean: dict[Class, tuple[Floats, Floats]] = {}
     for curves in all_curves:
@@ -131,8 +132,8 @@ def _together(all_curves: Sequence[Curves]) -> Curves:
 
 
 def _curves(requests: Sequence[Request], shape: Shape, classes: Classes) -> Curves:
-    """Returns for each class what it hits, in tokens, and what it keeps on average, in bytes, by the requests for which
-    its blocks are kept."""
+    """Returns for each class its hits, in tokens, and its average size, in bytes, by the requests for which its blocks
+    are kept."""
     count = len(requests)
     curves: dict[Class, tuple[Floats, Floats]] = {}
     last: dict[int, Touch] = {}

@@ -1,17 +1,18 @@
-"""What a cache that knows the future can hit at most, over all groups of a model; and how much it needs to hit all.
+"""An upper bound of hits for a cache that knows the future, over all groups of a model; and the size at which it hits
+everything.
 
-Between two requests the cache keeps some of what has been computed. Request `j` can hit a block of full attention only
-if it was kept all the way since it was last touched, and can go on behind `L` tokens only if the tail of `L` was kept
-too: of each windowed layer its last window, of each state the one after `L` tokens. So a block that `j` hits costs, at
-every moment since it was last touched, its own bytes and its share of the tail: `tail_bytes(L) / L` for each token, `L`
-being the longest prefix that `j` could hit. No cache pays less: a shorter hit has a tail that is larger in proportion,
-and of two hits on one path each needs at least the share of the blocks that are its own. For example:
+Between two requests the cache keeps some of the computed blocks. Request `j` can hit a block of full attention only if
+it was kept ever since its last use. It can continue after `L` tokens only if the tail of `L` was kept too: the last
+window of each windowed layer, and each state after `L` tokens. So a block that `j` hits costs, at every moment since it
+was last touched, its own bytes and its share of the tail: `tail_bytes(L) / L` for each token, `L` being the longest
+prefix that `j` could hit. No cache pays less: a shorter hit has a tail that is larger in proportion, and of two hits on
+one path each needs at least the share of the blocks that are its own. For example:
 
     a chat of 8,192 tokens that take 4 KiB each for full attention, 32 MiB, and a tail of 5 windows of 1,023 tokens,
     20 MiB: each of its tokens costs 6.5 KiB
 
-What must be held while a request runs is all that it has in full attention, and its own last tail; the rest of the pool
-is for what others will hit. So the optimum is a choice of intervals whose weights never exceed what is left:
+A running request must hold all of its full attention and its own last tail. The rest of the pool is for hits of others.
+So the optimum is a choice of intervals whose weights never exceed the free room:
 
     moment 2 j       request j runs: pool - what it holds
     moment 2 j + 1   between requests j and j + 1: pool
@@ -21,8 +22,8 @@ Harchol-Balter, SIGMETRICS 2018), and so is the relaxation's dual for any prices
 
     sum of prices * room + sum over intervals of max(0, tokens - weight * sum of the prices of its moments)
 
-Equal prices give their bound PFOO-U; Polyak's subgradient steps from there lower it, towards what a greedy choice of
-intervals reaches. The ratio is never below the optimum, and may be above it.
+Equal prices give their bound PFOO-U. Polyak's subgradient steps from there lower it, towards the result of a greedy
+choice of intervals. The ratio is never below the optimum, and may be above it.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Reuses:
-    """What prompts find of earlier requests, if nothing is ever lost. Arrays have one entry per interval: blocks that
-    one request touched last and another one hits, over the moments [first, end) between the two.
+    """The earlier blocks that prompts find if nothing is ever lost. Arrays have one entry per interval: blocks that one
+    request touched last and another one hits, over the moments [first, end) between the two.
 
     Attributes:
         first: int64, moments.
         end: int64, moments.
         token_count: float64, tokens in these blocks.
         weight: float64, bytes of them and of their share of the tail.
-        running_bytes: float64 [moments], what the running request holds; 0 between requests.
+        running_bytes: float64 [moments], the running request's bytes; 0 between requests.
         prompt_token_count: of all prompts.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import count
 from typing import Final
@@ -21,7 +22,7 @@ class QuireSide:
     """A pool of Quire and the owner that fills it.
 
     Attributes:
-        refused_count: requests that found no room; none of their tokens hit.
+        refused_count: requests without room; none of their tokens hit.
     """
 
     def __init__(self, groups: tuple[GroupSpec, ...], block_count: int, chunk_tokens: int, retention: str = "") -> None:
@@ -91,10 +92,10 @@ class QuireSide:
         return True
 
     def _advance(self, sequence: int, done: int, end: int, digests: bytes) -> bool:
-        """Computes some tokens; tells whether there was room. What was granted beyond them is given back, since a state
+        """Computes some tokens; tells whether there was room. Blocks granted beyond them are given back, since a state
         that may still be written to is no checkpoint."""
-        grown = self.pool.grow(sequence, end)
-        if grown.result is not Result.OK:
+        _, others = self.pool.grow_many(array("Q", [sequence]), [end])
+        if any(grown.result is not Result.OK for _, grown in others):
             return False
         size = self._digest_tokens
         filled = digests[done // size * DIGEST_BYTES : end // size * DIGEST_BYTES]

@@ -1,8 +1,8 @@
-"""Scenarios that nobody has chosen: models, workloads and loads are drawn, and a number says which.
+"""Drawn scenarios: a number draws models, workloads and loads.
 
-The shapes of `shapes.py` and the sizes of `workloads.py` are those that the rules of retention were found with. What
-holds for these alone shows where others are drawn: 1 to 8 layers of full attention, and one to nine times as many with
-one window or two, or with states of 128 KiB to 2 MiB; chats, edits, shared prompts and agents of other lengths and
+The shapes of `shapes.py` and the sizes of `workloads.py` are those that the rules of retention were found with. Rules
+that hold for these alone show where others are drawn: 1 to 8 layers of full attention, and one to nine times as many
+with one window or two, or with states of 128 KiB to 2 MiB; chats, edits, shared prompts and agents of other lengths and
 numbers. Of sizes each octave is as likely as another.
 """
 
@@ -24,7 +24,7 @@ PROMPT_TOKENS_MAX: Final = 4_000_000  # of all requests together: five of the fi
 
 @dataclass(frozen=True)
 class Scenario:
-    """What was drawn.
+    """A drawn scenario.
 
     Attributes:
         shape: layers of a model.

@@ -1,4 +1,4 @@
-"""What the layers of a model keep, and the pages in which Quire's planner lays them.
+"""The cached bytes of a model's layers, and the pages in which Quire's planner puts them.
 
 Every side gets the same bytes and lays them out by its own rule: Quire's pool by `quire.planning`, vLLM's by its own
 (`vllm_side.py`), the optimum by none, as it counts bytes of tokens and states.
@@ -16,7 +16,7 @@ from quire.planning import LayerSpec, Layout, plan_layout, read_config
 from quire.types import GroupKind
 
 CONFIGS: Final = Path(__file__).parents[2] / "tests" / "client" / "configs"
-STATE_DTYPE: Final = "bfloat16"  # what vLLM keeps states in unless told otherwise
+STATE_DTYPE: Final = "bfloat16"  # vLLM's default dtype of states
 WINDOW_TOKENS: Final = 1_024  # of the shape that no model has
 
 
@@ -39,26 +39,27 @@ class Shape:
 
     @cached_property
     def full_token_bytes(self) -> int:
-        """Counts what a token takes in all layers of full attention."""
+        """Counts the bytes of a token in all layers of full attention."""
         return sum(layer.token_bytes for layer in self.layers if layer.kind is GroupKind.FULL_ATTENTION)
 
     @cached_property
     def windowed_token_bytes(self) -> int:
-        """Counts what a token takes in all layers with a window."""
+        """Counts the bytes of a token in all layers with a window."""
         return sum(layer.token_bytes for layer in self.layers if layer.window)
 
     @cached_property
     def window(self) -> int:
-        """Returns the longest window in tokens; 0 where there is none."""
+        """Returns the longest window in tokens; 0 without windows."""
         return max(layer.window for layer in self.layers)
 
     @cached_property
     def state_bytes(self) -> int:
-        """Counts what one checkpoint takes in all layers with states; 0 where there are none."""
+        """Counts the bytes of one checkpoint in all layers with states; 0 without states."""
         return sum(layer.state_bytes for layer in self.layers)
 
     def tail_bytes(self, token_count: int) -> int:
-        """Counts what a prefix of so many tokens needs beside full attention, so that a prompt can go on behind it.
+        """Counts the bytes that a prefix of this many tokens needs beside full attention, so that a prompt can continue
+        there.
 
         The next token reads the `window - 1` tokens before it (fewer of a short prefix), and one state: with windows
         of 1,024 in five layers of 4 KiB a token, a prefix of 8,192 tokens needs 5 * 1,023 * 4 KiB, 20 MiB.
@@ -68,8 +69,8 @@ class Shape:
         return kept + self.state_bytes
 
     def running_bytes(self, token_count: int, pass_token_count: int) -> int:
-        """Counts what a request of so many tokens holds while its last pass runs: of states the one it began with, the
-        running one, and a checkpoint."""
+        """Counts the bytes of a request of this many tokens during its last pass. Of states these are its first one,
+        the running one, and a checkpoint."""
         windowed = [layer for layer in self.layers if layer.window]
         kept = sum(min(token_count, layer.window + pass_token_count) * layer.token_bytes for layer in windowed)
         return token_count * self.full_token_bytes + kept + 3 * self.state_bytes

@@ -1,10 +1,10 @@
 """vLLM's KVCacheManager in process, driven as its scheduler drives it, with its own groups and page sizes.
 
-What its `prefix_cache_retention_interval` does (0.33): None is *dense*, every full block of sliding windows and every
-state at a block edge is cached. 0, its default, is *sparse*: of windowed groups the blocks that a hit at the end of a
-prompt needs, of states the one at the last block edge before it, and both at a junction, which is where the look-up
-found that full attention goes on and the others do not. The other blocks get no hash, so they are free as soon as they
-fall out of the window. A junction's state is there only if a chunk ends on it, which the scheduler sees to.
+Values of its `prefix_cache_retention_interval` (0.33): None is *dense*: every full block of sliding windows and every
+state at a block edge is cached. 0, its default, is *sparse*. Of windowed groups it keeps the blocks that a hit at the
+end of a prompt needs, of states the one at the last block edge before it, and both at a junction, where the lookup
+found that only full attention continues. The other blocks get no hash, so they are free as soon as they fall out of the
+window. A junction's state is there only if a chunk ends on it, which the scheduler sees to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class VllmSide:
     Raises ImportError where vLLM cannot be imported.
 
     Attributes:
-        refused_count: requests that found no room; none of their tokens hit.
+        refused_count: requests without room; none of their tokens hit.
     """
 
     def __init__(self, shape: Shape, pool_bytes: int, chunk_tokens: int, retention: str) -> None:
@@ -149,7 +149,8 @@ def _layer_specs(shape: Shape) -> dict[str, Any]:
 
 
 def _scheduler(specs: dict[str, Any], block_tokens: int, chunk_tokens: int) -> Any:
-    """Returns the method by which vLLM's scheduler ends chunks where a state is to be kept, bound to what it reads.
+    """Returns the method by which vLLM's scheduler ends chunks where a state is kept, bound to the attributes that it
+    reads.
 
     States are written at the ends of chunks, as by kernels that cannot save one from inside: it costs a pass more, and
     the same states are kept.

@@ -1,7 +1,7 @@
-"""Requests, one after the other, whose texts are trees: a text goes on from another one, or parts from it.
+"""Requests, one after the other, whose texts are trees: a text continues another one, or parts from it.
 
-A *stretch* is a piece of text behind a certain other one, so equal stretches mean equal prefixes, and a block of tokens
-is known by the stretch in which it ends and by its place: no text and no hashing is needed to have digests.
+A *stretch* is a piece of text after a certain other one, so equal stretches mean equal prefixes. A block of tokens is
+known by the stretch in which it ends and by its place, so digests need no text and no hashing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Stretch:
     """A piece of text behind its parent's.
 
     Attributes:
-        parent: what comes before it; None at the beginning of a text.
+        parent: the stretch before it; None at the beginning of a text.
         number: no other stretch has it.
         end: tokens up to its last one, those of its parents included.
     """
@@ -38,7 +38,7 @@ class Stretch:
         self.end: int = (parent.end if parent else 0) + token_count
 
     def then(self, token_count: int) -> Stretch:
-        """Returns a text that goes on from this one, unlike every other that does."""
+        """Returns a text that continues this one, and differs from all others that do."""
         return Stretch(self, token_count)
 
     def block_ids(self) -> list[int]:
@@ -93,7 +93,7 @@ def ask(prompt: Stretch, answer_token_count: int) -> Request:
 
 
 class Scale(NamedTuple):
-    """How large the workloads are.
+    """The sizes of the workloads.
 
     Attributes:
         chat_count: chats that take turns.
@@ -171,7 +171,7 @@ def shared_prompts(scale: Scale) -> Iterator[Request]:
 
 
 def agents(scale: Scale) -> Iterator[Request]:
-    """A tree: a common prompt, tasks behind it, agents behind each task, who take turns with steps of their own."""
+    """A tree: a common prompt, its tasks, and agents of each task, which take turns with steps of their own."""
     dice = random.Random(4)
     root = Stretch(None, scale.system_tokens)
     tasks = [root.then(scale.first_tokens // 4 + dice.randrange(64)) for _ in range(scale.task_count)]

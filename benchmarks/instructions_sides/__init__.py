@@ -1,1 +1,1 @@
-"""What is counted, and what counts it: see `instructions.py`."""
+"""The counted operations, and their counting: see `instructions.py`."""

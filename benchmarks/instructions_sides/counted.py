@@ -29,7 +29,7 @@ STEP_OPERATIONS = 256
 
 
 def done(results: list[Any], matched_token_count: int = 0) -> None:
-    """Checks that what was counted is what is named."""
+    """Checks that the counted operations are the named ones."""
     for each in results:
         assert getattr(each, "result", each) is Result.OK, each
         assert getattr(each, "matched_token_count", matched_token_count) == matched_token_count, each
@@ -40,10 +40,10 @@ class Counted(NamedTuple):
 
     Attributes:
         name: as in the table.
-        unit: what one call counts for.
+        unit: the unit of one call.
         per_call: units in a call.
         calls: function and arguments of each call that is counted; all is prepared.
-        check: raises where the results are not what was to be counted.
+        check: raises if the results are not those of the named operation.
     """
 
     name: str
@@ -71,7 +71,7 @@ def free(pool: Pool, first_id: int, count: int = PROMPTS) -> None:
 
 
 def used_pool(sliding: int = 0) -> Pool:
-    """Returns a pool in which every block was used once, as on a server that has run; ids from 100 on are new."""
+    """Returns a pool in which every block was used once, as on a running server; ids from 100 on are new."""
     pool = new_pool(sliding, BLOCKS)
     count = BLOCKS // PROMPT_BLOCKS // (1 + sliding)
     done([pool.allocate(sequence_id, PROMPT_TOKENS) for sequence_id in range(1, count + 1)])
@@ -107,7 +107,7 @@ def prompt_operations(sliding: int, where: str) -> list[Counted]:
 
 
 def grown(results: list[Any]) -> None:
-    """Checks that nothing but blocks was granted."""
+    """Checks that only blocks were granted."""
     assert not any(others for _, others in results)
 
 
@@ -122,7 +122,7 @@ def decode_operation(sliding: int, where: str) -> Counted:
 
 
 def match_operation() -> Counted:
-    """Lookups of prompts of which half is cached."""
+    """Lookups of prompts with a cached first half."""
     pool, known = used_pool(), prompts(1)
     admit(pool, 100, known)
     half = PROMPT_BLOCKS // 2 * DIGEST_BYTES

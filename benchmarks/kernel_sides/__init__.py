@@ -1,1 +1,1 @@
-"""What `benchmarks/kernels.py` measures, on a CPU and on a GPU."""
+"""The measurements of `benchmarks/kernels.py`, on a CPU and on a GPU."""

@@ -1,7 +1,7 @@
-"""Attention over pages on a CPU: the worker's path, and what one would write with PyTorch alone.
+"""Attention over pages on a CPU: the worker's path, and code that uses PyTorch alone.
 
 All sides read the same scattered pages `[pages, 2, 16, kv_heads, head_dim]` and have their indices, masks and
-compilations ready. Only what a layer repeats is timed, in turn.
+compilations ready. Only the work that each layer repeats is timed, in turn.
 
     torch          the worker's path where its kernels are not there: plain torch, planned the same way
     per_sequence   for each sequence: its pages by index_select, then scaled_dot_product_attention
@@ -9,8 +9,8 @@ compilations ready. Only what a layer repeats is timed, in turn.
     flex           compiled flex_attention with a block mask that names the pages, which are read where they lie
     flex_packed    the same, the query heads of a KV head as rows of one, by hand; decode only
 
-The ratio is that of the best of the middle three, as PyTorch documents them, over the worker's; flex_packed, what flex
-attention can be brought to for a batch of one shape, has its own. A side that has not the worker's result is an error.
+The ratio is the best of the middle three, as PyTorch documents them, over the worker's. flex_packed, the best form of
+flex attention for a batch of one shape, has its own. A side that has not the worker's result is an error.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def measure(case: Case, *, repeat: int, with_flex: bool) -> dict[str, object]:
     order, shuffle = list(sides.items()), random.Random(0).shuffle
     end = time.perf_counter() + ROUNDS_S
     while len(rounds["quire"]) < repeat or time.perf_counter() < end:
-        shuffle(order)  # whoever comes after another finds its pages in the cache, or its own gone
+        shuffle(order)  # a side that follows another finds its pages in the cache, or its own gone
         for name, side in order:
             started = time.perf_counter()
             side()

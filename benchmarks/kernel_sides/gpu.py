@@ -3,10 +3,10 @@
 Shares are of a copy of 4 GiB (bytes read and written), for the bytes that a launch must move at least, and of a matrix
 product of 8192 x 8192 in the same dtype, for the operations of the pairs that a causal mask leaves. Both are measured
 first. A batch's sides (`gpu_scenes.py`) are compared before anything is timed: Quire with plain float32 for a few
-tokens, every peer with Quire for all. Who differs is not timed, and the row says so. Then all are launched in turn, in
-random order, each after its caches were emptied; medians, and ratios round by round.
+tokens, every peer with Quire for all. A side that differs is not timed, and its row says so. Then all are launched in
+turn, in random order, each after its caches were emptied; medians, and ratios round by round.
 
-What is left out, by rule, for lack of time or because it failed, is a row too and says why.
+A side that is left out, by rule, for lack of time or because it failed, has a row that says why.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Timer = Callable[[Side], float]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where and how: `CudaBench` below for a GPU, or anything in a test."""
+    """The device, and the rules of measuring on it: `CudaBench` below for a GPU, or anything in a test."""
 
     device: torch.device
     dtype: torch.dtype
@@ -60,8 +60,8 @@ class CudaTimer:
     def __call__(self, side: Side) -> float:
         """Runs one side and returns its time on the device in milliseconds."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Reads, half a millisecond of them: what was cached is gone and nothing waits to be written back, and the host
-        # has issued the side before the device comes to it.
+        # Reads for half a millisecond: the cache is cleared, nothing waits to be written back, and the host has issued
+        # the side before the device comes to it.
         self._other.sum()
         start.record()
         side()
@@ -120,7 +120,7 @@ def time_sides(sides: dict[str, Side], timer: Timer, rounds: int) -> dict[str, l
 
 @torch.inference_mode()
 def measure_case(case: Case, bench: Bench, *, without: Collection[str] = (), scene: Scene | None = None) -> Row:
-    """One row. A peer that fails or differs is noted; what Quire raises is raised.
+    """One row. A peer that fails or differs is noted; Quire's errors are raised.
 
     Raises:
         ValueError: Quire's result is not the reference's.

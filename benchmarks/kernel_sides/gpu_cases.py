@@ -1,4 +1,4 @@
-"""Which batches are measured on a GPU, what each needs, and which are left out, by rules that can be computed ahead.
+"""The batches that are measured on a GPU, their needs, and the rules that leave some out, computed ahead.
 
     memory      keys and values, queries, results of two sides, and `FIXED_BYTES` must fit; a side that reads dense keys
                 needs them once more (and, of latent attention, the scores)
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 ELEMENT_BYTES = 2  # bfloat16
-FIXED_BYTES = 6 << 30  # what empties the caches, workspaces, temporaries of comparing
+FIXED_BYTES = 6 << 30  # caches to clear, workspaces, temporaries of comparing
 FLEX_PAGE_SIZE = 64
 OPERATIONS_MAX = 3e14
 WORKS = ("decode", "prefill")
@@ -122,17 +122,17 @@ class Case:
 
     @property
     def moved_bytes(self) -> int:
-        """That a launch must read or write at least."""
+        """Returns the bytes that a launch must read or write at least."""
         return self.key_bytes + 2 * self.query_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """That measuring takes, without dense keys."""
+        """Returns the bytes that measuring takes, without dense keys."""
         return self.key_bytes + 4 * self.query_bytes + FIXED_BYTES
 
     @property
     def dense_bytes(self) -> int:
-        """That a side takes beside that whose keys lie one after another."""
+        """Returns the bytes that a side with contiguous keys takes in addition."""
         scores = 2 * 4 * self.batch * self.context * self.shape.query_heads  # and their exponentials, in float32
         return self.key_bytes + (scores if isinstance(self.shape, Latent) else 0)
 

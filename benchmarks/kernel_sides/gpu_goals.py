@@ -1,4 +1,4 @@
-"""What was promised of the kernels on a GPU, read off the rows."""
+"""Goals of the kernels on a GPU, checked against the rows."""
 
 from __future__ import annotations
 

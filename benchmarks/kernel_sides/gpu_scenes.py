@@ -1,4 +1,4 @@
-"""A case's tensors on scattered pages, and its sides: what a layer repeats, with everything else ready.
+"""A case's tensors on scattered pages, and its sides: the work that a layer repeats, with everything else ready.
 
     quire    the Triton kernels under FlashInfer's names
     vllm     vLLM's Triton kernel on the same pages
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from quire_worker.attention import (
+from quire_kernels import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchMLAPagedAttentionWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -198,7 +198,7 @@ Scene = GroupedScene | LatentScene
 
 
 def scene_of(case: Case, device: torch.device, dtype: torch.dtype) -> Scene:
-    """The same numbers every time."""
+    """Makes the scene of a case, with the same numbers every time."""
     torch.manual_seed(0)
     if isinstance(case.shape, Latent):
         return LatentScene(case, case.shape, device, dtype)

@@ -1,4 +1,5 @@
-"""The kernels for Hopper chips, left out for a while: what they replaced can then be timed beside them."""
+"""Leaves the kernels for Hopper chips out for a while, so that the kernels that they replaced can be timed beside
+them."""
 
 from __future__ import annotations
 

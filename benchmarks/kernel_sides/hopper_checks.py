@@ -76,7 +76,7 @@ SHAPES = (
 
 
 class Batch:
-    """The tensors of a shape on a device, from a seed, and what they should give."""
+    """The tensors of a shape on a device, from a seed, and their expected results."""
 
     def __init__(self, shape: Shape, device: torch.device, shrunk: int = 1) -> None:
         generator = torch.Generator().manual_seed(45)

@@ -1,4 +1,4 @@
-"""Decode against float64, and its time, on shapes that a GPU has in a few seconds: what a proof on a new card runs.
+"""Decode against float64, and its time, on shapes that take a GPU a few seconds: a check of a new card.
 
 Each check yields a row as soon as it has one: the shape, the largest error of a row of a head over that row's root mean
 square, that of lse, and on a GPU the median time of a launch. Latents are attended to twice, by the kernel for
@@ -174,7 +174,7 @@ def _measured(attend: Callable[[], Pair], expected: Pair, *, operations: int = 0
 
 
 def _median_s(attend: Callable[[], Pair]) -> float:
-    """Returns the median time of a launch whose caches are cold, as `gpu.CudaTimer` measures it."""
+    """Returns the median time of a launch with cold caches, as `gpu.CudaTimer` measures it."""
     other, times = torch.zeros(FLUSH_BYTES // 4, device="cuda"), []
     for _ in range(ROUNDS):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,7 +1,7 @@
 """vLLM's Triton kernels on the same pages, with the buffers and the splits that its backends give them.
 
-Of vLLM only these files and what they import are needed (`pip install --no-deps vllm`): those of 0.33, or older ones,
-which lie elsewhere and take fewer arguments.
+Of vLLM only these files and their imports are needed (`pip install --no-deps vllm`): those of 0.33, or older ones,
+which have other places and fewer arguments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's AsyncLLM on a CPU: `python -m load_sides.vllm_side FOLDER CACHE_TOKENS`, with the Python that has it.
 
 It reads a JSON list of arrivals a line, serves each at its time, and answers with a list of outcomes. Its engine is a
-process of its own, as it is in its server, and as Quire's worker is; there is neither HTTP nor a detokenizer between.
+process of its own, as in vLLM's server and as Quire's worker; there is neither HTTP nor a detokenizer between.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def main() -> None:
     """Loads the model, says that it is ready, and answers until its input ends."""
     os.environ.update(ENVIRONMENT)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found,unused-ignore]
     from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]

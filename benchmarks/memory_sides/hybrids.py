@@ -1,7 +1,8 @@
-"""Sequences of hybrid models that fit into the same bytes, and whether the worker's tensors are what was planned."""
+"""Sequences of hybrid models that fit into the same bytes, and a check that the worker's tensors match the plan."""
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 import torch
@@ -18,13 +19,13 @@ KEY = StateKey("recurrent", 0)
 
 
 class Fitting(NamedTuple):
-    """How many sequences of one length a pool of so many bytes holds.
+    """The number of sequences of one length in a pool of this many bytes.
 
     Attributes:
         paged: through the allocator's pool, as it grants and takes back.
         planned: as the planner says.
-        full_attention: if every layer were full attention and kept every token, those of states, too, whose keys and
-            values are as large as the others'.
+        full_attention: the number if every layer kept every token as full attention does, layers of states too, with
+            keys and values as large as the others'.
     """
 
     paged: int
@@ -50,11 +51,13 @@ def fitting(shape: Shape, layout: Layout, memory_bytes: int, token_count: int) -
 
 
 def _grown(pool: Pool, number: int, token_count: int) -> bool:
-    """Tells whether one more sequence came to its length; what is not granted stops it where it is."""
+    """Returns whether one more sequence reached its length; a refusal stops it where it is."""
     for end in range(min(PASS_TOKENS, token_count), token_count + 1, PASS_TOKENS):
-        first = number not in pool.sequences
-        grown = pool.allocate(number, end) if first else pool.grow(number, end)
-        if grown.result is not spec.Result.OK:
+        if number not in pool.sequences:
+            grown = [pool.allocate(number, end)]
+        else:
+            grown = [result for _, result in pool.grow_many(array("Q", [number]), [end])[1]]
+        if any(each.result is not spec.Result.OK for each in grown):
             return False
         pool.commit(number, end, b"")
     return True
@@ -66,8 +69,8 @@ class Tensors(NamedTuple):
     Attributes:
         planned: blocks times bytes of a block.
         buffers: of the buffers that the worker makes.
-        layers_differ: layers whose tensors do not have the planned bytes, or lie elsewhere in the page, or whose state
-            does not come back as it was written.
+        layers_differ: layers whose tensors do not have the planned bytes, have another place in the page, or whose
+            state is not read back as written.
     """
 
     planned: int
@@ -76,7 +79,7 @@ class Tensors(NamedTuple):
 
 
 def tensors(shape: Shape, block_count: int) -> Tensors:
-    """Makes the worker's pages on no device, and some on the CPU for states, of which each layer has one tensor."""
+    """Makes the worker's pages on no device, and for states, with one tensor per layer, some on the CPU."""
     states = tuple(
         (layer.layer, (StateTensor(KEY, (layer.state_bytes // 2,), torch.bfloat16),))
         for layer in shape.layers

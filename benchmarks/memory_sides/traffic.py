@@ -1,8 +1,7 @@
 """A trace of requests through the worker's scheduler and the allocator's pool; nothing is computed.
 
-Every turn is one of the engine's: plan, ask, schedule, advance, one token for whoever is complete, and what is asked
-for ahead. After each, slots are counted: those of blocks that somebody holds, and those of them in which nothing has
-been written.
+Every turn is one of the engine's: plan, ask, schedule, advance, one token for each complete sample, and the requests
+for room ahead. After each turn, slots are counted: those of held blocks, and the unwritten ones among them.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core import spec
 from quire_allocator.core.pool import Pool
 from quire_allocator.wire import step_apply, step_checks
+from quire_worker.encoding import step_of
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan
 from quire_worker.scheduling.request import Request, Sample
@@ -37,7 +37,7 @@ class TraceRequest(NamedTuple):
     hash_ids: list[int]
 
     def prompt(self) -> list[int]:
-        """Makes tokens of which two prompts share as many as the trace says."""
+        """Makes the tokens of a prompt; two prompts share as many as in the trace."""
         first = (block * TRACE_BLOCK_TOKENS for block in self.hash_ids)
         tokens = [token for start in first for token in range(start, start + TRACE_BLOCK_TOKENS)]
         return tokens[: self.input_length]
@@ -58,9 +58,9 @@ class Slots(NamedTuple):
 
     Attributes:
         running_count: samples that hold blocks.
-        token_count: that these have in the pages; what several share counts for each.
+        token_count: tokens of these in the pages; shared ones count for each.
         held: slots of blocks in any table.
-        unwritten: of them, those in which nothing is written.
+        unwritten: the unwritten ones among them.
     """
 
     running_count: int
@@ -98,24 +98,24 @@ class Traffic:
             ready = self.scheduler.plan_without_asking()
             outcome = NOTHING_ASKED
             if self.scheduler.has_to_ask(ready):
-                ready = self.scheduler.plan()
+                ready = self.scheduler.plan(ready.chosen)
                 outcome = self._ask(ready)
             batch = self.scheduler.schedule(ready, outcome)
             self._compute(batch)
             yield self._slots()
             ahead = self.scheduler.plan_ahead(batch.work)
-            if ahead.step:
+            if ahead.has_to_be_sent:
                 self.scheduler.take_in(ahead, self._ask(ahead))
 
     def _submit(self, asked: TraceRequest) -> None:
         self._number += 1
         params = SamplingParams(max_tokens=asked.output_length)
         request = Request(self._number, "", asked.prompt(), params, "", bytes(32), 0.0)
-        request.samples = [Sample(request, 0, list(request.prompt), None, None)]
+        request.samples = [Sample(request, 0, list(request.prompt), None, None)]  # type: ignore[arg-type]  # it draws none
         self.scheduler.roster.add(request.samples[0])
 
     def _ask(self, plan: Plan) -> StepOutcome:
-        message, reply = plan.step.message, pb.StepReply()
+        message, reply = step_of(plan).message, pb.StepReply()
         step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), 0.0, reply)
         return read_reply(message, reply, 1)
 
@@ -127,7 +127,7 @@ class Traffic:
             self.scheduler.extend(sample, token, is_stop=False)
 
     def _slots(self) -> Slots:
-        """Counts what is in the pages now; the pool counts what its owner has told it so far."""
+        """Counts the current use of the pages; the pool counts what its owner has reported so far."""
         holders = [sample for sample in self.scheduler.roster.running if sample.tables]
         room = sum(sample.table_length * self._block_size - sample.computed for sample in holders)
         held_blocks = {block for sample in holders for block in sample.tables[0]}

@@ -1,4 +1,4 @@
-"""The kernels for Hopper chips against float64: what `kernel_sides` has checks for."""
+"""The kernels for Hopper chips against float64: all checks of `kernel_sides`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from proof_sides.rows import IS_DRY, note
 
-# Module and function of each; a function yields a row for each shape, with "passed", as it is checked.
+# Module and function of each check. A function yields a row for each shape, with "passed", as it is checked.
 CHECKS = (
     ("kernel_sides.hopper_checks", "prefill_checks"),
     ("kernel_sides.hopper_decode_checks", "latent_checks"),

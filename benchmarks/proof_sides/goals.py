@@ -1,4 +1,4 @@
-"""What was promised of a GPU, read off the rows of `scripts/gpu_proof.py`. Needs nothing but Python."""
+"""Goals for a GPU, checked against the rows of `scripts/gpu_proof.py`. Needs Python alone."""
 
 from __future__ import annotations
 

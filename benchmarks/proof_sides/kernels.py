@@ -1,7 +1,7 @@
-"""Attention beside what the chip does, for the cases that goals are about, what matters most first.
+"""Attention beside the chip's limits, for the cases with goals, the most important first.
 
-Each row has Quire's kernel, SDPA on dense keys and, where a kernel for Hopper chips took the place of another one, that
-one too ("triton"). Without a GPU tiny cases run in Triton's interpreter, whose times mean nothing.
+Each row has Quire's kernel and SDPA on dense keys. Where a kernel for Hopper chips replaced another one, the row has
+that one too ("triton"). Without a GPU tiny cases run in Triton's interpreter, and their times have no meaning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the machine is, which versions it has, and what its chip does: all else is read beside these."""
+"""The machine, its versions, and the speed of its chip, for comparison with all other rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDS = 20
 
 
 def main() -> None:
-    """Notes what is there, then what it does."""
+    """Notes the machine's parts, then their speed."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     note(
@@ -69,7 +69,7 @@ def _version(package: str) -> str:
 
 def _note_imports() -> None:
     """Notes whether all that the other parts need can be imported: what is missing is better known at once."""
-    modules = ("quire_worker.server", "quire_allocator.server", "quire.cli.plan")
+    modules = ("quire_worker.process.server", "quire_allocator.server", "quire.cli.plan")
     started = [
         subprocess.Popen([sys.executable, "-c", f"import {each}"], stderr=subprocess.PIPE, text=True)
         for each in modules

@@ -11,7 +11,7 @@ REASON_CHARS = 300
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Notes a test: its call, or what kept it from being called. Under xdist, in the controller alone."""
+    """Notes the call of a test, or the phase that kept it from being called. Under xdist, in the controller alone."""
     if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.outcome == "passed"):
         return
     row = {"test": report.nodeid, "passed": report.outcome != "failed", "seconds": round(report.duration, 2)}

@@ -1,4 +1,4 @@
-"""How a part of `scripts/gpu_proof.py` writes what it found: a line of JSON for each row, as soon as it is known."""
+"""Rows of a part of `scripts/gpu_proof.py`: a line of JSON for each, written as soon as it is known."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def left_s() -> float:
 
 
 def log_folder() -> Path:
-    """Returns the folder whose logs are kept."""
+    """Returns the folder of the kept logs."""
     return Path(os.environ.get("QUIRE_PROOF_OUT", "."))

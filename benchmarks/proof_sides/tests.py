@@ -1,4 +1,4 @@
-"""The tests of `make test-gpu`, a row each, until the time is over: those of what is newest first."""
+"""The tests of `make test-gpu`, a row each, until the time is over; the newest tests first."""
 
 from __future__ import annotations
 

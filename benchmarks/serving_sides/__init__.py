@@ -1,4 +1,4 @@
-"""The sides of `serving.py`, each a process of its own, the models that all of them serve, and what they are asked for.
+"""The sides of `serving.py`, each a process of its own, their models, and their requests.
 
 models              checkpoints that the script writes
 workload            the prompts of a round

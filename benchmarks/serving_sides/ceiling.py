@@ -1,4 +1,4 @@
-"""What a GPU allows: a decode pass reads all weights, keys and values once, and a prompt is multiplied through."""
+"""A GPU's limits: a decode pass reads all weights, keys and values once, and a prompt is multiplied through."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COPY_BYTES, MATRIX_SIZE, ROUNDS = 1 << 30, 8192, 20
 
 
 class Chip(NamedTuple):
-    """What a GPU does.
+    """The speed of a GPU.
 
     Attributes:
         copied_bytes_per_s: of a large copy, bytes read and written.
@@ -69,7 +69,7 @@ class Bounds:
         self._head = config["vocab_size"] * hidden
 
     def decode_s(self, sequences: int, tokens: int) -> float:
-        """Returns how long one decode pass takes to read what it has to, of sequences of so many tokens on average."""
+        """Returns the time in which one decode pass reads its bytes, for sequences of this average length."""
         pages = sequences * tokens * self._layers * self._kept
         read = self._element_bytes * (self._layers * self._layer + self._head + pages)
         return read / self._speed.copied_bytes_per_s

@@ -1,4 +1,4 @@
-"""What was promised of serving on a GPU, read off the rows of `gpu_run`. Needs nothing but Python."""
+"""Goals of serving on a GPU, checked against the rows of `gpu_run`. Needs Python alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FASTER, IDLE, FIRST_TOKEN = 1.5, 0.02, 0.6
 
 
 def goals_of(found: Sequence[Row]) -> list[Goal]:
-    """What was promised of serving on a GPU, with what rows say of it."""
+    """Returns the goals of serving on a GPU, checked against the rows."""
     quire = {row["requests"]: row for row in found if _is_decode(row, "quire") and row["prompt_tokens"] == 512}
     goals: list[Goal] = []
     for count, share in SHARES.items():

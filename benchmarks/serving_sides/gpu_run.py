@@ -47,7 +47,7 @@ SETTINGS: tuple[dict[str, str], ...] = (
     {"QUIRE_LAUNCH_AHEAD": "0"},
     {"QUIRE_LAUNCH_AHEAD": "0", "QUIRE_HOPPER": "0"},
 )
-# What `decode` is measured in besides, and how long that may take: every pass is waited for before the next.
+# Further settings of `decode`, and the time that they may take: every pass is waited for before the next.
 WAITING: dict[str, str] = {"QUIRE_LAUNCH_AHEAD": "0"}
 WAITING_S = 60.0
 FIRST, FIRST_S = (64, 8), 15.0  # tokens of the first requests' prompts and outputs, and how long they may take
@@ -63,14 +63,14 @@ def rows(
     logs: Path,
     wanted: Measurement | None = None,
 ) -> Iterator[Row]:
-    """Yields rows as they are measured; a side that fails is a row that says so.
+    """Yields rows as they are measured; a side that fails has a row that says so.
 
     Args:
         has_gpu: whether to use it; else the CPU, on tiny workloads.
         sides: of "quire", "generate" and "generate_batch".
-        left_s: tells how many seconds are left; what there is no time for is left out.
+        left_s: returns the seconds left; measurements without time are left out.
         logs: folder of the servers' logs; exists.
-        wanted: what to measure, if not what goes with the device.
+        wanted: the measurements, if not the device's defaults.
     """
     wanted = wanted or (ALL if has_gpu else TINY)
     speed = chip() if has_gpu else Chip(1e10, 1e10)
@@ -103,8 +103,8 @@ def _quire_rows(
     has_gpu: bool,
     sides: Collection[str],
 ) -> Iterator[Row]:
-    """Yields the rows of the first of `SETTINGS` in which the worker answers, and which those are; of the first setting
-    of all, rows of `decode` in `WAITING` besides, whose side is "quire, waiting", with its turn over the other's."""
+    """Yields the rows of the first of `SETTINGS` with which the worker answers, and its name. The first setting of all
+    has rows of `decode` in `WAITING` besides, with the side "quire, waiting" and its turn over the other's."""
     turns_ms: dict[tuple[int, int], float | None] = {}
     bounds = Bounds(model, speed, element_bytes=2)
     environment = {"QUIRE_PROBE_DUMMY": "1"} if has_gpu else {}
@@ -148,7 +148,7 @@ def _quire_rows(
 
 
 def _free() -> None:
-    """Gives back what this process has of the GPU, so that the worker finds it free."""
+    """Gives back this process's memory of the GPU, so that the worker finds it free."""
     import gc
 
     import torch
@@ -159,7 +159,7 @@ def _free() -> None:
 
 
 def accelerator() -> str:
-    """Returns the machine, its GPU, and what computes on it."""
+    """Returns the machine, its GPU, and the software that computes on it."""
     import torch
     import triton
 
@@ -191,7 +191,7 @@ def _transformers_rows(
             start_s = time.monotonic() - started
             for count, prompt, output in sorted(wanted.decode[:3], key=lambda each: TRANSFORMERS_ORDER.get(each[0], 3)):
                 workload = Workload(KINDS[0], count, prompt, output)
-                # What is compiled and captured goes by lengths in one case, and not in the other, which is the slower.
+                # Compilation and capture depend on lengths in one case. The other case is slower.
                 warming = workload if side == "generate" else replace(workload, output_tokens=8)
                 process.generate(warming.draw(-1, VOCABULARY))
                 answer = process.generate(workload.draw(0, VOCABULARY))

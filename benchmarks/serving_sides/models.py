@@ -1,4 +1,4 @@
-"""Checkpoints of random weights, for questions to which the text does not matter.
+"""Checkpoints of random weights, for measurements that do not depend on the text.
 
 llama-32m     large enough that matrices weigh more than Python: with 512 hidden dimensions and 8 layers a decode
               step of 32 requests spends most of its time in matrix products; the 3.5 M demo model between them

@@ -1,4 +1,5 @@
-"""What serving on a GPU is measured by, beside what the chip allows; `serving.py --device cuda` and the GPU proof.
+"""The measurements of serving on a GPU, beside the chip's limits; `serving.py --device cuda` and the GPU proof use
+them.
 
     decode        tokens a second, beside bytes of weights and pages over the speed of a copy
     first token   of a prompt that comes alone, beside operations over the speed of a matrix product
@@ -6,8 +7,8 @@
     memory        blocks that fit, beside what `quire plan` says
     profile       kernels of a turn, by their time
 
-`decode` is read from the passes in which all requests decode: what they take is measured on the device. Rows of
-`whole` rounds, prompts included, are the client's, and their bound is that of prompts and passes together.
+`decode` is read from the passes in which all requests decode, whose time is measured on the device. Rows of `whole`
+rounds, prompts included, are the client's, and their bound is that of prompts and passes together.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MATTERS_MOST = 3  # workloads of `decode`, which come first
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What is measured, in this order, as long as there is time.
+    """A measurement; they run in this order, as long as there is time.
 
     Attributes:
         decode: requests, tokens of each prompt, tokens of each output.
@@ -66,12 +67,12 @@ TINY = Measurement(decode=((1, 24, 16), (4, 24, 16)), first_tokens=(64,), profil
 def measure(
     stack: ProbedStack, wanted: Measurement, bounds: Bounds, left_s: Callable[[], float], *, others_s: float
 ) -> Iterator[Row]:
-    """Yields rows as they are measured; what there is no time for is left out.
+    """Yields rows as they are measured; measurements without time are left out.
 
     Args:
         stack: serving.
-        wanted: what to measure.
-        bounds: what it is compared with.
+        wanted: the measurements.
+        bounds: the limits to compare with.
         left_s: tells how many seconds are left.
         others_s: of them that are left to others before the last workloads are measured.
 
@@ -139,7 +140,7 @@ def _rounds(
 
 
 def decode_row(rounds: list[Round], workload: Workload, bounds: Bounds) -> Row:
-    """Returns what rounds of one workload took, beside its bounds."""
+    """Returns the times of the rounds of one workload, beside its bounds."""
     count, prompt, output = workload.request_count, workload.prompt_tokens, workload.output_tokens
     pairs = [pair for each in rounds for pair in decoding_pairs(each.passes, count)]
     turn_ms, gpu_ms, idle = turn_of(pairs)
@@ -172,8 +173,8 @@ def decoding_pairs(passes: list[Pass], count: int) -> list[tuple[Pass, Pass]]:
 
 
 def turn_of(pairs: list[tuple[Pass, Pass]]) -> tuple[float | None, float | None, float | None]:
-    """Returns the medians of a turn and of what the device computes in it, in milliseconds, and the share of all these
-    turns in which it computes nothing; None without turns."""
+    """Returns the medians of a turn and of the device's time in it, in milliseconds, and the share of all these turns
+    in which the device is idle; None without turns."""
     if not pairs:
         return None, None, None
     turns_ms = [two["begin_ms"] - one["begin_ms"] for one, two in pairs]
@@ -207,7 +208,7 @@ def first_token_row(rounds: list[Round], length: int, bounds: Bounds) -> Row:
 
 
 def _profiled(stack: ProbedStack, wanted: Measurement, count: int | None, left_s: Callable[[], float]) -> Iterator[Row]:
-    """Yields the kernels of turns in which so many requests decode; without a number, of the chunk of a prompt."""
+    """Yields the kernels of turns in which this many requests decode; without a number, of the chunk of a prompt."""
     if left_s() < PROFILE_S:
         return
     prompt = wanted.decode[0][1]
@@ -248,7 +249,7 @@ def profile_rows(title: str, trace: Trace, turns: int) -> Iterator[Row]:
 
 
 def memory_row(stack: ProbedStack, model: Path, total_bytes: int, utilization: float, block_size: int) -> Row:
-    """Returns how many blocks fit, beside what `quire plan` says, which has read the configuration alone."""
+    """Returns the number of blocks that fit, beside that of `quire plan`, which has read the configuration alone."""
     command = [sys.executable, "-m", "quire.cli", "plan", str(model), "--memory", f"{total_bytes}B", "--json"]
     command += ["--worker", "--utilization", str(utilization), "--block-size", str(block_size)]
     command += ["--weights", f"{weight_bytes(model)}B"]

@@ -19,12 +19,12 @@ from serving_sides.trace import Trace, read_trace
 
 STOP_S = 3.0  # that the servers have to end
 ROUND_S = 25.0  # that a round may take
-PROBE_S, ASK_AGAIN_S = 15.0, 1.0  # that the worker may take to write what it has noted, and between askings
+PROBE_S, ASK_AGAIN_S = 15.0, 1.0  # time for the worker to write its notes, and between requests for them
 Pass = dict[str, Any]  # see `probed_worker.write`
 
 
 class Round(NamedTuple):
-    """What a round took: until all tokens were there, and until the first one was, and the passes meanwhile."""
+    """The times of a round: until all tokens were there, and until the first one was, and the passes meanwhile."""
 
     seconds: float
     first_token_s: float

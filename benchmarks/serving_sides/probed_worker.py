@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 
 import torch
 from quire_worker.execution import decode_graphs
-from quire_worker.model import paged_model
+from quire_worker.model import loading
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.transformers_seam import ATTENTION_NAME
-from quire_worker.server import main
+from quire_worker.process.server import main
 
 from serving_sides.models import dummy
 
@@ -138,8 +138,8 @@ def end_profiler() -> None:
 
 
 def answer(pipe: int) -> None:
-    """Does what lines ask for, as long as this process lives. What fails is printed, and done when it is asked for
-    again."""
+    """Answers the lines of requests as long as this process lives. A failure is printed, and the work is done when it
+    is requested again."""
     answers, done = {"n": write, "s": start_profiler, "e": end_profiler}, 0
     with os.fdopen(pipe) as lines:
         for line in lines:
@@ -154,7 +154,7 @@ def answer(pipe: int) -> None:
 
 
 def replace(path: Path, write_to: Callable[[Path], object]) -> None:
-    """Writes a file so that whoever finds it finds all of it."""
+    """Writes a file so that readers find all of it or nothing."""
     new = path.with_name("new-" + path.name)
     write_to(new)
     new.replace(path)
@@ -166,7 +166,7 @@ def draw_weights() -> None:
     def drawn(folder: Path, _loader: Any, dtype: Any) -> Any:
         return dummy(folder, "cuda", torch.bfloat16 if dtype == "auto" else dtype, ATTENTION_NAME)
 
-    paged_model.read_weights = drawn  # type: ignore[assignment]
+    loading.read_weights = drawn  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ Generate = Callable[[list[Request], Callable[[], None]], list[list[int]]]
 
 
 class Answer(NamedTuple):
-    """What a round took: until all tokens were there, and until the first one was; and the process's memory so far."""
+    """The times of a round, until all tokens were there and until the first one was; and the process's memory so
+    far."""
 
     seconds: float
-    first_token_s: float | None  # None where a side does not tell
+    first_token_s: float | None  # None where a side does not report it
     peak_bytes: float
 
 
@@ -74,7 +75,7 @@ class Side:
         return answer
 
     def kill(self) -> None:
-        """Ends the process at once; whoever waits for its answer gets a RuntimeError."""
+        """Ends the process at once; a caller that waits for its answer gets a RuntimeError."""
         self._process.kill()
 
     def close(self) -> None:
@@ -94,7 +95,7 @@ def peak_bytes(pid: int | str = "self") -> int:
 def serve(load: Callable[[], Generate]) -> None:
     """The life of such a process: loads, says that it is ready, and answers until its input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     generate = load()
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:

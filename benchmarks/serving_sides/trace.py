@@ -1,4 +1,4 @@
-"""Where the time of a GPU goes: what torch's profiler has written, by kernel."""
+"""The time of a GPU by kernel, from torch's profiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # categories of what the device does
+ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # categories of the device's work
 LAUNCHES = re.compile(r"Launch|Memcpy|Memset")  # calls of the host that give the device something to do
 NAME_CHARS = 80
 
@@ -22,7 +22,7 @@ class Line(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a device did between its first and its last kernel.
+    """The work of a device between its first and its last kernel.
 
     Attributes:
         lines: by kernel, the longest first.
@@ -38,12 +38,12 @@ class Trace(NamedTuple):
 
     @property
     def idle_share(self) -> float | None:
-        """Returns the share of the span in which nothing ran; None where nothing was traced."""
+        """Returns the idle share of the span; None without kernels."""
         return None if not self.span_ms else 1.0 - self.busy_ms / self.span_ms
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads what `torch.profiler.profile.export_chrome_trace` wrote."""
+    """Reads a file of `torch.profiler.profile.export_chrome_trace`."""
     events: list[dict[str, Any]] = json.loads(path.read_text(errors="replace"))["traceEvents"]
     kernels = sorted(
         (float(each["ts"]), float(each["ts"]) + float(each["dur"]), str(each["name"]))

@@ -1,7 +1,7 @@
 """transformers: `python -m serving_sides.transformers_side FOLDER DTYPE DEVICE generate|generate_batch`.
 
-`generate` is asked for the longest output of a batch, since it knows one length for all; what is beyond a request's own
-counts neither as time saved nor as a token. On a GPU its cache is a static one, so that transformers compiles the pass
+`generate` gets the longest output of a batch, since it takes one length for all. Tokens beyond a request's own length
+count neither as time saved nor as tokens. On a GPU its cache is a static one, so that transformers compiles the pass
 and captures it. Requests with `num_beams` are beam searches, answered with the best text.
 """
 
@@ -36,7 +36,7 @@ def padded(model: Any) -> Generate:
                 self.on_first()
 
         def end(self) -> None:
-            """Nothing is kept that would have to be handed on."""
+            """Ends without anything to hand on."""
 
     def generate(requests: list[Request], on_first: Callable[[], None]) -> list[list[int]]:
         prompts = [request["prompt"] for request in requests]

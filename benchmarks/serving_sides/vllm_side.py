@@ -1,7 +1,7 @@
 """vLLM's engine in process: `python -m serving_sides.vllm_side FOLDER DTYPE DEVICE [TOKENS]`, with its own Python.
 
-Its engine is stepped here, with neither a network nor a detokenizer, which is less than what Quire does. Its cache has
-room for as many tokens as the other sides' have.
+Its engine is stepped here, with neither a network nor a detokenizer, so it does less than Quire. Its cache has room for
+as many tokens as the other sides' have.
 """
 
 from __future__ import annotations

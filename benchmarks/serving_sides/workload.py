@@ -1,4 +1,4 @@
-"""What every side is asked for: random prompts, new in every round, so that nothing is found in a cache."""
+"""The requests of every side: random prompts, new in every round, so that no cache has them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-# How long the prompts and outputs of a round are.
+# Lengths of the prompts and outputs of a round.
 KINDS = ("one length", "varied prompts", "varied both")
 
 
@@ -22,7 +22,7 @@ class Workload:
     def draw(self, round_number: int, vocabulary: int) -> list[dict[str, Any]]:
         """Returns the requests of a round: `prompt`, and `output_tokens`, how many are to be generated.
 
-        What varies is between a quarter of the longest and the longest. The seed is text, because Python takes the
+        Varying lengths are between a quarter of the longest and the longest. The seed is text, because Python takes the
         seeds 1 and -1 for the same, and a repeated prompt would be cached.
         """
         dice = random.Random(f"{self.kind} {self.request_count} {round_number}")

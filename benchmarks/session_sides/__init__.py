@@ -1,1 +1,1 @@
-"""What `benchmarks/session.py` measures: the echo beside the allocator, and owners that send prepared steps."""
+"""The sides of `benchmarks/session.py`: the echo beside the allocator, and owners that send prepared steps."""

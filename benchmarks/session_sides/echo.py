@@ -14,7 +14,7 @@ import gc
 import os
 from typing import Any
 
-import quire  # noqa: F401  # before grpc, whose engine it chooses
+import quire  # noqa: F401  # before grpc, whose engine it selects
 
 # isort: split
 import grpc
@@ -46,7 +46,7 @@ async def _serve(listen: str) -> None:
     await server.start()
     gc.freeze()
     print(listen if listen.startswith("unix:") else f"127.0.0.1:{port}", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)  # until whoever started it is gone
+    await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)  # until the parent process is gone
 
 
 def main() -> None:

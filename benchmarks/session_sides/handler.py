@@ -12,7 +12,7 @@ from quire_allocator.session.registry import SessionRegistry
 
 
 class _Nobody:
-    """Is told what happens, and does nothing."""
+    """Ignores all events of the session machine."""
 
     def ignore(self, *_: object) -> None:
         """Takes any message and does nothing."""

@@ -15,7 +15,7 @@ from quire_allocator.session.registry import SessionRegistry
 
 
 class _Nobody:
-    """Whom the machine tells nothing."""
+    """Ignores all events of the session machine."""
 
     def opened(self, owner: Ownership) -> None: ...
 
@@ -38,7 +38,7 @@ class InProcess:
         self.replace_allocator()
 
     def replace_allocator(self) -> None:
-        """The allocator is gone, and another one, which knows nothing, is told by a report."""
+        """Replaces the allocator by an empty one, which gets a report."""
         directory = Directory(lease_s=3600, pools_max=1)
         self._machine = SessionMachine(SessionRegistry(directory, _Nobody(), new_session_id=lambda: os.urandom(16)))
         self._owner.lose_stream()
@@ -53,7 +53,7 @@ class InProcess:
         return outcome
 
     def _exchange(self) -> StepOutcome | None:
-        """Messages to and fro until nobody has anything to say; returns what the last step did."""
+        """Exchanges messages until neither side has any; returns the last step's result."""
         outcome = None
         while self._owner.outbox:
             now = time.monotonic()

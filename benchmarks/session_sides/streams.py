@@ -1,4 +1,4 @@
-"""Streams on which prepared bytes are sent: measured are the way there, the server, and the way back."""
+"""Streams of prepared bytes, which measure the way there, the server, and the way back."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Stream:
 
 
 class Asked(Protocol):
-    """What answers messages one by one."""
+    """A service that answers messages one by one."""
 
     async def ask(self, request: bytes) -> bytes:
         """Sends one message and waits for the answer."""
@@ -78,7 +78,7 @@ class Asked(Protocol):
 
 class Owner:
     """A pool, and the steps that are made for it: each acknowledges what must have been answered when at most `window`
-    of them are outstanding, as `PoolSession` does."""
+    of them are outstanding, as `AsyncSession` does."""
 
     def __init__(self, stream: Asked, name: str, block_count: int, incarnation: bytes, window: int = 1) -> None:
         self.stream = stream
@@ -107,7 +107,7 @@ class Owner:
         return request.SerializeToString()
 
     def decoding(self, sequence_count: int) -> Decoding:
-        """So many sequences, out of step: in every step as many of them take a block."""
+        """Makes this many sequences, out of step: in every step as many of them take a block."""
         return Decoding(self, {next(self._ids): 1 + number % BLOCK_TOKENS for number in range(sequence_count)})
 
     def admissions(self, prompts: Sequence[bytes]) -> list[bytes]:
@@ -134,7 +134,7 @@ class Decoding:
         self._begun = False
 
     def steps(self, count: int) -> list[bytes]:
-        """So many steps of one append for each sequence; before the first ever, one that makes them."""
+        """Makes this many steps of one append for each sequence; the first call makes the sequences before."""
         messages = []
         if not self._begun:
             self._begun, step = True, StepBuilder()

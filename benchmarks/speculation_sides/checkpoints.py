@@ -1,4 +1,4 @@
-"""Checkpoints whose texts are the demo model's, or nearly so, at other costs.
+"""Checkpoints with the texts of the demo model, or nearly so, at other costs.
 
 deep      the demo model, and behind it layers that add nothing: the same text at a multiple of the cost, as a large
           model has over a small one that agrees with it
@@ -16,7 +16,7 @@ from serving_sides.models import DEMO
 
 
 def make_deep(folder: Path, layer_count: int) -> Path:
-    """Writes the demo model with so many layers, of which those beyond its own add zeros, and returns its folder."""
+    """Writes the demo model with this many layers, where those beyond its own add zeros, and returns its folder."""
     import torch
 
     model = _demo()

@@ -1,4 +1,4 @@
-"""A worker with one way of drafting, and what a round of texts takes on it."""
+"""A worker with one way of drafting, and the times of its rounds of texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ask(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a round took, its texts, and how many tokens were drafted and accepted."""
+    """The time of a round, its texts, and the numbers of drafted and accepted tokens."""
 
     seconds: float
     texts: list[tuple[int, ...]]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from quire import AllocatorClient, AsyncBranch, AsyncClient
+from quire import Allocator, AsyncBranch, AsyncClient
 from quire.local import LocalStack
 
 from trees_sides.workload import Workload, distinct_blocks
@@ -18,7 +18,7 @@ WATCH_S = 0.001
 
 
 class Found(NamedTuple):
-    """What a round took; `blocks_least` is what its texts need at least, where only these tell."""
+    """The result of a round; `blocks_least` is the minimum for its texts, where only these tell."""
 
     seconds: float
     tokens_computed: int
@@ -69,7 +69,7 @@ class QuireTrees:
         return status.prompt_token_count - status.cached_token_count + status.output_token_count
 
     def _held(self) -> int:
-        with AllocatorClient(self._stack.allocator_address) as allocator:
+        with Allocator(self._stack.allocator_address) as allocator:
             return allocator.get_pool("default").held_block_count
 
     async def _branches(self, workload: Workload, number: int, side: str) -> tuple[float, int]:
@@ -101,7 +101,7 @@ class QuireTrees:
         done, held = threading.Event(), [0]
 
         def watch() -> None:
-            with AllocatorClient(self._stack.allocator_address) as allocator:
+            with Allocator(self._stack.allocator_address) as allocator:
                 while not done.wait(WATCH_S):
                     held[0] = allocator.get_pool("default").held_block_count or held[0]
 

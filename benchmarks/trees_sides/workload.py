@@ -1,4 +1,4 @@
-"""What is computed: a prompt, and texts behind it level by level."""
+"""The computed texts: a prompt, and its continuations level by level."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Workload:
 def minimum_blocks(workload: Workload, block_tokens: int) -> int:
     """Counts the least blocks that hold the prompt and all texts, when all branches are there.
 
-    Of a branch all tokens but its last are in pages; those that go on from it have that one, too. A block is shared by
-    all whose tokens are the same up to its end, and a half-filled one by nobody once both have written to it: where a
+    All tokens of a branch but its last are in pages; its continuations have that one, too. A block is shared by all
+    texts with the same tokens up to its end. A half-filled one is not shared once both have written to it: where a
     branch ends with a block, its own is a token short of the one that its forks share.
     """
     held = -(-(workload.prompt_tokens - 1) // block_tokens)

@@ -1,1 +1,1 @@
-"""What `turn.py` measures with."""
+"""The measuring parts of `turn.py`."""

@@ -1,7 +1,7 @@
 """A worker that notes when its passes begin and end: `python -m quire._child turn_sides.probed_worker ...`.
 
-It is the worker in all else: the clock is read around `Runner.compute` and around the forward pass inside, and what was
-noted is written as JSON to the file that `QUIRE_TURNS` names, once for each SIGUSR1.
+It is the worker in all else. The clock is read around `Runner.compute` and around the forward pass inside. Each SIGUSR1
+writes the notes as JSON to the file that `QUIRE_TURNS` names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from quire_worker.execution.runner import Runner
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.server import main
+from quire_worker.process.server import main
 
 NOTED: list[dict[str, Any]] = []
 

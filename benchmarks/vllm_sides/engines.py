@@ -2,7 +2,7 @@
 
     python benchmarks/vllm_sides/engines.py '{"model": ..., "allocator": "127.0.0.1:7070", "rounds": 5, ...}'
 
-prints one line of JSON: for each side what each round took, and what it hit on chats in turn.
+prints one line of JSON: each side's time of each round, and its hits on chats in turn.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ os.environ.update(
 
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
-BLOCK_TOKENS = 32  # what the CPU backend takes at least
+BLOCK_TOKENS = 32  # the least that the CPU backend takes
 VOCABULARY = 2048
 
 
 class Side:
-    """One engine, and what its scheduler takes."""
+    """One engine, and its scheduler's options."""
 
     def __init__(self, job: dict[str, Any], scheduler: str | None, blocks: int, quire: dict[str, Any]) -> None:
         self.engine = LLM(
@@ -107,7 +107,7 @@ def some_prompts(rng: random.Random, count: int, length: int) -> list[list[int]]
 
 
 def speed(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Rounds of prompts that nobody has seen, each by all sides in turn; the side that begins changes."""
+    """Runs rounds of new prompts, each by all sides in turn; the first side changes."""
     engines, rng = sides(job, 1024, "speed"), random.Random(job["seed"])
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     for number in range(job["rounds"] + 1):

@@ -6,43 +6,39 @@
         for chunk in client.stream("The for statement", max_tokens=32):
             print(chunk.text, end="")
 
-`Client` and `AsyncClient` get text from a worker; `AllocatorClient` and `AsyncAllocatorClient` look into pools, watch
-and own them: `engine` for an engine of one's own (`quire.engine`, docs/engine.md). Calls that fail raise `QuireError`.
-`quire.session` has ownership over a stream, `quire.mirror` what a router keeps of a pool, `quire.local` starts both
-servers on this machine.
+`Client` and `AsyncClient` get text from a worker; `Allocator` and `AsyncAllocator` look into pools, watch and own them.
+Calls that fail raise `QuireError`. What is needed less often is in modules of its own:
+
+    quire.engine    an engine of one's own on a pool (docs/engine.md)
+    quire.session   the steps below it, and what they answer (docs/session.md)
+    quire.views     what an allocator shows of its pools; quire.types: what a worker says of itself
+    quire.events    what a watch tells; quire.mirror: what a router keeps of it; quire.streams: watches and texts
+    quire.hashing   digests of prefixes
+    quire.errors    all errors
+    quire.local     both servers on this machine
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
 import quire._transport.grpc_io  # noqa: F401  # before anything else imports grpc
-from quire._transport.streams import AsyncChunkStream, AsyncEventStream, ChunkStream, EventStream
-from quire.aio import AsyncAllocatorClient, AsyncClient
-from quire.branches import AsyncBranch, Branch
-from quire.client import AllocatorClient, Client
+from quire._async.allocator import AsyncAllocator
+from quire._async.branches import AsyncBranch
+from quire._async.client import AsyncClient
+from quire._sync.allocator import Allocator
+from quire._sync.branches import Branch
+from quire._sync.client import Client
+from quire.engine import NotAdmittedError
 from quire.errors import (
-    AbortedError,
-    AlreadyExistsError,
     DeadlineExceededError,
-    FailedPreconditionError,
-    InternalError,
     InvalidArgumentError,
     NotFoundError,
-    OutOfRangeError,
     PermissionDeniedError,
     QuireError,
     Reason,
-    RequestCancelledError,
     ResourceExhaustedError,
-    UnauthenticatedError,
+    SessionLostError,
     UnavailableError,
-    UnimplementedError,
-    UsageError,
 )
-from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
-from quire.hashing import DigestChain, block_digests, prompt_digests, root_digest
-from quire.mirror import PrefixMirror
-from quire.protocol.outcomes import Copy, Result, StepOutcome, Swap, Victim
-from quire.protocol.steps import StepBuilder
 from quire.sampling import (
     Chunk,
     FinishReason,
@@ -53,35 +49,8 @@ from quire.sampling import (
     TokenLogprobs,
     Usage,
 )
-from quire.session import PoolSession, SessionLostError
 from quire.tls import Tls
-from quire.types import (
-    Allocation,
-    BlockTable,
-    CommitOutcome,
-    DeviceMemory,
-    GroupKind,
-    GroupSpec,
-    Growth,
-    PoolMemory,
-    PoolSpec,
-    Quota,
-    Score,
-    WorkerStatus,
-)
-from quire.unary import AsyncUnarySession, UnarySession
-from quire.views import (
-    CacheDropped,
-    GroupUsage,
-    NamespaceUsage,
-    PoolBlocks,
-    PoolSummary,
-    PoolUsage,
-    PrefixMatch,
-    PrefixUsage,
-    SequenceInfo,
-    SessionKind,
-)
+from quire.types import AdapterInfo, GroupKind, GroupSpec, PoolSpec, Quota, Score, WorkerStatus
 
 try:
     __version__ = version("quire-kv")
@@ -89,83 +58,37 @@ except PackageNotFoundError:  # a source tree on PYTHONPATH
     __version__ = "0+uninstalled"
 
 __all__ = [
-    "AbortedError",
-    "Allocation",
-    "AllocatorClient",
-    "AlreadyExistsError",
-    "AsyncAllocatorClient",
+    "AdapterInfo",
+    "Allocator",
+    "AsyncAllocator",
     "AsyncBranch",
-    "AsyncChunkStream",
     "AsyncClient",
-    "AsyncEventStream",
-    "AsyncUnarySession",
-    "BlockTable",
-    "BlocksRemoved",
-    "BlocksStored",
     "Branch",
-    "CacheDropped",
-    "CacheEvent",
     "Chunk",
-    "ChunkStream",
     "Client",
-    "CommitOutcome",
-    "Copy",
     "DeadlineExceededError",
-    "DeviceMemory",
-    "DigestChain",
-    "EventStream",
-    "FailedPreconditionError",
     "FinishReason",
     "Generation",
     "GroupKind",
     "GroupSpec",
-    "GroupUsage",
-    "Growth",
-    "IndexCleared",
-    "InternalError",
     "InvalidArgumentError",
-    "NamespaceUsage",
+    "NotAdmittedError",
     "NotFoundError",
-    "OutOfRangeError",
     "PermissionDeniedError",
-    "PoolBlocks",
-    "PoolMemory",
-    "PoolSession",
     "PoolSpec",
-    "PoolSummary",
-    "PoolUsage",
-    "PrefixMatch",
-    "PrefixMirror",
-    "PrefixUsage",
     "QuireError",
     "Quota",
     "Reason",
-    "RequestCancelledError",
     "ResourceExhaustedError",
-    "Result",
     "Sample",
     "SamplingOptions",
     "SamplingParams",
     "Score",
-    "SequenceInfo",
-    "SessionKind",
     "SessionLostError",
-    "SnapshotEnd",
-    "StepBuilder",
-    "StepOutcome",
-    "Swap",
     "Tls",
     "TokenLogprobs",
-    "UnarySession",
-    "UnauthenticatedError",
     "UnavailableError",
-    "UnimplementedError",
     "Usage",
-    "UsageError",
-    "Victim",
     "WorkerStatus",
     "__version__",
-    "block_digests",
-    "prompt_digests",
-    "root_digest",
 ]

@@ -10,6 +10,9 @@ exception whose class follows from the code:
       UnavailableError       DeadlineExceededError  RequestCancelledError  UnauthenticatedError
       PermissionDeniedError  InternalError
 
+and, of what is wrong on this side, UsageError, SessionLostError (an AbortedError) and AnswersMissedError (a
+FailedPreconditionError). DeadlineExceededError is also Python's TimeoutError.
+
 Servers raise these too: `QuireError.of(Reason.POOL_UNKNOWN, "no pool named x")`.
 """
 
@@ -72,10 +75,6 @@ class Reason(enum.StrEnum):
     TOKENIZER_FAILED = "TOKENIZER_FAILED"
 
 
-class UsageError(Exception):
-    """The command line, a file that it names or the environment is wrong; the process says so and exits with 2."""
-
-
 class QuireError(Exception):
     """A call failed.
 
@@ -108,6 +107,12 @@ class QuireError(Exception):
         self.retry_after_s = retry_after_s
         self.field = field
         self.is_grpcs_own = False
+
+    @property
+    def is_retryable(self) -> bool:
+        """Tells whether the same call may go through later: nobody answered, the server is shutting down, or it says
+        after how many seconds to come back (`retry_after_s`)."""
+        return self.code is grpc.StatusCode.UNAVAILABLE or self.retry_after_s is not None
 
     def __str__(self) -> str:
         where = f" [request {self.request_id}]" if self.request_id else ""
@@ -175,7 +180,7 @@ class UnavailableError(QuireError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
-class DeadlineExceededError(QuireError):
+class DeadlineExceededError(QuireError, TimeoutError):
     """The call's time was up."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
@@ -203,6 +208,28 @@ class InternalError(QuireError):
     """A defect on the server's side."""
 
     code = grpc.StatusCode.INTERNAL
+
+
+class UsageError(QuireError):
+    """The command line, a file that it names or the environment is wrong; a process says so and exits with 2."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class SessionLostError(AbortedError):
+    """The allocator would not have this pool as it was; a new session is open and the pool is empty."""
+
+    def __init__(
+        self, message: str = "the pool could not be restored: it is empty, and its sequences are gone"
+    ) -> None:
+        super().__init__(message)
+
+
+class AnswersMissedError(FailedPreconditionError):
+    """The caller of a step was cancelled, and nobody has taken its answer in: see `AsyncSession.missed`."""
 
 
 _CLASS_OF: Final[dict[grpc.StatusCode, type[QuireError]]] = {

@@ -12,7 +12,7 @@ must not be resumed from, because the rest of the snapshot would be missing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 
@@ -48,7 +48,7 @@ class BlocksStored(_Event):
     groups: tuple[int, ...]
     namespace: str
     parent_digest: bytes
-    digests: tuple[bytes, ...]
+    digests: tuple[bytes, ...] = field(repr=False)
     block_size: int
     first_position: int
 
@@ -59,7 +59,7 @@ class BlocksRemoved(_Event):
 
     groups: tuple[int, ...]
     namespace: str
-    digests: tuple[bytes, ...]
+    digests: tuple[bytes, ...] = field(repr=False)
     first_position: int
 
 

@@ -30,6 +30,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
+from quire.errors import InternalError
+
 POLL_S: Final = 0.05
 DRAIN_S: Final = 30.0  # for calls under way when a server is told to stop, as servers have it by themselves
 LAST_S: Final = 2.0  # what a server may need after that
@@ -43,8 +45,11 @@ def grace_s(drain_timeout_s: float) -> float:
     return 2 * (drain_timeout_s + LAST_S)
 
 
-class ServerFailedError(Exception):
+class ServerFailedError(InternalError):
     """A server ended, or did not serve in time. The message ends with the last lines of its log, if that is a file."""
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class ServerProcess:

@@ -46,6 +46,7 @@ class SamplingOptions(TypedDict, total=False):
     num_beams: int
     length_penalty: float
     early_stopping: bool | Literal["never"]
+    skip_special_tokens: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class SamplingParams:
         length_penalty: power of the length that the sum of a text's logprobs is divided by, -5 to 5.
         early_stopping: when the search ends that has as many finished texts as beams: with True at once, with False
             when the best beam is no better at its length, with "never" when none can become better.
+        skip_special_tokens: special tokens are no part of a text; with False they are in it as they are called.
     """
 
     max_tokens: int = 16
@@ -114,6 +116,7 @@ class SamplingParams:
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    skip_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,10 @@ class WorkerStatus:
     held_branch_count: int  # of these, those that hold blocks at present
     memory: PoolMemory
 
+    def __repr__(self) -> str:
+        at_work = f"{self.running_count} running, {self.waiting_count} waiting"
+        return f"<{type(self).__name__} of {self.model} with pool {self.pool}: {at_work}>"
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:

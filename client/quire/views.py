@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.types import BlockTable, PoolSpec
@@ -65,7 +65,7 @@ class PoolBlocks:
     """
 
     summary: PoolSummary
-    block_states: bytes
+    block_states: bytes = field(repr=False)  # a byte for each block would be a megabyte of text
     sequences: tuple[SequenceInfo, ...]
 
 

@@ -9,20 +9,25 @@ from typing import Any, Final, TypeVar
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from quire_gateway import asks, relay, replies
+from quire_gateway import asks, relay, replies, texts
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
 from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
 from quire_gateway.reading import Reader
 from quire_gateway.serving import Served
+from quire_gateway.texts import DetokenizeBody, TokenizeBody
 
 PATH_SHOWN: Final = 256  # characters of one that there is not
 BodyT = TypeVar("BodyT", bound=Body)
+ReadT = TypeVar("ReadT", bound=BaseModel)
+AskT = TypeVar("AskT")
 
 
 def make_app(
@@ -63,6 +68,7 @@ def make_app(
         return await answer(request, ChatBody, asks.of_chat, replies.ChatForm)
 
     @app.get("/v1/models")
+    @app.head("/v1/models", include_in_schema=False)
     async def models() -> Response:
         return _json(replies.models(fleet.models()))
 
@@ -88,12 +94,46 @@ def make_app(
     async def metrics() -> Response:
         return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
 
+    _serve_texts(app, fleet, reader)
+    _serve_overview(app, version)
     _put_errors_in_form(app)
     _describe_bodies(app)
     return app
 
 
-def _described(kind: type[Body]) -> dict[str, Any]:
+def _serve_texts(app: FastAPI, fleet: Fleet, reader: Reader) -> None:
+    """Adds the endpoints of tokens, as vLLM has them."""
+
+    async def read(request: Request, kind: type[ReadT], ask_of: Callable[[ReadT], AskT]) -> AskT:
+        return await reader.ask(await request.body(), request.headers.get("content-type", ""), kind, ask_of)
+
+    @app.post("/tokenize", openapi_extra=_described(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        asked = await read(request, TokenizeBody, texts.of_tokenize)
+        return _json(orjson.dumps(await texts.tokenized(fleet, asked)))
+
+    @app.post("/detokenize", openapi_extra=_described(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        asked = await read(request, DetokenizeBody, lambda body: body)
+        return _json(orjson.dumps(await texts.detokenized(fleet, asked)))
+
+
+def _serve_overview(app: FastAPI, version: str) -> None:
+    """Adds what says what there is."""
+
+    @app.get("/")
+    @app.head("/", include_in_schema=False)
+    async def root() -> Response:
+        paths = sorted({route.path for route in app.routes if isinstance(route, APIRoute)} - {"/"})
+        return _json(orjson.dumps({"name": "quire-gateway", "version": version, "paths": paths}))
+
+    @app.get("/version")
+    @app.head("/version", include_in_schema=False)
+    async def version_of() -> Response:
+        return _json(orjson.dumps({"version": version}))
+
+
+def _described(kind: type[BaseModel]) -> dict[str, Any]:
     """Returns what an operation says of its body, which FastAPI does not read."""
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
@@ -101,7 +141,9 @@ def _described(kind: type[Body]) -> dict[str, Any]:
 
 def _describe_bodies(app: FastAPI) -> None:
     """Puts the fields of bodies into the description for programs."""
-    kinds: list[tuple[type[Body], Any]] = [(CompletionBody, "validation"), (ChatBody, "validation")]
+    kinds: list[tuple[type[BaseModel], Any]] = [
+        (kind, "validation") for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+    ]
     _, found = models_json_schema(kinds, ref_template="#/components/schemas/{model}")
     make = app.openapi
 

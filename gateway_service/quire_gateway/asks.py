@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 from quire.sampling import SamplingOptions
 
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
+from quire_gateway.calls.tools import Choice, Tools, tools_of
 from quire_gateway.conversations import Chat, chat_of
 from quire_gateway.failures import PROMPT, invalid, unsupported
 from quire_gateway.structures import structure_of
@@ -39,6 +40,7 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "banned_token_ids": ([],),
     "length_penalty": (1,),
     "early_stopping": (False,),
+    "skip_special_tokens": (True,),
 }
 # What no worker does, and values of them that change nothing, beside those that a body has by default.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -57,7 +59,6 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "include_stop_str_in_output": (False,),
     "logprob_token_ids": ([],),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
@@ -67,10 +68,10 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "cache_salt": (),
     "documents": ([],),
     "chat_template": (),
-    "include_reasoning": (True,),
 }
 
 
+STRUCTURES: Final = ("json_schema", "regex", "grammar", "choice")  # options, one at most
 Prompt: TypeAlias = "str | tuple[int, ...] | Chat"
 
 
@@ -92,6 +93,8 @@ class Ask(NamedTuple):
         with_usage_so_far: whether each piece tells what its choice took so far.
         with_token_ids: whether tokens are told beside their text.
         is_echo_alone: whether nothing but the prompt is wanted; workers compute a token behind it, which is not told.
+        tools: that can be called; None where the answer is text.
+        tells_reasoning: whether reasoning is wanted; None where nothing is a part of the answer but its text.
     """
 
     model: str | None
@@ -108,6 +111,8 @@ class Ask(NamedTuple):
     with_usage_so_far: bool
     with_token_ids: bool
     is_echo_alone: bool = False
+    tools: Tools | None = None
+    tells_reasoning: bool | None = None
 
     @property
     def prompt_param(self) -> str:
@@ -135,7 +140,7 @@ def of_chat(body: ChatBody) -> Ask:
     Raises:
         ApiError: it asks for what is not served, which the error names.
     """
-    chat = chat_of(body)
+    tools, chat = tools_of(body), chat_of(body)
     if body.echo:
         raise unsupported("echo")
     if body.top_logprobs and not body.logprobs:
@@ -150,7 +155,26 @@ def of_chat(body: ChatBody) -> Ask:
         "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         "logprobs": "top_logprobs",
     }
-    return _ask(body, (chat,), body.max_completion_tokens or body.max_tokens, top, names)
+    ask = _ask(body, (chat,), body.max_completion_tokens or body.max_tokens, top, names)
+    return _with_tools(ask, tools)._replace(tells_reasoning=body.include_reasoning is not False)
+
+
+def _with_tools(ask: Ask, tools: Tools | None) -> Ask:
+    """Returns what is asked, with tools that can be called. What their answer's content has to be is no matter where
+    it has none.
+
+    Raises:
+        ApiError: the content has to be what no answer with calls can be held to.
+    """
+    structure = next((name for name in STRUCTURES if name in ask.options), None)
+    if tools is None or structure is None:
+        return ask._replace(tools=tools)
+    if tools.choice is not Choice.AUTO:
+        options = {name: value for name, value in ask.options.items() if name != structure}
+        return ask._replace(tools=tools, options=cast("SamplingOptions", options))
+    if structure != "json_schema":
+        raise unsupported(ask.names[structure], "cannot be used beside tools: the content can have a JSON schema alone")
+    return ask._replace(tools=tools)
 
 
 def _ask(

@@ -212,7 +212,7 @@ class ChatBody(Body):
     top_logprobs: Logprobs | None = None
     tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=TOOLS_MAX, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: Flag | None = None  # taken and not used: a text is all that there is
+    parallel_tool_calls: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False

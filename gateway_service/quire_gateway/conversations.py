@@ -23,31 +23,14 @@ def chat_of(body: ChatBody) -> Chat:
     """Returns the conversation in a body.
 
     Raises:
-        ApiError: it has what is no text, or wants calls of tools, which nobody reads out of a text here.
+        ApiError: it has what is no text.
     """
-    _check_tools(body)
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:  # as vLLM has it; templates of models that think know one or the other
         variables.setdefault("reasoning_effort", body.reasoning_effort)
         variables.setdefault("enable_thinking", body.reasoning_effort != "none")
     messages = tuple(_message(number, message) for number, message in enumerate(body.messages))
     return Chat(messages, tuple(body.tools or ()), variables, body.add_generation_prompt)
-
-
-def _check_tools(body: ChatBody) -> None:
-    """Lets tools pass where a template is told of them and nothing else is expected.
-
-    Raises:
-        ApiError: calls of them are.
-    """
-    choice = body.tool_choice
-    if body.tools is None and choice not in (None, "none"):
-        raise invalid("tool_choice", "tool_choice is for tools, and there are none")
-    if body.tools is not None and choice in (None, "auto"):
-        what = "can be given with tool_choice 'none' alone: the template is told of them, and the answer is text"
-        raise unsupported("tools", what)
-    if choice not in (None, "none"):
-        raise unsupported("tool_choice", "can be 'none' alone: this server reads no calls out of a text")
 
 
 def _message(number: int, message: Message) -> dict[str, Any]:

@@ -13,23 +13,27 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
 import structlog
-from quire import PrefixMirror
-from quire.aio import AsyncAllocatorClient, AsyncClient
-from quire.errors import QuireError
+from quire import AsyncAllocator, AsyncClient
+from quire.errors import DeadlineExceededError, QuireError
 from quire.hashing import prompt_digests, root_digest
+from quire.mirror import PrefixMirror
+from quire.streams import AsyncChunkStream
 from quire.types import WorkerStatus
 
 from quire_gateway import routing
+from quire_gateway.calls.plans import Notation
+from quire_gateway.calls.recognition import Named, recognize
 from quire_gateway.failures import MODEL_NOT_FOUND, ApiError, unavailable
 
 log = structlog.get_logger()
 
 POLL_S: Final = 1.0
 POLL_TIMEOUT_S: Final = 5.0
+SILENT_S: Final = 15.0  # of a worker, after which its answers are not waited for any more
 WATCH_AGAIN_S: Final = 1.0
 NAME_SHOWN: Final = 128  # characters of a name that somebody made up
 
@@ -54,6 +58,7 @@ class Backend:
         in_flight: requests of this gateway that it has.
         chosen_count: requests that were ever sent to it.
         mirror: what its pool has; None where nobody watches.
+        answers: that are on their way; one that was given up is there no more.
     """
 
     def __init__(self, client: AsyncClient) -> None:
@@ -64,7 +69,9 @@ class Backend:
         self.in_flight = 0
         self.chosen_count = 0
         self.mirror: PrefixMirror | None = None
+        self.answers: set[AsyncChunkStream] = set()
         self._load_of_others = 0
+        self._silent_since_s: float | None = None
         self._is_missed = False  # the log says once that it is away
 
     @property
@@ -81,7 +88,7 @@ class Backend:
         """Takes in what it says of itself."""
         if not self.is_ready:
             log.info("worker is there", address=self.client.address, model=status.model)
-        self.status, self.is_ready, self._is_missed = status, True, False
+        self.status, self.is_ready, self._is_missed, self._silent_since_s = status, True, False, None
         self._load_of_others = max(0, status.running_count + status.waiting_count - self.in_flight)
 
     def lost(self, error: QuireError) -> None:
@@ -89,6 +96,19 @@ class Backend:
         if not self._is_missed:
             log.warning("worker is away", address=self.client.address, error=str(error))
         self.is_ready, self._is_missed = False, True
+
+    async def miss(self, error: QuireError, asked_s: float) -> None:
+        """Notes that it did not answer what it was asked at that time. One that is silent has its answers given up: a
+        proxy may keep up connections, and answer their pings, behind which nobody lives."""
+        self.lost(error)
+        if not isinstance(error, DeadlineExceededError):
+            self._silent_since_s = None
+            return
+        self._silent_since_s = self._silent_since_s or asked_s
+        if time.monotonic() - self._silent_since_s >= SILENT_S:
+            answers, self.answers = self.answers, set()
+            for answer in answers:
+                await answer.aclose()
 
     def serves(self, model: Model) -> bool:
         """Tells whether it answers, and has the checkpoint and the adapter."""
@@ -119,14 +139,21 @@ class Fleet:
     Args:
         workers: one client each.
         allocators: whose pools are watched.
+        written: what options say of how a model writes calls and reasoning, by its name.
 
     Attributes:
         spelled: what tokens of each model are, as far as it was asked; never more than the vocabulary.
     """
 
-    def __init__(self, workers: Sequence[AsyncClient], allocators: Sequence[AsyncAllocatorClient]) -> None:
+    def __init__(
+        self,
+        workers: Sequence[AsyncClient],
+        allocators: Sequence[AsyncAllocator],
+        written: Callable[[str], Named] = lambda _: Named(),
+    ) -> None:
         self.backends = [Backend(client) for client in workers]
-        self._allocators = allocators
+        self._allocators, self._written = allocators, written
+        self._notations: dict[str, asyncio.Task[Notation]] = {}  # by the name of the checkpoint
         self._tasks: list[asyncio.Task[None]] = []
         self._created_s: dict[str, int] = {}
         self.spelled: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
@@ -140,9 +167,10 @@ class Fleet:
 
     async def close(self) -> None:
         """Ends every call and every connection."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._notations.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for client in (*(backend.client for backend in self.backends), *self._allocators):
             await client.close()
 
@@ -178,6 +206,28 @@ class Fleet:
             shown = repr((name or "")[:NAME_SHOWN])
             raise ApiError(404, f"The model {shown} does not exist.", param="model", code=MODEL_NOT_FOUND)
         return found
+
+    async def notation(self, model: Model) -> Notation:
+        """Returns how a model writes calls and reasoning, which is found out once.
+
+        Raises:
+            ApiError: no worker of it answers.
+        """
+        found = self._notations.get(model.base)
+        if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):
+            found = self._notations[model.base] = asyncio.create_task(self._recognized(model))
+        try:
+            return await asyncio.shield(found)
+        except QuireError:
+            raise unavailable("no worker says how its model writes") from None
+
+    async def _recognized(self, model: Model) -> Notation:
+        backend = self.backend(model)
+        if backend is None:
+            raise unavailable("no worker answers")
+        found = await recognize(backend.client, self._written(model.base), timeout_s=POLL_TIMEOUT_S)
+        log.info("this is how a model writes", model=model.base, calls=found.calls, reasoning=found.reasoning)
+        return found.notation
 
     def check_ready(self) -> None:
         """Does nothing where some worker begins at once what it is sent.
@@ -217,10 +267,11 @@ class Fleet:
             await self._ask(backend)
 
     async def _ask(self, backend: Backend) -> None:
+        asked_s = time.monotonic()
         try:
             status = await backend.client.status(timeout_s=POLL_TIMEOUT_S)
         except QuireError as error:
-            backend.lost(error)
+            await backend.miss(error, asked_s)
             return
         with contextlib.suppress(QuireError):  # it may not tell us; then it has none that we could choose
             found = await backend.client.list_adapters(timeout_s=POLL_TIMEOUT_S)
@@ -238,7 +289,7 @@ class Fleet:
                     backend.mirror = None
             await asyncio.sleep(WATCH_AGAIN_S)
 
-    async def _follow(self, backend: Backend, allocator: AsyncAllocatorClient, pool: str) -> None:
+    async def _follow(self, backend: Backend, allocator: AsyncAllocator, pool: str) -> None:
         """Applies the pool's events until its session is another one.
 
         Raises:

@@ -76,7 +76,7 @@ class GatewayCollector(Collector):
             "quire_gateway_callers_left", "Callers that went before their answer was whole.", numbers.left_count
         )
         tokens = CounterMetricFamily("quire_gateway_tokens", "Tokens of all answers.", labels=("kind",))
-        for kind, count in zip(_KINDS, numbers.taken, strict=True):
+        for kind, count in zip(_KINDS, numbers.taken[:3], strict=True):
             tokens.add_metric((kind,), count)
         yield tokens
         for name, text, histogram in (

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
+
+from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS
+from quire_gateway.calls.recognition import AUTO, NONE, Named
 
 LISTEN: Final = "127.0.0.1:8000"
 DRAIN_S: Final = 30.0
@@ -78,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="off loopback, do without --tls-cert: for a container's network, or behind a proxy that encrypts",
     )
+    _add_notations(parser)
     _add_limits(parser)
     parser.add_argument("--ready-file", help="write address and pid there, as JSON, once serving")
     parser.add_argument(
@@ -90,6 +94,42 @@ def make_parser() -> argparse.ArgumentParser:
         help="the least that is logged (default: %(default)s)",
     )
     return parser
+
+
+def _add_notations(parser: argparse.ArgumentParser) -> None:
+    notations = parser.add_argument_group("how models write", "one NAME for all, or MODEL=NAME, once for each")
+    for options, formats, what in (
+        (("--tool-call-format", "--tool-call-parser"), CALL_FORMATS, "calls of tools"),
+        (("--reasoning-format", "--reasoning-parser"), REASONING_FORMATS, "what they think"),
+    ):
+        notations.add_argument(
+            *options,
+            action="append",
+            metavar="[MODEL=]NAME",
+            type=_naming(formats),
+            default=[],
+            help=f"how models write {what}: {', '.join([AUTO, NONE, *formats])} (default: {AUTO}, which takes what the"
+            " chat template writes)",
+        )
+
+
+def _naming(formats: Collection[str]) -> Callable[[str], tuple[str, str]]:
+    """Returns what reads a value of an option that names a format: the model, empty for all, and the name."""
+
+    def read(given: str) -> tuple[str, str]:
+        model, _, name = given.rpartition("=")
+        if name not in (AUTO, NONE, *formats):
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join([AUTO, NONE, *formats])}")
+        return model, name
+
+    return read
+
+
+def named_notation(options: argparse.Namespace, model: str) -> Named:
+    """Returns what the command line says of how a model writes; of several that say it, the last one counts."""
+    calls: dict[str, str] = dict(options.tool_call_format)
+    reasoning: dict[str, str] = dict(options.reasoning_format)
+    return Named(calls.get(model) or calls.get("", AUTO), reasoning.get(model) or reasoning.get("", AUTO))
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

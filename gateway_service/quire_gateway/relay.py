@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import grpc
 import structlog
-from quire.aio import AsyncClient
+from quire import AsyncClient
 from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
+from quire.streams import AsyncChunkStream
 
 from quire_gateway.asks import Ask, Prompt
+from quire_gateway.calls.plans import TAIL_TOKENS, Plan, ends_in_reasoning, plan_of
 from quire_gateway.conversations import Chat
 from quire_gateway.failures import ApiError, of_quire, unavailable
 from quire_gateway.fleet import Backend, Fleet, Model
@@ -47,6 +49,7 @@ class Call(NamedTuple):
         namespace: in which prefixes are shared.
         request_id: which logs of gateway and workers name.
         timeout_s: for all of it.
+        plan: how its answers are read; None where they are text.
     """
 
     ask: Ask
@@ -55,6 +58,7 @@ class Call(NamedTuple):
     namespace: str
     request_id: str
     timeout_s: float
+    plan: Plan | None = None
 
 
 async def prepare(fleet: Fleet, ask: Ask, *, namespace: str, request_id: str, timeout_s: float) -> Call:
@@ -64,7 +68,7 @@ async def prepare(fleet: Fleet, ask: Ask, *, namespace: str, request_id: str, ti
         ApiError: nobody serves the model, or a prompt cannot be tokenized or has no room.
     """
     model = fleet.model(ask.model)
-    tokens = tuple([await _tokens(fleet, model, prompt, ask.names) for prompt in ask.prompts])
+    tokens = tuple([await tokens_of(fleet, model, prompt, ask.names) for prompt in ask.prompts])
     longest = max(map(len, tokens))
     wanted = ask.max_tokens or 1
     if longest + wanted > model.sequence_tokens_max:
@@ -75,7 +79,32 @@ async def prepare(fleet: Fleet, ask: Ask, *, namespace: str, request_id: str, ti
             param=ask.prompt_param if longest >= model.sequence_tokens_max else ask.names["max_tokens"],
             code="context_length_exceeded",
         )
-    return Call(ask, model, tokens, namespace, request_id, timeout_s)
+    call = Call(ask, model, tokens, namespace, request_id, timeout_s)
+    return call if ask.tells_reasoning is None else await _planned(fleet, call)
+
+
+async def _planned(fleet: Fleet, call: Call) -> Call:
+    """Returns a chat, with how its answers are held and read.
+
+    Raises:
+        ApiError: nobody knows how the model writes calls, and it may make some; or nobody answers.
+    """
+    ask, model = call.ask, call.model
+    notation = await fleet.notation(model)
+    tail = call.tokens[0][-TAIL_TOKENS:] if notation.reasoning is not None else ()
+    texts = await spelled(fleet, model, set(tail))
+    is_reasoning = ends_in_reasoning(b"".join(texts[token] for token in tail).decode(errors="replace"))
+    plan = plan_of(ask.tools, ask.options.get("json_schema"), notation, is_reasoning=is_reasoning)
+    if plan is None:
+        return call
+    options: dict[str, Any] = {**ask.options, "skip_special_tokens": False}
+    names = dict(ask.names)
+    if plan.grammar is not None:
+        names["grammar"] = "tools" if ask.tools is not None else names.get("json_schema", "response_format")
+        options.pop("json_schema", None)
+        options["grammar"] = plan.grammar
+    ask = ask._replace(options=cast("SamplingOptions", options), names=names)
+    return call._replace(ask=ask, plan=plan._replace(tells_reasoning=bool(ask.tells_reasoning)))
 
 
 async def pieces(fleet: Fleet, call: Call) -> AsyncGenerator[Piece, None]:
@@ -133,21 +162,26 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
         asked.append(backend)
         has_begun = False
         try:
-            with _counted(backend):
-                async with backend.client.stream(
-                    tokens,
-                    namespace=call.namespace,
-                    adapter=call.model.adapter,
-                    request_id=request_id,
-                    timeout_s=call.timeout_s,
-                    priority=ask.priority,
-                    interval_s=0.0 if ask.is_streamed else WHOLE_INTERVAL_S,
-                    **options,
-                ) as chunks:
+            async with backend.client.stream(
+                tokens,
+                namespace=call.namespace,
+                adapter=call.model.adapter,
+                request_id=request_id,
+                timeout_s=call.timeout_s,
+                priority=ask.priority,
+                interval_s=0.0 if ask.is_streamed else WHOLE_INTERVAL_S,
+                **options,
+            ) as chunks:
+                with _counted(backend, chunks):
                     async for chunk in chunks:
                         has_begun = True
                         yield chunk
-            return
+                    if chunks in backend.answers:
+                        return
+            log.warning("worker is silent", address=backend.client.address, request_id=request_id)
+            refusal = unavailable("the worker that was to answer is silent")
+            if has_begun:
+                raise refusal
         except QuireError as error:
             refusal = of_quire(error, ask.names)
             if error.reason is None:  # the caller is not told whose words these are
@@ -159,13 +193,15 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
 
 
 @contextmanager
-def _counted(backend: Backend) -> Iterator[None]:
+def _counted(backend: Backend, answer: AsyncChunkStream) -> Iterator[None]:
     backend.in_flight += 1
     backend.chosen_count += 1
+    backend.answers.add(answer)
     try:
         yield
     finally:
         backend.in_flight -= 1
+        backend.answers.discard(answer)
 
 
 async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Mapping[int, bytes]:
@@ -182,7 +218,7 @@ async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Map
     return known
 
 
-async def _tokens(fleet: Fleet, model: Model, prompt: Prompt, names: Mapping[str, str]) -> tuple[int, ...]:
+async def tokens_of(fleet: Fleet, model: Model, prompt: Prompt, names: Mapping[str, str]) -> tuple[int, ...]:
     """Returns a prompt's tokens, as any worker of the model says.
 
     Raises:

@@ -10,6 +10,8 @@ import orjson
 from quire.sampling import FinishReason, Usage
 
 from quire_gateway import probabilities
+from quire_gateway.calls.deltas import Call as CalledFunction
+from quire_gateway.calls.deltas import CallDelta, Delta
 from quire_gateway.probabilities import Told
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -22,6 +24,7 @@ class Taken(NamedTuple):
     prompt_token_count: int = 0
     cached_token_count: int = 0
     output_token_count: int = 0
+    reasoning_token_count: int | None = None  # of the output's; None where none can be told apart
 
     def plus(self, usage: Usage) -> Taken:
         """Returns the sum with what one more prompt took."""
@@ -29,11 +32,18 @@ class Taken(NamedTuple):
             self.prompt_token_count + usage.prompt_token_count,
             self.cached_token_count + usage.cached_token_count,
             self.output_token_count + usage.output_token_count,
+            self.reasoning_token_count,
         )
 
     def as_json(self) -> dict[str, Any]:
         """Returns `usage` as callers know it."""
-        return {**self.so_far(), "prompt_tokens_details": {"cached_tokens": self.cached_token_count}}
+        usage: dict[str, Any] = {
+            **self.so_far(),
+            "prompt_tokens_details": {"cached_tokens": self.cached_token_count},
+        }
+        if self.reasoning_token_count is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_token_count}
+        return usage
 
     def so_far(self) -> dict[str, int]:
         """Returns what is known of it before the end."""
@@ -64,12 +74,23 @@ NOTHING: Final = Beside()
 
 
 class Answer(NamedTuple):
-    """One choice, once it is whole."""
+    """One choice, once it is whole.
+
+    Attributes:
+        text: its content.
+        finish_reason: why it ended.
+        beside: what is told beside it.
+        prompt_logprobs: where they were asked for.
+        reasoning: what the model thought; None where it cannot be told from the text.
+        calls: of functions.
+    """
 
     text: str
-    finish_reason: FinishReason | None
+    finish_reason: str | None
     beside: Beside
-    prompt_logprobs: Sequence[Any] | None = None  # where they were asked for
+    prompt_logprobs: Sequence[Any] | None = None
+    reasoning: str | None = None
+    calls: Sequence[CalledFunction] = ()
 
 
 class Form(Protocol):
@@ -81,7 +102,7 @@ class Form(Protocol):
     def opening(self, index: int, beside: Beside) -> bytes:
         """Returns the event that a choice begins with; nothing where it needs none."""
 
-    def piece(self, index: int, text: str, finish_reason: FinishReason | None, beside: Beside) -> bytes:
+    def piece(self, index: int, delta: Delta, finish_reason: str | None, beside: Beside) -> bytes:
         """Returns the event of a piece of one choice."""
 
     def logprobs(
@@ -91,6 +112,12 @@ class Form(Protocol):
 
     def usage(self, taken: Taken) -> bytes:
         """Returns the last event of a stream that is to end with what it took."""
+
+
+def reason_of(finish_reason: FinishReason | None, *, has_called: bool = False) -> str | None:
+    """Returns why a choice ended, in OpenAI's words."""
+    reason = _FINISH_REASONS[finish_reason]
+    return "tool_calls" if has_called and reason == "stop" else reason
 
 
 def event(body: Mapping[str, Any]) -> bytes:
@@ -158,8 +185,8 @@ class CompletionForm(_Form, Form):
     def opening(self, index: int, beside: Beside) -> bytes:
         return b""
 
-    def piece(self, index: int, text: str, finish_reason: FinishReason | None, beside: Beside) -> bytes:
-        return self._event(_completion_choice(index, text, finish_reason, beside), beside.taken)
+    def piece(self, index: int, delta: Delta, finish_reason: str | None, beside: Beside) -> bytes:
+        return self._event(_completion_choice(index, delta.content, finish_reason, beside), beside.taken)
 
 
 class ChatForm(_Form, Form):
@@ -184,9 +211,9 @@ class ChatForm(_Form, Form):
         choices = (
             {
                 "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "message": _message(answer),
                 "logprobs": answer.beside.logprobs,
-                "finish_reason": _FINISH_REASONS[answer.finish_reason],
+                "finish_reason": answer.finish_reason,
                 **_own_ids(answer.beside),
             }
             for index, answer in enumerate(answers)
@@ -199,22 +226,55 @@ class ChatForm(_Form, Form):
         choice = _chat_choice(index, {"role": "assistant", "content": ""}, None, NOTHING)
         return self._event(choice, beside.taken, _prompt_ids(beside))
 
-    def piece(self, index: int, text: str, finish_reason: FinishReason | None, beside: Beside) -> bytes:
-        choice = _chat_choice(index, {"content": text} if text else {}, finish_reason, beside)
+    def piece(self, index: int, delta: Delta, finish_reason: str | None, beside: Beside) -> bytes:
+        choice = _chat_choice(index, _delta(delta), finish_reason, beside)
         return self._event(choice, beside.taken)
 
 
-def _completion_choice(index: int, text: str, finish_reason: FinishReason | None, beside: Beside) -> dict[str, Any]:
-    reason = _FINISH_REASONS[finish_reason]
-    choice = {"index": index, "text": text, "logprobs": beside.logprobs, "finish_reason": reason}
+def _message(answer: Answer) -> dict[str, Any]:
+    """Returns the message of a whole choice; beside calls, no text is none at all."""
+    text = None if answer.calls and not answer.text else answer.text
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if answer.reasoning is not None:
+        message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+    if answer.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.function, "arguments": call.arguments},
+            }
+            for call in answer.calls
+        ]
+    return message
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    """Returns a piece of a choice."""
+    told: dict[str, Any] = {}
+    if delta.reasoning:
+        told |= {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
+    if delta.content:
+        told["content"] = delta.content
+    if delta.calls:
+        told["tool_calls"] = [_call_delta(call) for call in delta.calls]
+    return told
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    if not call.call_id:
+        return {"index": call.number, "function": {"arguments": call.arguments}}
+    function = {"name": call.function, "arguments": call.arguments}
+    return {"index": call.number, "id": call.call_id, "type": "function", "function": function}
+
+
+def _completion_choice(index: int, text: str, finish_reason: str | None, beside: Beside) -> dict[str, Any]:
+    choice = {"index": index, "text": text, "logprobs": beside.logprobs, "finish_reason": finish_reason}
     return {**choice, **_own_ids(beside), **_prompt_ids(beside)}
 
 
-def _chat_choice(
-    index: int, delta: Mapping[str, Any], finish_reason: FinishReason | None, beside: Beside
-) -> dict[str, Any]:
-    reason = _FINISH_REASONS[finish_reason]
-    choice = {"index": index, "delta": delta, "logprobs": beside.logprobs, "finish_reason": reason}
+def _chat_choice(index: int, delta: Mapping[str, Any], finish_reason: str | None, beside: Beside) -> dict[str, Any]:
+    choice = {"index": index, "delta": delta, "logprobs": beside.logprobs, "finish_reason": finish_reason}
     return {**choice, **_own_ids(beside)}
 
 

@@ -25,12 +25,12 @@ from typing import Any, Final, cast
 import structlog
 import uvicorn
 import uvloop
+from quire import AsyncAllocator, AsyncClient
 from quire._secret_files import read_token
 from quire._serving import logs
 from quire._serving.process import allow_open_files, collect_garbage_rarely, stop_event, write_ready_file
 from quire._serving.tls import ServerTls
-from quire._transport.address import is_local, is_unix, require_free, split
-from quire.aio import AsyncAllocatorClient, AsyncClient
+from quire._transport.address import is_local, is_unix, require_free, resolve
 from quire.errors import UsageError
 from quire.tls import tls_of
 from starlette.types import ASGIApp
@@ -43,7 +43,7 @@ from quire_gateway.gate import Gate, let_in
 from quire_gateway.hosts import Hosts
 from quire_gateway.keys import ApiKeys, read_keys
 from quire_gateway.metrics import Telemetry
-from quire_gateway.options import parse_arguments
+from quire_gateway.options import named_notation, parse_arguments
 
 log = structlog.get_logger()
 
@@ -112,15 +112,15 @@ def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None, Serv
 
 
 def bind(listen: str) -> socket.socket:
-    """Binds the port.
+    """Binds the port; of `[::]` for IPv4, too, as gRPC does.
 
     Raises:
         UsageError: it is taken, or not ours to take.
     """
-    host, port = split(listen)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        family, found = resolve(listen)
+        is_for_both = found[0] == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(found, family=family, backlog=BACKLOG, dualstack_ipv6=is_for_both)
     except OSError as error:
         require_free("--listen", listen)
         raise UsageError(f"cannot listen on {listen}: {error.strerror}") from None
@@ -138,7 +138,8 @@ async def serve(options: argparse.Namespace) -> None:
     with bind(options.listen) as listener:
         fleet = Fleet(
             [AsyncClient(address, token=token, tls=to_workers) for address in options.worker],
-            [AsyncAllocatorClient(address, token=token, tls=to_workers) for address in options.allocator],
+            [AsyncAllocator(address, token=token, tls=to_workers) for address in options.allocator],
+            lambda model: named_notation(options, model),
         )
         telemetry = Telemetry()
         app = make_app(

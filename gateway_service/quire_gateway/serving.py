@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import string
 import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import orjson
 import structlog
@@ -16,15 +18,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire_gateway import relay
+from quire_gateway.calls.deltas import Delta, joined, joined_pieces
+from quire_gateway.calls.plans import reasoning_token_count
+from quire_gateway.calls.reader import AnswerReader
 from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
 from quire_gateway.probabilities import Places, Told, of_prompt, text_of, token_ids, told_of, told_of_prompt
 from quire_gateway.relay import Call
-from quire_gateway.replies import DONE, Answer, Beside, Form, Taken
+from quire_gateway.replies import DONE, Answer, Beside, Form, Taken, reason_of
 from quire_gateway.stream_head import StreamHead
 
 log = structlog.get_logger()
+_ID_CHARACTERS: Final = string.ascii_letters + string.digits
 
 
 class CallerGoneError(Exception):
@@ -39,9 +45,18 @@ class _Choice:
     told: list[Told] = field(default_factory=list)
     places: Places = field(default_factory=Places)
     token_ids: list[int] = field(default_factory=list)
+    reader: AnswerReader | None = None  # None: all of it is text
+    deltas: list[Delta] = field(default_factory=list)  # that it has read, of an answer that goes out as a whole
     finish_reason: FinishReason | None = None
     is_opened: bool = False
     has_piece: bool = False  # one was sent
+
+    def read(self, chunk: Chunk) -> Delta:
+        """Returns what a chunk adds."""
+        if self.reader is None:
+            return Delta(chunk.text)
+        delta = self.reader.push(chunk.text)
+        return delta if chunk.finish_reason is None else joined_pieces(delta, self.reader.flush())
 
 
 class Served(Response):
@@ -86,12 +101,14 @@ class Served(Response):
     async def _whole(self, send: Send) -> None:
         """Sends all choices in one answer."""
         has_echo = bool(self._call.ask.options.get("echo"))
-        choices = [_Choice() for _ in range(self._call.ask.choice_count * len(self._call.tokens))]
+        choices = self._new_choices()
         async with aclosing(relay.pieces(self._fleet, self._call)) as pieces:
             async for number, came in pieces:
                 choice = choices[self._index(number, came)]
                 chunk = await self._echoed(number, came, choice) if has_echo else came
                 choice.texts.append(chunk.text)
+                if choice.reader is not None:
+                    choice.deltas.append(choice.read(chunk))
                 choice.token_ids += chunk.token_ids
                 choice.told += self._told(number, chunk, choice)
                 choice.is_opened = True
@@ -105,7 +122,8 @@ class Served(Response):
                 number, choice.token_ids, await self._logprobs(choice, "".join(choice.texts), choice.told)
             )
             of_its_prompt = await self._prompt_logprobs(number)
-            answers.append(Answer("".join(choice.texts), choice.finish_reason, beside, of_its_prompt))
+            answers.append(self._answer(choice, beside, of_its_prompt))
+        await self._count_reasoning(choices)
         body = self._form.whole(answers, self._taken)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -114,7 +132,7 @@ class Served(Response):
     async def _stream(self, send: Send) -> None:
         """Sends each piece as it comes. What fails after the first one is told as the stream's last event."""
         form, has_echo = self._form, bool(self._call.ask.options.get("echo"))
-        choices = [_Choice() for _ in range(self._call.ask.choice_count * len(self._call.tokens))]
+        choices = self._new_choices()
         head = StreamHead(send)
         try:
             async with head, aclosing(relay.pieces(self._fleet, self._call)) as pieces:
@@ -128,24 +146,66 @@ class Served(Response):
                     choice.token_ids += chunk.token_ids
                     choice.finish_reason = chunk.finish_reason or choice.finish_reason
                     ids = chunk.token_ids if self._call.ask.with_token_ids else ()
-                    if chunk.text or chunk.finish_reason is not None or told or ids:
+                    delta = self._told_of(choice.read(chunk))
+                    if delta or chunk.finish_reason is not None or told or ids:
                         logprobs = await self._logprobs(choice, chunk.text, told)
                         beside = self._beside(number, ids, logprobs, len(choice.token_ids))
                         beside = beside._replace(prompt_token_ids=None) if choice.has_piece else beside
                         choice.has_piece = True
-                        data += form.piece(index, chunk.text, chunk.finish_reason, beside)
+                        data += form.piece(index, delta, self._reason(choice, chunk), beside)
                     self._note(chunk)
                     if head.waits_for_piece:
                         await head.piece_came()
                     if data:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
             self._check_whole(choices)
+            if self._call.ask.with_usage:
+                await self._count_reasoning(choices)
             last = form.usage(self._taken) + DONE if self._call.ask.with_usage else DONE
         except ApiError as error:
             if not head.is_sent:
                 raise
             last = b"data: " + orjson.dumps(error.body) + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": last})
+
+    def _new_choices(self) -> list[_Choice]:
+        plan, count = self._call.plan, self._call.ask.choice_count * len(self._call.tokens)
+        return [_Choice(reader=None if plan is None else plan.reader(_new_id)) for _ in range(count)]
+
+    async def _count_reasoning(self, choices: Iterable[_Choice]) -> None:
+        """Notes how many tokens of the answer are reasoning.
+
+        Raises:
+            ApiError: no worker says what they are.
+        """
+        plan = self._call.plan
+        if plan is None or not plan.has_reasoning:
+            return
+        count = 0
+        for choice in choices:
+            spelled = await relay.spelled(self._fleet, self._call.model, set(choice.token_ids))
+            count += reasoning_token_count(plan, (spelled[token] for token in choice.token_ids))
+        self._taken = self._taken._replace(reasoning_token_count=count)
+
+    def _answer(self, choice: _Choice, beside: Beside, prompt_logprobs: Sequence[Any] | None) -> Answer:
+        """Returns a choice that is whole."""
+        plan = self._call.plan
+        if plan is None:
+            return Answer("".join(choice.texts), reason_of(choice.finish_reason), beside, prompt_logprobs)
+        content, reasoning, calls = joined([self._told_of(delta) for delta in choice.deltas])
+        reason = reason_of(choice.finish_reason, has_called=plan.tells_calls and bool(calls))
+        told = reasoning if plan.tells_reasoning and plan.has_reasoning else None
+        return Answer(content, reason, beside, prompt_logprobs, told, calls)
+
+    def _told_of(self, delta: Delta) -> Delta:
+        """Returns what of a piece the caller is told."""
+        plan = self._call.plan
+        return delta if plan is None or plan.tells_reasoning else delta._replace(reasoning="")
+
+    def _reason(self, choice: _Choice, chunk: Chunk) -> str | None:
+        plan, reader = self._call.plan, choice.reader
+        has_called = plan is not None and plan.tells_calls and reader is not None and reader.call_count > 0
+        return reason_of(chunk.finish_reason, has_called=has_called)
 
     def _beside(
         self, number: int, token_ids: Sequence[int], logprobs: Mapping[str, Any] | None, output_count: int | None = None
@@ -246,6 +306,10 @@ class Served(Response):
         """
         if any(choice.finish_reason is None for choice in choices):
             raise ApiError(502, "a worker ended its answer too early", kind="server_error", code="incomplete")
+
+
+def _new_id(count: int) -> str:
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(count))
 
 
 async def until_gone(receive: Receive, answer: Awaitable[None]) -> None:

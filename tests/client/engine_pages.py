@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from quire import Copy, GroupKind, PoolSpec, Result
-from quire.engine import NotAdmittedError, Sequence
+from quire import GroupKind, PoolSpec
+from quire.engine import EngineSequence, NotAdmittedError
+from quire.session import Copy, Result
 
 
 @dataclass
 class PretendedEngine:
-    """Plays random turns with an engine of any flavour, whose calls can be awaited.
+    """Plays random turns with an engine of any flavor, whose calls can be awaited.
 
     Attributes:
         pages: by block.
-        turns_played, refusal_count, hit_count, copy_count: what happened.
+        turns_played, refusal_count, hit_count, copy_count: counts of events.
     """
 
     engine: Any
@@ -31,9 +32,9 @@ class PretendedEngine:
     refusal_count: int = 0
     hit_count: int = 0
     copy_count: int = 0
-    forked: list[tuple[Sequence, int]] = field(default_factory=list)
+    forked: list[tuple[EngineSequence, int]] = field(default_factory=list)
 
-    async def admit(self, tokens: list[int], **options: Any) -> Sequence | None:
+    async def admit(self, tokens: list[int], **options: Any) -> EngineSequence | None:
         """Lets a prompt in; where it may not, frees whom the allocator names."""
         try:
             admitted = await self.engine.admit(tokens, **options)
@@ -57,7 +58,7 @@ class PretendedEngine:
             self.copy_count += 1
 
     async def turn(self) -> int:
-        """Plays one turn, in which some of those that are ready are computed; returns how many."""
+        """Plays one turn, which computes some of the ready sequences; returns how many."""
         self.run_copies(await self.engine.turn())
         ready = [each for each in self.engine.ready() if self.random.random() < 0.9]
         for sequence in ready:
@@ -68,7 +69,7 @@ class PretendedEngine:
             break
         return len(ready)
 
-    def compute(self, sequence: Sequence) -> None:
+    def compute(self, sequence: EngineSequence) -> None:
         """Writes what is due, after a look at all that the pass reads."""
         self.check(sequence)
         for group, spec in enumerate(self.spec.groups):
@@ -86,7 +87,7 @@ class PretendedEngine:
         else:
             sequence.append(self.random.randrange(100))
 
-    def check(self, sequence: Sequence) -> None:
+    def check(self, sequence: EngineSequence) -> None:
         """Everything computed that the next pass reads is there."""
         computed = sequence.tokens[: sequence.computed]
         for group, spec in enumerate(self.spec.groups):

@@ -33,7 +33,7 @@ USAGE = worker_pb.Usage(
 
 
 class ScriptedServer:
-    """Answers any method of both services and of health with what `answers` has; counts and keeps what it is asked.
+    """Answers any method of both services and of health from `answers`; counts and keeps the requests.
 
     An answer is a function of request and context: it returns a message, or for a stream an iterator of messages.
     """
@@ -158,7 +158,7 @@ server.wait_for_termination()
 
 @contextmanager
 def lost_worker() -> Iterator[str]:
-    """The address of a process that kills itself as soon as it is asked to generate."""
+    """Yields the address of a process that kills itself at its first request to generate."""
     process = subprocess.Popen([sys.executable, "-c", LOST_WORKER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process, process.stdout as lines:
@@ -194,7 +194,7 @@ def quire(*arguments: str, stdin: str = "", **environment: str) -> subprocess.Co
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,  # a busy machine may need a minute to start it
         check=False,
         env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", **environment},
     )

@@ -1,4 +1,4 @@
-"""A session, and an allocator in this process whose streams break when they are told to."""
+"""A session, and an allocator in this process whose streams break on request."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpc import aio
-from quire import AsyncAllocatorClient, PoolSpec, QuireError
+from quire import AsyncAllocator, PoolSpec, QuireError
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.ownership.directory import Directory
@@ -25,7 +25,7 @@ SPEC = PoolSpec.full_attention(block_count=16, block_size=4)
 
 
 class BrokenError(Exception):
-    """What the test's server breaks a stream with."""
+    """The error with which the test's server breaks a stream."""
 
 
 class LossyStream(SessionStream):
@@ -60,8 +60,8 @@ class LossyService(AllocatorService):
 class Setting:
     """A session and the allocator behind it."""
 
-    session: PoolSession
-    client: AsyncAllocatorClient
+    session: AsyncSession
+    client: AsyncAllocator
     port: int = 0
     lease_s: float = 10.0
     waits: list[QuireError] = field(default_factory=list)
@@ -96,7 +96,7 @@ async def setting(*, lease_s: float = 10.0) -> AsyncIterator[Setting]:
     scene = Setting.__new__(Setting)
     scene.port, scene.waits, scene.lease_s = 0, [], lease_s
     await scene.start_allocator()
-    async with AsyncAllocatorClient(f"127.0.0.1:{scene.port}") as scene.client:
+    async with AsyncAllocator(f"127.0.0.1:{scene.port}") as scene.client:
         scene.session = scene.client.session("test", SPEC, on_wait=scene.waits.append)
         await scene.session.open()
         yield scene

@@ -8,10 +8,10 @@ from fractions import Fraction
 from itertools import count
 
 import pytest
-from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec, Quota
+from quire import AsyncAllocator, GroupKind, GroupSpec, PoolSpec, Quota
 from quire.protocol.outcomes import Result, StepOutcome
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 
 from tests.allocator.service.harness import running_allocator
@@ -35,7 +35,7 @@ def naive_needs(
     free = free_block_count
 
     def add_unit(sequence: int) -> int:
-        """What it costs to fill up to the next multiple of a increment."""
+        """Returns the tokens up to the next multiple of an increment."""
         before = room[sequence]
         room[sequence] = (before // increment + 1) * increment
         return blocks_of(room[sequence], sizes) - blocks_of(before, sizes)
@@ -120,7 +120,7 @@ def test_no_more_is_given_back_than_a_block_too_much_and_nobody_loses_what_it_ne
                 assert Increment.of(*sizes).least(length) >= granted, "a newer one had some to give"
 
 
-async def opened(client: AsyncAllocatorClient, spec: PoolSpec, lengths: list[int], *, ahead_tokens: int) -> PoolSession:
+async def opened(client: AsyncAllocator, spec: PoolSpec, lengths: list[int], *, ahead_tokens: int) -> AsyncSession:
     """A session with sequences 1, 2, ... of so many tokens, which are committed."""
     session = client.session("p", spec, ahead_tokens=ahead_tokens)
     await session.open()
@@ -135,12 +135,12 @@ async def opened(client: AsyncAllocatorClient, spec: PoolSpec, lengths: list[int
     return session
 
 
-def room_of(session: PoolSession, sequence_id: int) -> int:
+def room_of(session: AsyncSession, sequence_id: int) -> int:
     """Tokens that the session's ledger says that there is room for."""
     return session.ledger.sequences[sequence_id].token_count
 
 
-async def asked(session: PoolSession, *decoding: Decoding[int]) -> tuple[StepOutcome, list[int]]:
+async def asked(session: AsyncSession, *decoding: Decoding[int]) -> tuple[StepOutcome, list[int]]:
     """Asks ahead for these; the answer, and the room of each afterwards, which is what the answer said."""
     step = StepBuilder()
     session.ahead.ask(step, decoding)
@@ -152,7 +152,7 @@ async def asked(session: PoolSession, *decoding: Decoding[int]) -> tuple[StepOut
 
 
 async def test_everybody_who_decodes_has_room_for_so_many_tokens() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         session = await opened(client, PoolSpec.full_attention(block_count=64, block_size=4), [10, 20], ahead_tokens=16)
         outcome, room = await asked(session, Decoding(1, 10, 11, 100), Decoding(2, 20, 21, 30))
         assert [grown.result for grown in outcome.grows] == [Result.OK, Result.OK]
@@ -166,7 +166,7 @@ async def test_everybody_who_decodes_has_room_for_so_many_tokens() -> None:
 
 
 async def test_what_is_asked_ahead_is_free_and_the_oldest_get_it() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         spec = PoolSpec.full_attention(block_count=12, block_size=4)
         session = await opened(client, spec, [8, 8, 8], ahead_tokens=64)
         outcome, room = await asked(session, *[Decoding(each, 8, 9, 200) for each in (1, 2, 3)])
@@ -177,7 +177,7 @@ async def test_what_is_asked_ahead_is_free_and_the_oldest_get_it() -> None:
 
 
 async def test_groups_of_other_block_sizes_grow_together() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         session = await opened(client, PoolSpec(29, HYBRID), [32, 32], ahead_tokens=16)
         outcome, room = await asked(session, Decoding(1, 32, 33, 500), Decoding(2, 32, 33, 500))
         assert [grown.result for grown in outcome.grows] == [Result.OK, Result.OK]
@@ -188,7 +188,7 @@ async def test_groups_of_other_block_sizes_grow_together() -> None:
 
 
 async def test_where_blocks_are_short_groups_of_other_block_sizes_get_what_the_next_token_takes() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         session = await opened(client, PoolSpec(2 + 6, HYBRID), [32], ahead_tokens=16)
         outcome, room = await asked(session, Decoding(1, 32, 33, 500))
         assert outcome.grows[0].result is Result.OK, "two blocks are free, and 16 tokens more would take three"
@@ -198,7 +198,7 @@ async def test_where_blocks_are_short_groups_of_other_block_sizes_get_what_the_n
 
 
 async def test_who_is_refused_for_a_quota_gets_what_its_next_token_takes() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         spec = PoolSpec.full_attention(block_count=64, block_size=4, quotas=(Quota("", held_blocks_max=3),))
         session = await opened(client, spec, [8], ahead_tokens=16)
         outcome, room = await asked(session, Decoding(1, 8, 9, 500))
@@ -212,7 +212,7 @@ async def test_who_is_refused_for_a_quota_gets_what_its_next_token_takes() -> No
 
 
 async def test_what_is_kept_for_a_prompt_in_the_same_step_is_not_taken_ahead() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         session = await opened(client, PoolSpec.full_attention(block_count=12, block_size=4), [8], ahead_tokens=64)
         step = StepBuilder()
         session.ahead.ask(step, [Decoding(1, 8, 9, 500)], free_block_count=10 - 6)
@@ -223,7 +223,7 @@ async def test_what_is_kept_for_a_prompt_in_the_same_step_is_not_taken_ahead() -
 
 
 async def test_who_has_room_takes_no_block_that_another_one_needs_in_groups_of_other_block_sizes() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         session = await opened(client, PoolSpec(5, HYBRID), [5, 8], ahead_tokens=16)
         outcome, room = await asked(session, Decoding(1, 5, 6, 100), Decoding(2, 8, 9, 100))
         assert [grown.result for grown in outcome.grows] == [Result.OK, Result.OK]
@@ -235,7 +235,7 @@ async def test_who_has_room_takes_no_block_that_another_one_needs_in_groups_of_o
 
 
 async def test_the_newest_give_back_what_a_prompt_needs_in_one_step_with_it() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         spec = PoolSpec.full_attention(block_count=16, block_size=4)
         session = await opened(client, spec, [8, 8], ahead_tokens=16)
         _, room = await asked(session, Decoding(1, 8, 9, 100), Decoding(2, 8, 9, 100))
@@ -255,7 +255,7 @@ async def test_the_newest_give_back_what_a_prompt_needs_in_one_step_with_it() ->
 
 
 async def test_what_a_fork_needs_for_its_copy_is_not_taken_ahead() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         session = await opened(client, PoolSpec.full_attention(block_count=8, block_size=4), [6], ahead_tokens=64)
         step = StepBuilder()
         step.fork(1, 2)
@@ -267,7 +267,7 @@ async def test_what_a_fork_needs_for_its_copy_is_not_taken_ahead() -> None:
 
 
 async def test_without_room_ahead_only_what_the_next_token_needs_is_asked_for() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         session = await opened(client, PoolSpec.full_attention(block_count=64, block_size=4), [8], ahead_tokens=0)
         _, room = await asked(session, Decoding(1, 8, 9, 100))
         assert room == [12]
@@ -278,7 +278,7 @@ async def test_without_room_ahead_only_what_the_next_token_needs_is_asked_for() 
 
 
 async def test_room_for_less_than_nothing_is_refused() -> None:
-    async with AsyncAllocatorClient("127.0.0.1:1") as client:
+    async with AsyncAllocator("127.0.0.1:1") as client:
         with pytest.raises(ValueError, match="-1 tokens"):
             client.session("p", PoolSpec.full_attention(block_count=4, block_size=4), ahead_tokens=-1)
 

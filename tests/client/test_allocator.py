@@ -1,4 +1,4 @@
-"""What an owner and a reader of a pool can ask for, in both flavours of the client, of a real allocator."""
+"""The calls of a pool's owner and readers, in both flavors of the client, to a real allocator."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from typing import Any
 
 import pytest
 from quire import (
-    AllocatorClient,
-    AsyncAllocatorClient,
-    FailedPreconditionError,
+    Allocator,
+    AsyncAllocator,
     GroupKind,
     GroupSpec,
     InvalidArgumentError,
     PoolSpec,
     Quota,
     Reason,
-    Result,
-    Victim,
 )
+from quire.errors import FailedPreconditionError
 from quire.hashing import block_digests, block_digests_bytes
 from quire.protocol.steps import StepBuilder
+from quire.session import Result, Victim
 from quire.views import GroupUsage, NamespaceUsage
 
-from tests.allocator.service.harness import Allocator, running_allocator
+from tests.allocator.service.harness import RunningAllocator, running_allocator
 
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 4)
 ROOT = bytes(32)
@@ -36,7 +35,7 @@ DIGESTS = block_digests(ROOT, TOKENS, 4)
 
 
 class Awaited:
-    """A client for threads whose methods are awaited, so that one test can talk to either flavour."""
+    """A client for threads whose methods are awaited, so that one test can use either flavor."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -48,16 +47,17 @@ class Awaited:
 
 @dataclass
 class Scene:
-    """A pool, who owns it, and who looks at it."""
+    """A pool, its owner, and its reader."""
 
-    allocator: Allocator
+    allocator: RunningAllocator
     client: Any
     session: Any = None
 
     async def open(self, spec: PoolSpec) -> Any:
         """Takes pool "a"."""
-        opened = await self.client.open_session("a", spec)
-        self.session = Awaited(opened) if isinstance(self.client, Awaited) else opened
+        opened = self.client.session("a", spec, transport="calls")
+        self.session = Awaited(await opened) if isinstance(self.client, Awaited) else opened
+        await self.session.open()
         return self.session
 
     async def compute(self, sequence_id: int, digests: list[bytes], namespace: str = "") -> None:
@@ -70,10 +70,10 @@ class Scene:
 async def setting(flavour: str) -> AsyncIterator[Scene]:
     async with running_allocator() as allocator:
         if flavour == "asyncio":
-            async with AsyncAllocatorClient(allocator.address) as client:
+            async with AsyncAllocator(allocator.address) as client:
                 yield Scene(allocator, client)
         else:
-            with AllocatorClient(allocator.address) as sync_client:
+            with Allocator(allocator.address) as sync_client:
                 yield Scene(allocator, Awaited(sync_client))
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from quire import AllocatorClient, PoolSpec, UnavailableError
-from quire.blocking import BlockingSession
+from quire import Allocator, PoolSpec, UnavailableError
 from quire.hashing import block_digests
 from quire.local import ServerProcess
 from quire.protocol.outcomes import Result, StepOutcome, Takeover
 from quire.protocol.steps import StepBuilder
+from quire.session import Session
 
 from tests.client.servers import allocator_process
 
@@ -47,7 +47,7 @@ def commit(sequence_id: int, first: int, end: int) -> StepBuilder:
 
 def test_an_owner_drops_its_cache_and_is_told_what_left_and_what_others_drop(allocator: ServerProcess) -> None:
     spec = replace(APPEND_ONLY, tells_removed=True, first_block_id=1)
-    with AllocatorClient(allocator.address) as client, client.blocking_session("mine", spec) as session:
+    with Allocator(allocator.address) as client, client.session("mine", spec) as session:
         assert list(answered(session, allocate(1, 12)).grows[0].blocks[0]) == [1, 2, 3]
         answered(session, commit(1, 0, 3))
         step = StepBuilder()
@@ -71,8 +71,8 @@ def test_an_owner_drops_its_cache_and_is_told_what_left_and_what_others_drop(all
 def test_an_allocator_that_comes_back_empty_is_not_told_of_what_was_dropped(tmp_path: Path) -> None:
     (tmp_path / "next").mkdir()
     with allocator_process(tmp_path, "--check-invariants") as first:
-        client = AllocatorClient(first.address)
-        session = client.blocking_session("mine", SPEC)
+        client = Allocator(first.address)
+        session = client.session("mine", SPEC)
         session.open(ANSWER_S)
         answered(session, allocate(1, 12))
         answered(session, commit(1, 0, 3))
@@ -80,7 +80,7 @@ def test_an_allocator_that_comes_back_empty_is_not_told_of_what_was_dropped(tmp_
         step.free(1)
         answered(session, step)
         assert client.drop_cache("mine", "", digests(0, 3), 1).dropped_block_count == 2
-        answered(session, allocate(2, 4))  # whose answer tells the owner
+        answered(session, allocate(2, 4))  # the answer tells the owner
         first.process.kill()
         first.process.wait()
     with client, allocator_process(tmp_path / "next", "--listen", first.address):
@@ -91,7 +91,7 @@ def test_an_allocator_that_comes_back_empty_is_not_told_of_what_was_dropped(tmp_
 
 def test_digests_of_16_bytes_of_a_foreign_hash_are_taken_one_by_one(allocator: ServerProcess) -> None:
     foreign = [digest[:16] for digest in digests(0, 2)]
-    with AllocatorClient(allocator.address) as client, client.blocking_session("mine", SPEC) as session:
+    with Allocator(allocator.address) as client, client.session("mine", SPEC) as session:
         answered(session, allocate(1, 8))
         step = StepBuilder()
         step.commit(1, 8, foreign)
@@ -103,12 +103,12 @@ def test_digests_of_16_bytes_of_a_foreign_hash_are_taken_one_by_one(allocator: S
             client.match_prefix([b"short"])
 
 
-def answered(session: BlockingSession, step: StepBuilder) -> StepOutcome:
+def answered(session: Session, step: StepBuilder) -> StepOutcome:
     return session.submit(step).result(ANSWER_S)
 
 
 def test_steps_are_submitted_and_their_answers_waited_for(allocator: ServerProcess) -> None:
-    with AllocatorClient(allocator.address) as client, client.blocking_session("mine", SPEC) as session:
+    with Allocator(allocator.address) as client, client.session("mine", SPEC) as session:
         answers = [session.submit(allocate(number, 4)) for number in (1, 2, 3)]
         outcomes = [answer.result(ANSWER_S) for answer in answers]
         assert [outcome.grows[0].sequence_id for outcome in outcomes] == [1, 2, 3]
@@ -122,7 +122,7 @@ def test_a_wait_ends_though_the_allocator_is_dead_and_the_step_is_applied_once(
     allocator: ServerProcess, tmp_path: Path
 ) -> None:
     port = allocator.address.rpartition(":")[2]
-    with AllocatorClient(allocator.address) as client, client.blocking_session("mine", SPEC) as session:
+    with Allocator(allocator.address) as client, client.session("mine", SPEC) as session:
         answered(session, allocate(1, 4))
         allocator.process.kill()
         allocator.process.wait()
@@ -138,16 +138,16 @@ def test_a_wait_ends_though_the_allocator_is_dead_and_the_step_is_applied_once(
 
 
 def test_an_open_that_waits_too_long_ends(tmp_path: Path) -> None:
-    with AllocatorClient("127.0.0.1:1") as client:
-        session = client.blocking_session("mine", SPEC)
+    with Allocator("127.0.0.1:1") as client:
+        session = client.session("mine", SPEC)
         with pytest.raises(TimeoutError):
             session.open(0.1)
         session.close()
 
 
 def test_a_closed_session_says_so(allocator: ServerProcess) -> None:
-    with AllocatorClient(allocator.address) as client:
-        session = client.blocking_session("mine", SPEC)
+    with Allocator(allocator.address) as client:
+        session = client.session("mine", SPEC)
         session.open(ANSWER_S)
         session.close()
         session.close()
@@ -156,9 +156,9 @@ def test_a_closed_session_says_so(allocator: ServerProcess) -> None:
 
 
 def test_kept_blocks_outlive_the_allocator(allocator: ServerProcess, tmp_path: Path) -> None:
-    """Two compute the same side by side; the next allocator knows of both, and what is taken over is told."""
+    """Two sequences compute the same side by side. The next allocator knows both, and the owner hears of takeovers."""
     port = allocator.address.rpartition(":")[2]
-    with AllocatorClient(allocator.address) as client, client.blocking_session("mine", APPEND_ONLY) as session:
+    with Allocator(allocator.address) as client, client.session("mine", APPEND_ONLY) as session:
         first = answered(session, allocate(1, 13)).grows[0].blocks[0]
         second = answered(session, allocate(2, 13)).grows[0].blocks[0]
         answered(session, commit(1, 0, 3))

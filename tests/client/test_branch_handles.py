@@ -1,4 +1,4 @@
-"""Handles of branches in a client: what is refused before it is sent, and who is renewed."""
+"""Handles of branches in a client: refusals before anything is sent, and renewal."""
 
 from __future__ import annotations
 

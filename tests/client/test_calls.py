@@ -1,4 +1,4 @@
-"""What calls pass before their handlers: what their messages take, and what is left of a call that was refused."""
+"""Calls before their handlers: memory that their messages take, and objects that a refused one leaves."""
 
 from __future__ import annotations
 

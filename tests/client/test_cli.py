@@ -20,10 +20,12 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from quire import AllocatorClient, BlocksRemoved, GroupKind, GroupSpec, PoolSpec, Quota, UnarySession
+from quire import Allocator, GroupKind, GroupSpec, PoolSpec, Quota
 from quire.cli import block_map, watch
 from quire.cli.generate import printable
+from quire.events import BlocksRemoved
 from quire.hashing import block_digests, root_digest
+from quire.session import CallSession
 from quire.v1 import worker_pb2 as worker_pb
 
 from tests.client.servers import (
@@ -42,12 +44,12 @@ TOKEN = "0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UnarySession]:
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CallSession]:
     """A pool with a prompt of two blocks that two sequences share, a third block of each, and a cached one."""
     with (
         allocator_process(tmp_path_factory.mktemp("allocator"), "--lease", "600") as process,
-        AllocatorClient(process.address) as client,
-        client.open_session("chat/demo", SPEC) as opened,
+        Allocator(process.address) as client,
+        client.session("chat/demo", SPEC, transport="calls") as opened,
     ):
         opened.allocate(1, 9, DIGESTS, "tenant")
         opened.commit(1, 8, DIGESTS)
@@ -59,7 +61,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UnarySession]:
 
 
 @pytest.fixture(scope="module")
-def allocator(session: UnarySession) -> str:
+def allocator(session: CallSession) -> str:
     return session._link.address
 
 
@@ -86,7 +88,7 @@ def test_pools_is_a_table_or_json(allocator: str) -> None:
 def test_pools_shows_the_groups_of_a_pool_that_has_several(allocator: str) -> None:
     sliding = GroupSpec(GroupKind.SLIDING_WINDOW, 4, 1_000)
     spec = PoolSpec(32, (GroupSpec(GroupKind.FULL_ATTENTION, 8), sliding, sliding), quotas=(Quota("*", 12),))
-    with AllocatorClient(allocator) as client, client.open_session("hybrid", spec) as hybrid:
+    with Allocator(allocator) as client, client.session("hybrid", spec, transport="calls") as hybrid:
         hybrid.allocate(1, 16)
         rows = [line.split() for line in quire("pools", "--allocator", allocator).stdout.splitlines()]
         pools = parsed(quire("pools", "--json", "--allocator", allocator))
@@ -133,8 +135,8 @@ def test_the_map_keeps_to_the_width_and_to_the_rows_that_are_asked_for(allocator
     assert "... 32 more blocks" in short
 
 
-def test_lines_without_anything_in_them_are_told_in_one(session: UnarySession) -> None:
-    with AllocatorClient(session._link.address) as client:
+def test_lines_without_anything_in_them_are_told_in_one(session: CallSession) -> None:
+    with Allocator(session._link.address) as client:
         pool = client.get_pool_blocks("chat/demo")
     states = pool.block_states[:5] + bytes(1_000) + b"\1"
     picture = block_map.draw(replace(pool, block_states=states), width=22, rows_max=9).plain.splitlines()
@@ -156,8 +158,8 @@ def test_blocks_as_json_has_states_and_tables(allocator: str) -> None:
     assert (usage["run_count"], usage["free_block_count"]) == (2, 60)
 
 
-def test_more_sequences_than_letters_have_one_sign_in_common(session: UnarySession) -> None:
-    with AllocatorClient(session._link.address) as client:
+def test_more_sequences_than_letters_have_one_sign_in_common(session: CallSession) -> None:
+    with Allocator(session._link.address) as client:
         pool = client.get_pool_blocks("chat/demo")
     crowd = tuple(replace(pool.sequences[0], sequence_id=i) for i in range(60))
     letters = [legend.letter for legend in block_map.legends(replace(pool, sequences=crowd)).values()]
@@ -179,7 +181,7 @@ def test_watch_prints_a_line_for_each_event_with_short_digests(allocator: str) -
     assert len(told) == 2
 
 
-def test_watch_as_json_goes_on_where_an_earlier_one_ended(session: UnarySession) -> None:
+def test_watch_as_json_goes_on_where_an_earlier_one_ended(session: CallSession) -> None:
     address = session._link.address
     result = quire("watch", "chat/demo", "--snapshot", "--json", "--allocator", address)
     events = [json.loads(line) for line in result.stdout.splitlines()]
@@ -187,7 +189,7 @@ def test_watch_as_json_goes_on_where_an_earlier_one_ended(session: UnarySession)
     assert sorted(len(event["digests"]) for event in events[1:3]) == [1, 2]
     assert (events[0]["session_id"], events[0]["pool"]) == (session.session_id.hex(), "chat/demo")
     # A pool of its own to change: the others are looked at by other tests.
-    with AllocatorClient(address) as client, client.open_session("watched", SPEC) as watched:
+    with Allocator(address) as client, client.session("watched", SPEC, transport="calls") as watched:
         watched.allocate(1, 8)
         watched.commit(1, 4, DIGESTS[:1])
         watched.commit(1, 8, DIGESTS[1:])
@@ -221,7 +223,7 @@ def test_health_is_success_only_where_somebody_serves(allocator: str) -> None:
 
 
 def test_health_keeps_to_its_timeout_where_nobody_answers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # the kernel takes the connection, nobody reads from it
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # accepted by the kernel, read by no process
         start = time.monotonic()
         result = quire("health", f"127.0.0.1:{listening.getsockname()[1]}", "--timeout", "0.5")
     assert (result.returncode in (3, 4), result.stdout) == (True, "")
@@ -273,7 +275,7 @@ def test_generate_shows_samples_side_by_side_on_a_terminal(worker: ScriptedServe
     with subprocess.Popen(command, stdout=end, stderr=subprocess.DEVNULL, env=environment) as process:
         os.close(end)
         seen = b""
-        with contextlib.suppress(OSError):  # which is how a terminal ends whose other side is gone
+        with contextlib.suppress(OSError):  # as a terminal ends when its other side is gone
             while piece := os.read(terminal, 4096):
                 seen += piece
     os.close(terminal)

@@ -1,4 +1,4 @@
-"""`quire plan`: tables and JSON from a `config.json`, and what is said when something is wrong."""
+"""`quire plan`: tables and JSON from a `config.json`, and its errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORKED_EXAMPLE = {
 
 
 class Outcome(NamedTuple):
-    """What a run of the command left."""
+    """The result of a run of the command."""
 
     code: int
     out: str
@@ -290,7 +290,7 @@ def connections_to(server: socket.socket) -> int:
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes the connection, nobody reads from it
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepted by the kernel, read by no process
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         result = quire("plan", "no/model", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path))
         tries = connections_to(silent)

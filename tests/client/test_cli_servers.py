@@ -1,4 +1,4 @@
-"""What is said before any server of a command line is started, what shells complete, and errors as JSON."""
+"""Messages before any server of a command line is started, completion in shells, and errors as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UP += [f"--{each}-metrics=127.0.0.1:0" for each in ("allocator", "worker")]
 
 
 class Outcome(NamedTuple):
-    """What a run of the command left."""
+    """The result of a run of the command."""
 
     code: int
     out: str
@@ -40,7 +40,7 @@ Run = Callable[..., Outcome]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command in this process, in which no server may be started."""
+    """Runs the command in this process, where no server may be started."""
 
     def started(*_: object, **__: object) -> None:
         raise AssertionError("a server was started")
@@ -62,7 +62,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def taken() -> Iterator[str]:
-    """An address that somebody listens at."""
+    """Yields an address with a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 

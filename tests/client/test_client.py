@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import pytest
 from quire import (
-    AllocatorClient,
-    AsyncAllocatorClient,
+    Allocator,
+    AsyncAllocator,
     AsyncClient,
     Client,
     DeadlineExceededError,
@@ -22,12 +22,11 @@ from quire import (
     PoolSpec,
     QuireError,
     Reason,
-    Result,
-    UnauthenticatedError,
     UnavailableError,
-    root_digest,
 )
-from quire.hashing import block_digests
+from quire.errors import UnauthenticatedError
+from quire.hashing import block_digests, root_digest
+from quire.session import Result
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -204,7 +203,7 @@ def test_unavailable_is_retried_on_streams_that_have_not_begun(server: ScriptedS
 
 def test_retries_end_after_the_fourth_attempt(server: ScriptedServer) -> None:
     server.answers["ListPools"] = failing(grpc.StatusCode.UNAVAILABLE, times=100)
-    with AllocatorClient(server.address) as client, pytest.raises(UnavailableError):
+    with Allocator(server.address) as client, pytest.raises(UnavailableError):
         client.list_pools()
     assert server.attempts["ListPools"] == 4
 
@@ -219,7 +218,7 @@ def test_nothing_else_is_retried(server: ScriptedServer, code: grpc.StatusCode) 
 
 async def test_the_session_stream_is_never_retried(server: ScriptedServer) -> None:
     server.answers["Session"] = failing(grpc.StatusCode.UNAVAILABLE, times=100)
-    async with AsyncAllocatorClient(server.address) as client:
+    async with AsyncAllocator(server.address) as client:
         call = client.session("p", SPEC)._stub.Session()
         assert await call.code() == grpc.StatusCode.UNAVAILABLE
     assert server.attempts["Session"] == 1
@@ -275,7 +274,7 @@ def test_addresses_and_tokens_come_from_the_environment(
 def test_a_pool_over_unary_calls(allocator: str) -> None:
     root = root_digest(fingerprint=b"m", layout="test")
     digests = block_digests(root, list(range(8)), 4)
-    with AllocatorClient(allocator) as client, client.open_session("unary", SPEC) as session:
+    with Allocator(allocator) as client, client.session("unary", SPEC, transport="calls") as session:
         assert client.health()
         assert session.keep_alive() == session.lease_ms > 0
         first = session.allocate(1, 10, digests)
@@ -296,12 +295,12 @@ def test_a_pool_over_unary_calls(allocator: str) -> None:
         assert pool.sequences[0].tables == first.tables
         assert max(pool.block_states) == 4  # held by three
         assert session.free(1) is Result.OK
-    with AllocatorClient(allocator) as client:
+    with Allocator(allocator) as client:
         assert "unary" not in [summary.pool for summary in client.list_pools()]
 
 
 def test_the_first_write_to_a_shared_block_names_the_copy(allocator: str) -> None:
-    with AllocatorClient(allocator) as client, client.open_session("copies", SPEC) as session:
+    with Allocator(allocator) as client, client.session("copies", SPEC, transport="calls") as session:
         table = session.allocate(1, 6).tables[0]
         session.commit(1, 6, block_digests(root_digest(fingerprint=b"m", layout="test"), list(range(4)), 4))
         session.fork(1, 2)
@@ -311,7 +310,7 @@ def test_the_first_write_to_a_shared_block_names_the_copy(allocator: str) -> Non
 
 
 def test_a_repeated_request_id_is_applied_once(allocator: str) -> None:
-    with AllocatorClient(allocator) as client, client.open_session("repeat", SPEC) as session:
+    with Allocator(allocator) as client, client.session("repeat", SPEC, transport="calls") as session:
         first = session.allocate(1, 4, request_id="one")
         assert session.allocate(1, 4, request_id="one") == first
         assert session.allocate(1, 4).result is Result.EXISTS
@@ -322,8 +321,8 @@ def test_a_repeated_request_id_is_applied_once(allocator: str) -> None:
 
 
 def test_an_error_inside_a_session_is_not_hidden_by_a_failure_to_close(tmp_path: Path) -> None:
-    with allocator_process(tmp_path) as process, AllocatorClient(process.address) as client:
-        opened = client.open_session("p", SPEC)
+    with allocator_process(tmp_path) as process, Allocator(process.address) as client:
+        opened = client.session("p", SPEC, transport="calls")
 
         def fail() -> None:
             with opened:
@@ -343,14 +342,14 @@ def test_many_sequences_come_in_pages(server: ScriptedServer) -> None:
         return pb.GetPoolResponse(summary=summary, block_states=b"\0", sequences=page, truncated=after < 4)
 
     server.answers["GetPool"] = answer
-    with AllocatorClient(server.address) as client:
+    with Allocator(server.address) as client:
         pool = client.get_pool_blocks("p")
     assert [sequence.sequence_id for sequence in pool.sequences] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_asyncio_has_sessions_of_both_kinds(allocator: str) -> None:
-    async with AsyncAllocatorClient(allocator) as client:
-        async with await client.open_session("unary-async", SPEC) as session:
+    async with AsyncAllocator(allocator) as client:
+        async with client.session("unary-async", SPEC, transport="calls") as session:
             assert (await session.allocate(1, 4)).ok
         stream = client.session("stream-async", SPEC)
         await stream.open()
@@ -359,7 +358,7 @@ async def test_asyncio_has_sessions_of_both_kinds(allocator: str) -> None:
 
 
 def test_errors_carry_code_and_reason(allocator: str) -> None:
-    with AllocatorClient(allocator) as client, pytest.raises(NotFoundError) as raised:
+    with Allocator(allocator) as client, pytest.raises(NotFoundError) as raised:
         client.get_pool("nowhere")
     assert raised.value.reason is Reason.POOL_UNKNOWN
 
@@ -367,10 +366,10 @@ def test_errors_carry_code_and_reason(allocator: str) -> None:
 def test_a_wrong_token_is_refused_and_the_right_one_is_not(tmp_path: Path) -> None:
     secret_file(tmp_path / "token", "0123456789abcdef")
     with allocator_process(tmp_path, "--token-file", str(tmp_path / "token")) as process:
-        with AllocatorClient(process.address, token="0123456789abcdeX") as client:
+        with Allocator(process.address, token="0123456789abcdeX") as client:
             for call in (client.list_pools, client.health):
                 with pytest.raises(UnauthenticatedError) as raised:
                     call()
-        with AllocatorClient(process.address, token="0123456789abcdef") as client:
+        with Allocator(process.address, token="0123456789abcdef") as client:
             assert client.list_pools() == ()
     assert raised.value.reason is Reason.TOKEN

@@ -1,4 +1,4 @@
-"""What calls and streams of a client say that is closed, before or meanwhile."""
+"""Errors of calls and streams of a client that was closed, before or meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from quire import AllocatorClient, AsyncAllocatorClient, AsyncClient, Client, PoolSpec, UnavailableError
+from quire import Allocator, AsyncAllocator, AsyncClient, Client, PoolSpec, UnavailableError
 from quire.events import SnapshotEnd
 
 from tests.allocator.service.harness import running_allocator
@@ -16,7 +16,7 @@ from tests.client.servers import endless, scripted_server
 NOBODY = "127.0.0.1:1"
 
 
-async def says_so_when_closed(client: AsyncAllocatorClient | AsyncClient, stream: AsyncIterator[Any]) -> None:
+async def says_so_when_closed(client: AsyncAllocator | AsyncClient, stream: AsyncIterator[Any]) -> None:
     """A task reads, and another one closes the client."""
 
     async def read() -> Any:
@@ -30,7 +30,7 @@ async def says_so_when_closed(client: AsyncAllocatorClient | AsyncClient, stream
 
 
 async def test_calls() -> None:
-    client = AsyncAllocatorClient(NOBODY)
+    client = AsyncAllocator(NOBODY)
     calling = asyncio.create_task(client.list_pools())
     await asyncio.sleep(0)
     await client.close()
@@ -52,10 +52,10 @@ async def test_a_text_that_is_being_streamed_and_one_that_is_asked_for_later() -
 
 
 async def test_events_that_are_being_watched_and_a_watch_that_begins_later() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as owner:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as owner:
         session = owner.session("watched", PoolSpec.full_attention(block_count=16, block_size=4))
         await session.open()
-        client = AsyncAllocatorClient(allocator.address)
+        client = AsyncAllocator(allocator.address)
         stream = client.watch_events("watched")
         while not isinstance(await stream.__anext__(), SnapshotEnd):
             pass
@@ -79,7 +79,7 @@ async def test_a_task_that_is_cancelled_while_it_reads_is_told_of_that() -> None
 
 
 def test_calls_and_streams_of_threads() -> None:
-    allocator, worker = AllocatorClient(NOBODY), Client(NOBODY)
+    allocator, worker = Allocator(NOBODY), Client(NOBODY)
     allocator.close()
     worker.close()
     for call in (allocator.list_pools, lambda: allocator.watch_events("p"), lambda: worker.generate("x")):

@@ -1,4 +1,4 @@
-"""What a log says on a terminal."""
+"""Logs on a terminal."""
 
 from __future__ import annotations
 

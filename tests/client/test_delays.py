@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import AllocatorClient, AsyncAllocatorClient, AsyncClient, Client, Reason, UnavailableError
+from quire import Allocator, AsyncAllocator, AsyncClient, Client, Reason, UnavailableError
 from quire.errors import retry_after_s_of
 
 from tests.client.servers import ScriptedServer, refusing, scripted_server
@@ -44,12 +44,12 @@ async def generate_async(address: str) -> None:
 
 
 async def watch(address: str) -> None:
-    with AllocatorClient(address) as client:
+    with Allocator(address) as client:
         next(client.watch_events("p"))
 
 
 async def watch_async(address: str) -> None:
-    async with AsyncAllocatorClient(address) as client:
+    async with AsyncAllocator(address) as client:
         await anext(client.watch_events("p"))
 
 

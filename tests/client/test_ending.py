@@ -1,4 +1,4 @@
-"""Why a call ended is what the peer said, whatever was being written at that moment."""
+"""The reason of a call's end is the peer's, even during a write."""
 
 from __future__ import annotations
 

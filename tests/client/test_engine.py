@@ -1,4 +1,5 @@
-"""gRPC runs on the engine that reads sockets in the thread that completes calls, unless somebody else has chosen."""
+"""gRPC runs on the engine that reads sockets in the thread that completes calls, unless the application chose
+another."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 from quire._transport import grpc_io
 
 MESSAGES = 200
-# How often the threads of gRPC's own EventEngine were put on a CPU while that many messages went to and fro.
+# How often the threads of gRPC's own EventEngine ran while this many messages were exchanged.
 SCRIPT = f"""
 import asyncio, os, pathlib, sys
 {{imports}}
@@ -71,7 +72,7 @@ def test_with_quire_messages_pass_no_other_thread() -> None:
     assert variable == "None"  # no child process inherits it
 
 
-@pytest.mark.parametrize("module", ["quire_allocator.server", "quire_worker.server", "quire.cli.app"])
+@pytest.mark.parametrize("module", ["quire_allocator.server", "quire_worker.process.server", "quire.cli.app"])
 def test_so_they_do_in_every_process_of_quire(module: str) -> None:
     count, _ = _wakes(f"import {module}")
     assert count < MESSAGES / 4
@@ -84,6 +85,6 @@ def test_the_environment_decides() -> None:
 
 
 def test_the_installed_grpc_is_one_that_was_looked_at() -> None:
-    """A newer one runs on the engine of its own choice until somebody has seen whether it still has both."""
+    """A newer release runs on its own engine until a developer has checked whether it still has both."""
     major, minor, *_ = version("grpcio").split(".")
     assert (int(major), int(minor)) == grpc_io.LAST_WITH_BOTH

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from quire import errors
+from quire.engine import NotAdmittedError, Refusal
 from quire.errors import (
     DETAILS_KEY,
     DOMAIN,
@@ -24,12 +25,13 @@ from quire.errors import (
     retry_after_s_of,
     to_details,
 )
+from quire.session import Result
 
 PROTO = Path(__file__).resolve().parents[2] / "protos" / "quire" / "v1" / "errors.proto"
 
 
 def as_received(code: grpc.StatusCode, details: bytes | None, message: str = "what happened") -> aio.AioRpcError:
-    """What a client's call raises when a server ended it like that."""
+    """Returns the error that a client's call raises when a server ended it like that."""
     trailing = aio.Metadata() if details is None else aio.Metadata((DETAILS_KEY, details))
     return aio.AioRpcError(code, aio.Metadata(), trailing, details=message)
 
@@ -108,7 +110,9 @@ def test_callers_who_were_refused_together_do_not_come_back_together_nor_too_ear
 
 
 def test_no_two_classes_have_one_code() -> None:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, QuireError)]
+    on_this_side = {errors.UsageError, errors.SessionLostError, errors.AnswersMissedError}
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, QuireError)}
+    kinds -= on_this_side
     assert len({kind.code for kind in kinds}) == len(kinds) == 15
 
 
@@ -138,3 +142,38 @@ def test_our_reason_is_found_behind_another_systems_details() -> None:
         error_details_pb2.ErrorInfo(reason="LIMIT", domain=DOMAIN),
     )
     assert from_rpc_error(as_received(grpc.StatusCode.RESOURCE_EXHAUSTED, details)).reason is Reason.LIMIT
+
+
+@pytest.mark.parametrize(
+    ("error", "is_retryable"),
+    [
+        (errors.UnavailableError("nobody answers"), True),
+        (QuireError.of(Reason.QUEUE_FULL, "later"), True),
+        (QuireError.of(Reason.POOL_OWNED, "in 3 s", 3.0), True),
+        (QuireError.of(Reason.POOL_OWNED, "nobody knows when"), False),
+        (QuireError.of(Reason.TOO_LARGE, "never"), False),
+        (errors.DeadlineExceededError("too slow"), False),
+        (errors.UsageError("no such file"), False),
+        (errors.SessionLostError(), False),
+        (NotAdmittedError(Refusal(Result.NO_SPACE, 7, None, 0)), True),
+        (NotAdmittedError(Refusal(Result.TOO_LONG, 0, None, 0)), False),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_an_error_says_whether_the_same_call_may_go_through_later(error: QuireError, is_retryable: bool) -> None:
+    assert error.is_retryable is is_retryable
+
+
+def test_a_deadline_is_a_timeout_of_python_too_and_nothing_of_an_operating_system() -> None:
+    error = QuireError.of(Reason.DEADLINE, "not in time")
+    assert isinstance(error, TimeoutError)
+    assert (str(error), error.args, error.errno) == (
+        "DEADLINE_EXCEEDED / DEADLINE: not in time",
+        ("not in time",),
+        None,
+    )
+
+
+def test_what_is_wrong_on_this_side_says_so_without_a_code() -> None:
+    assert str(errors.UsageError("no such file: x")) == "no such file: x"
+    assert str(errors.SessionLostError()).startswith("ABORTED: the pool could not be restored")

@@ -1,7 +1,7 @@
 """Each RPC of both services has a method on both flavours of the clients, and that method calls it.
 
-The name of the method is the RPC's in snake case, but for what NAMES lists. Session is served over asyncio alone: an
-owner has to send heartbeats while it computes, for which a synchronous client would need a hidden thread.
+The name of the method is the RPC's in snake case, but for what NAMES lists. For threads, Session is opened on an event
+loop in a thread of its own: an owner has to send heartbeats while its caller computes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,9 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import (
-    AllocatorClient,
-    AsyncAllocatorClient,
-    AsyncClient,
-    Client,
-    FailedPreconditionError,
-    IndexCleared,
-    PoolSpec,
-    Reason,
-)
+from quire import Allocator, AsyncAllocator, AsyncClient, Client, PoolSpec, Reason
+from quire.errors import FailedPreconditionError
+from quire.events import IndexCleared
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -31,6 +24,7 @@ from tests.client.servers import ScriptedServer, refusing, scripted_server, two_
 
 NAMES = {
     "GetStatus": "status",
+    "OpenSession": "session",
     "CloseSession": "close",
     "ForkBranch": "fork",
     "ExtendBranch": "extend",
@@ -38,7 +32,6 @@ NAMES = {
     "ReleaseBranches": "release",
     "RenewBranches": "keep_alive",
 }
-ASYNC_ONLY = {"Session"}
 OF_A_SESSION = {"KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "CloseSession"}
 OF_A_BRANCH = {"ForkBranch", "ExtendBranch", "ScoreBranch", "ReleaseBranches"}
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
@@ -100,21 +93,27 @@ def method_name(rpc: str) -> str:
 
 @pytest.mark.parametrize(("service", "method"), RPCS, ids=lambda value: getattr(value, "name", value))
 def test_the_synchronous_client_calls_it(server: ScriptedServer, service: str, method: Any) -> None:
-    if method.name in ASYNC_ONLY:
-        assert not hasattr(AllocatorClient, method_name(method.name))
-        return
     before = server.attempts[method.name]
-    with (AllocatorClient if service == "AllocatorService" else Client)(server.address) as client:
+    with (Allocator if service == "AllocatorService" else Client)(server.address) as client:
         target: Any = client
         if method.name in OF_A_SESSION:
-            target = client.open_session("pool", SPEC, keep_alive=False)  # type: ignore[union-attr]
+            target = client.session("pool", SPEC, transport="calls", keep_alive=False)  # type: ignore[union-attr]
+            target.open()
         if method.name in OF_A_BRANCH:
             target = client.prefill("prompt")  # type: ignore[union-attr]
         if method.name == "RenewBranches":
             branch = client.prefill("prompt")  # type: ignore[union-attr]
             target = branch._opened
-        options = {"keep_alive": False} if method.name == "OpenSession" else {}  # else it calls on beside the next test
+        # Without `keep_alive` it does not call on beside the next test.
+        options = {"transport": "calls", "keep_alive": False} if method.name == "OpenSession" else {}
         outcome = getattr(target, method_name(method.name))(*ARGUMENTS.get(method.name, ()), **options)
+        if method.name == "Session":
+            with pytest.raises(FailedPreconditionError, match="as the script says"), outcome:
+                pass
+            assert server.attempts[method.name] > before  # see below
+            return
+        if method.name == "OpenSession":
+            outcome.open()
         if method.name == "WatchEvents":
             assert len(list(outcome)) == 1
     assert server.attempts[method.name] == before + 1
@@ -123,16 +122,17 @@ def test_the_synchronous_client_calls_it(server: ScriptedServer, service: str, m
 @pytest.mark.parametrize(("service", "method"), RPCS, ids=lambda value: getattr(value, "name", value))
 async def test_the_asyncio_client_calls_it(server: ScriptedServer, service: str, method: Any) -> None:
     before = server.attempts[method.name]
-    async with (AsyncAllocatorClient if service == "AllocatorService" else AsyncClient)(server.address) as client:
+    async with (AsyncAllocator if service == "AllocatorService" else AsyncClient)(server.address) as client:
         target: Any = client
         if method.name in OF_A_SESSION:
-            target = await client.open_session("pool", SPEC, keep_alive=False)  # type: ignore[union-attr]
+            target = client.session("pool", SPEC, transport="calls", keep_alive=False)  # type: ignore[union-attr]
+            await target.open()
         if method.name in OF_A_BRANCH:
             target = await client.prefill("prompt")  # type: ignore[union-attr]
         if method.name == "RenewBranches":
             branch = await client.prefill("prompt")  # type: ignore[union-attr]
             target = branch._opened
-        options = {"keep_alive": False} if method.name == "OpenSession" else {}  # else it calls on beside the next test
+        options = {"transport": "calls", "keep_alive": False} if method.name == "OpenSession" else {}
         outcome = getattr(target, method_name(method.name))(*ARGUMENTS.get(method.name, ()), **options)
         if method.name == "Session":
             with pytest.raises(FailedPreconditionError, match="as the script says"):
@@ -141,6 +141,8 @@ async def test_the_asyncio_client_calls_it(server: ScriptedServer, service: str,
             # attaches again.
             assert server.attempts[method.name] > before
             return
+        if method.name == "OpenSession":
+            outcome = outcome.open()
         if method.name == "WatchEvents":
             assert [type(event) async for event in outcome] == [IndexCleared]
         else:

@@ -23,7 +23,7 @@ SOON_S = 20.0
 
 @pytest.fixture
 def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns the kinds of the messages that were sent together with reading what answers them."""
+    """Returns the kinds of the messages that were sent together with reading their answers."""
     kinds: list[str] = []
 
     async def counting(call: Any, request: Any) -> Any:
@@ -41,7 +41,7 @@ def grow(token_count: int) -> StepBuilder:
 
 
 def test_the_installed_grpc_is_one_that_was_looked_at() -> None:
-    """A newer one is used the public way until somebody has seen whether it still offers the other."""
+    """A newer release is used the public way until a developer has checked whether it still offers the other."""
     major, minor, *_ = version("grpcio").split(".")
     assert (int(major), int(minor)) == exchanges.LAST_KNOWN
     assert exchanges.IS_OFFERED

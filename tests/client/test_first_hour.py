@@ -1,4 +1,4 @@
-"""What a new user meets in the first hour: wrong addresses, wrong services, pipes, and words for each of them."""
+"""A new user's first hour: wrong addresses, wrong services, pipes, and words for each of them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from wsgiref.simple_server import make_server
 
 import pytest
 from quire import (
-    AllocatorClient,
-    AsyncAllocatorClient,
+    Allocator,
+    AsyncAllocator,
     Client,
     DeadlineExceededError,
     InvalidArgumentError,
     PoolSpec,
     Reason,
     ResourceExhaustedError,
-    Result,
     UnavailableError,
-    UnimplementedError,
-    UsageError,
 )
+from quire.errors import UnimplementedError, UsageError
+from quire.session import Result
 from quire.v1 import worker_pb2 as worker_pb
 
 from tests.client.servers import allocator_process, parsed, quire, scripted_server, two_samples
@@ -134,7 +133,7 @@ def test_samples_in_a_pipe_come_line_by_line_with_their_number() -> None:
 def test_tables_in_a_pipe_cut_neither_numbers_nor_names(allocator: str) -> None:
     name = "a-pool-with-a-name-that-says-where-it-is/and-what-it-is-for/" + "x" * 60
     spec = PoolSpec.full_attention(block_count=1_234_567, block_size=16)
-    with AllocatorClient(allocator) as client, client.open_session(name, spec) as session:
+    with Allocator(allocator) as client, client.session(name, spec, transport="calls") as session:
         session.allocate(1, 320_016)
         shown = quire("pools", "--allocator", allocator, COLUMNS="40").stdout
         assert all(part in shown for part in (name, "1,234,567", "1,214,566", "20,001", "unwritten")), shown
@@ -164,7 +163,7 @@ def test_results_say_their_names_and_only_ok_is_true() -> None:
 
 
 async def test_a_session_is_opened_by_async_with_and_says_for_whom_it_waits(caplog: pytest.LogCaptureFixture) -> None:
-    async with setting() as scene, AsyncAllocatorClient(f"127.0.0.1:{scene.port}") as client:
+    async with setting() as scene, AsyncAllocator(f"127.0.0.1:{scene.port}") as client:
         rival = client.session("test", SPEC)
         with caplog.at_level(logging.WARNING, "quire"):
             opening = asyncio.create_task(rival.__aenter__())
@@ -181,7 +180,7 @@ async def test_a_session_is_opened_by_async_with_and_says_for_whom_it_waits(capl
 def test_a_second_owner_is_told_when_to_come_back_and_the_log_names_the_pool_once(tmp_path: Path) -> None:
     async def wait_for(address: str) -> list[float | None]:
         told = asyncio.Queue[float | None]()
-        async with AsyncAllocatorClient(address) as client, client.session("mine", SPEC):
+        async with AsyncAllocator(address) as client, client.session("mine", SPEC):
             rival = client.session("mine", SPEC, on_wait=lambda error: told.put_nowait(error.retry_after_s))
             opening = asyncio.create_task(rival.open())
             waited = [await told.get(), await told.get()]
@@ -197,14 +196,14 @@ def test_a_second_owner_is_told_when_to_come_back_and_the_log_names_the_pool_onc
 
 def test_what_is_at_an_address_where_nobody_answers_is_looked_at(allocator: str) -> None:
     async def asked(address: str) -> str:
-        async with AsyncAllocatorClient(address) as client:
+        async with AsyncAllocator(address) as client:
             with pytest.raises(UnavailableError) as raised:
                 await client.list_pools(timeout_s=20)
         assert any(note.startswith("gRPC says: ") for note in raised.value.__notes__), "its words are for developers"
         return raised.value.message
 
     def served(address: str) -> str:
-        with AllocatorClient(address) as client, pytest.raises(UnavailableError) as raised:
+        with Allocator(address) as client, pytest.raises(UnavailableError) as raised:
             client.list_pools(timeout_s=20)
         return raised.value.message
 
@@ -234,7 +233,7 @@ def wsgi_server() -> Iterator[str]:
 
 def test_the_log_of_a_waiting_owner_has_our_words_alone(caplog: pytest.LogCaptureFixture) -> None:
     async def wait() -> None:
-        async with AsyncAllocatorClient("127.0.0.1:1") as client:
+        async with AsyncAllocator("127.0.0.1:1") as client:
             opening = asyncio.create_task(client.session("mine", SPEC).open())
             while not caplog.messages:
                 await asyncio.sleep(0)

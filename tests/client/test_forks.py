@@ -13,7 +13,7 @@ from tests.client.servers import allocator_process
 
 HEAD = """
 import asyncio, gc, os, sys, threading
-from quire import AllocatorClient, AsyncAllocatorClient, PoolSpec, UnavailableError
+from quire import Allocator, AsyncAllocator, PoolSpec, UnavailableError
 from quire.local import ServerProcess
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
 address = sys.argv[1]
@@ -29,7 +29,7 @@ def fork(leave=sys.exit):
 """
 SCENES = {
     "a unary session": """
-with AllocatorClient(address) as client, client.open_session("p", SPEC) as session:
+with Allocator(address) as client, client.session("p", SPEC, transport="calls") as session:
     session.allocate(1, 5)
     fork()
     assert session.grow(1, 40, timeout_s=10).ok
@@ -43,13 +43,13 @@ def use(code):
         os._exit(0)
     os._exit(1)
 
-with AllocatorClient(address) as client, client.open_session("p", SPEC) as session:
+with Allocator(address) as client, client.session("p", SPEC, transport="calls") as session:
     session.allocate(1, 5)
     fork(use)
     assert session.grow(1, 40, timeout_s=10).ok
 """,
     "a watch": """
-with AllocatorClient(address) as client, client.open_session("p", SPEC) as session:
+with Allocator(address) as client, client.session("p", SPEC, transport="calls") as session:
     with client.watch_events("p") as events:
         next(events), next(events)
         fork()
@@ -57,8 +57,8 @@ with AllocatorClient(address) as client, client.open_session("p", SPEC) as sessi
         assert next(events).digests == (bytes(32),)
 """,
     "an engine and a session for threads": """
-with AllocatorClient(address) as client:
-    with client.engine("p", SPEC) as engine, client.blocking_session("q", SPEC) as session:
+with Allocator(address) as client:
+    with client.engine("p", SPEC) as engine, client.session("q", SPEC) as session:
         engine.admit(range(20))
         fork()
         assert engine.admit(range(20)).tokens
@@ -67,12 +67,21 @@ with AllocatorClient(address) as client:
 """,
     "clients of asyncio": """
 async def main():
-    async with AsyncAllocatorClient(address) as client:
-        async with await client.open_session("p", SPEC) as session, client.session("q", SPEC) as stream:
+    async with AsyncAllocator(address) as client:
+        async with client.session("p", SPEC, transport="calls") as session, client.session("q", SPEC) as stream:
             await session.allocate(1, 5)
-            fork()
+            events = client.watch_events("p")
+            await anext(events), await anext(events)
+            waiting = [asyncio.create_task(anext(events))]
+            waiting += [asyncio.create_task(client.list_pools()) for _ in range(20)]
+            await asyncio.sleep(0)
+            for _ in range(8):  # what ends a child's tasks does so in any order
+                fork()
+            await asyncio.gather(*waiting[1:])
             assert (await session.grow(1, 40, timeout_s=10)).ok
             assert stream.connected
+            await session.allocate(2, 16, [bytes(32)]), await session.commit(2, 16, [bytes(32)])
+            assert (await waiting[0]).digests == (bytes(32),)
             assert {pool.pool for pool in await client.list_pools()} == {"p", "q"}
 
 asyncio.run(main())
@@ -89,7 +98,7 @@ with ExitStack() as undo:
     server.wait_ready(deadline=time.monotonic() + 30)
     fork()
     assert server.process.poll() is None
-    with AllocatorClient(server.address) as client:
+    with Allocator(server.address) as client:
         assert client.health()
 """,
 }

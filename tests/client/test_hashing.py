@@ -1,4 +1,4 @@
-"""Digests: the vectors of docs/hash.md, an independent computation, and what a digest must depend on."""
+"""Digests: the vectors of docs/hash.md, an independent computation, and the inputs that must change a digest."""
 
 from __future__ import annotations
 

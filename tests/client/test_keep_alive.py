@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire import AllocatorClient, AsyncAllocatorClient, PoolSpec, QuireError, Reason
+from quire import Allocator, AsyncAllocator, PoolSpec, QuireError, Reason
 from quire.local import ServerProcess
 
 from tests.client.servers import allocator_process
 
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
-LEASES = 4  # that pass while nobody calls
+LEASES = 4  # these pass without a call
 LEASE_S = 0.3
 
 
-def look_for(client: AllocatorClient, seconds: float) -> None:
+def look_for(client: Allocator, seconds: float) -> None:
     """Readers of a pool do not renew its lease."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -31,25 +31,28 @@ def allocator(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def client(allocator: ServerProcess) -> Iterator[AllocatorClient]:
-    with AllocatorClient(allocator.address) as made:
+def client(allocator: ServerProcess) -> Iterator[Allocator]:
+    with Allocator(allocator.address) as made:
         yield made
 
 
-def test_an_idle_session_for_threads_keeps_its_pool(client: AllocatorClient) -> None:
-    with client.open_session("kept", SPEC) as session, client.open_session("left", SPEC, keep_alive=False) as left:
+def test_an_idle_session_for_threads_keeps_its_pool(client: Allocator) -> None:
+    with (
+        client.session("kept", SPEC, transport="calls") as session,
+        client.session("left", SPEC, transport="calls", keep_alive=False) as left,
+    ):
         look_for(client, LEASES * LEASE_S)
         assert session.allocate(1, 4).ok
         with pytest.raises(QuireError) as raised:
             left.allocate(1, 4)
         assert raised.value.reason is Reason.SESSION_UNKNOWN
-    assert repr(session) == f"<UnarySession of pool kept at {client.address}, closed>"
+    assert repr(session) == f"<CallSession of pool kept at {client.address}, closed>"
 
 
 async def test_an_idle_session_for_asyncio_keeps_its_pool(allocator: ServerProcess) -> None:
     async with (
-        AsyncAllocatorClient(allocator.address) as client,
-        await client.open_session("kept", SPEC) as session,
+        AsyncAllocator(allocator.address) as client,
+        client.session("kept", SPEC, transport="calls") as session,
     ):
         end = time.monotonic() + LEASES * LEASE_S
         while time.monotonic() < end:
@@ -57,15 +60,15 @@ async def test_an_idle_session_for_asyncio_keeps_its_pool(allocator: ServerProce
         assert (await session.allocate(1, 4)).ok
 
 
-def test_a_session_that_is_forgotten_warns_and_is_not_kept(client: AllocatorClient) -> None:
-    with pytest.warns(ResourceWarning, match="unclosed <UnarySession of pool forgotten"):
-        client.open_session("forgotten", SPEC)
+def test_a_session_that_is_forgotten_warns_and_is_not_kept(client: Allocator) -> None:
+    with pytest.warns(ResourceWarning, match="unclosed <CallSession of pool forgotten"):
+        client.session("forgotten", SPEC, transport="calls").open()
     look_for(client, LEASES * LEASE_S)
     assert client.list_pools() == ()
 
 
-def test_a_grow_that_grants_nothing_has_a_row_for_each_group(client: AllocatorClient) -> None:
-    with client.open_session("rows", SPEC) as session:
+def test_a_grow_that_grants_nothing_has_a_row_for_each_group(client: Allocator) -> None:
+    with client.session("rows", SPEC, transport="calls") as session:
         session.allocate(1, 3)
         assert session.grow(1, 4).tables == ((),)
         assert session.grow(1, 400).tables == ((),)

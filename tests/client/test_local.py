@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-from quire import AllocatorClient, Client, _child, local
+from quire import Allocator, Client, _child, local
 from quire._serving.server import DRAIN_S
 from quire.local import LocalStack, ServerFailedError, ServerProcess
 
@@ -51,7 +51,7 @@ def test_no_file_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: 
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the current folder was run')")
     (tmp_path / "of_the_server").mkdir()
     monkeypatch.chdir(tmp_path)
-    with allocator_process(tmp_path / "of_the_server") as server, AllocatorClient(server.address) as client:
+    with allocator_process(tmp_path / "of_the_server") as server, Allocator(server.address) as client:
         assert client.health()
 
 
@@ -139,7 +139,7 @@ def test_a_stack_serves_text_and_leaves_nothing_behind(tmp_path: Path) -> None:
     said: list[str] = []
     stack = LocalStack(DEMO, worker_arguments=["--blocks", "32"], log_folder=tmp_path, on_progress=said.append)
     with stack:
-        with Client(stack.worker_address) as client, AllocatorClient(stack.allocator_address) as allocator:
+        with Client(stack.worker_address) as client, Allocator(stack.allocator_address) as allocator:
             assert len(client.generate("The for statement", max_tokens=3).samples[0].token_ids) == 3
             assert [pool.pool for pool in allocator.list_pools()] == ["default"]
         assert stack.poll() is None
@@ -169,7 +169,7 @@ def test_a_stack_whose_allocator_dies_starts_another_one_and_says_so(tmp_path: P
         waiting = threading.Thread(target=lambda: failures.append(raised_by(stack.wait)))
         failures: list[Exception | None] = []
         waiting.start()
-        with Client(stack.worker_address) as client, AllocatorClient(address) as allocator:
+        with Client(stack.worker_address) as client, Allocator(address) as allocator:
             stream = client.stream("The for statement", max_tokens=800, ignore_eos=True)
             next(stream)
             first.process.kill()
@@ -207,7 +207,7 @@ def test_a_stack_whose_worker_cannot_start_stops_the_allocator_again(tmp_path: P
 def test_nobody_is_killed_while_it_drains() -> None:
     assert local.DRAIN_S == _child.DRAIN_S == DRAIN_S == 30
     for drain_s, arguments in ((local.DRAIN_S, []), (5.0, ["quire_worker", "--drain-timeout", "5.0"])):
-        needed_s = drain_s + 2.0  # for open calls, and for what comes after them
+        needed_s = drain_s + 2.0  # for open calls, and for the work after them
         assert min(local.grace_s(drain_s), _child.kill_s(arguments)) >= 2 * needed_s
 
 

@@ -1,4 +1,4 @@
-"""The listener of metrics and probes: whoever connects to it, and however slowly, the next one is answered."""
+"""The listener of metrics and probes: a slow or broken connection does not delay the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A watcher that applies what it is told knows exactly what a real pool can hit, however its connection breaks."""
+"""A watcher that applies its events knows exactly the hits of a real pool, however its connection breaks."""
 
 from __future__ import annotations
 
@@ -9,24 +9,13 @@ from dataclasses import dataclass, field
 
 import pytest
 from grpc import aio
-from quire import (
-    AsyncAllocatorClient,
-    AsyncEventStream,
-    AsyncUnarySession,
-    BlocksRemoved,
-    BlocksStored,
-    GroupKind,
-    GroupSpec,
-    IndexCleared,
-    NotFoundError,
-    PoolSpec,
-    PrefixMirror,
-    Reason,
-    Result,
-    SnapshotEnd,
-)
+from quire import AsyncAllocator, GroupKind, GroupSpec, NotFoundError, PoolSpec, Reason
+from quire.events import BlocksRemoved, BlocksStored, IndexCleared, SnapshotEnd
 from quire.hashing import block_digests, split_digests
+from quire.mirror import PrefixMirror
 from quire.protocol.steps import StepBuilder
+from quire.session import AsyncCallSession, Result
+from quire.streams import AsyncEventStream
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.ownership.directory import Directory
@@ -54,13 +43,13 @@ POOLS = {
 
 @dataclass
 class Scene:
-    """An allocator whose connections can be cut without its forgetting anything."""
+    """An allocator whose connections can be cut without losing its state."""
 
     spec: PoolSpec
     service: AllocatorService
     server: aio.Server | None = None
     port: int = 0
-    client: AsyncAllocatorClient = field(init=False)
+    client: AsyncAllocator = field(init=False)
 
     async def serve(self) -> None:
         """Listens, on the same port as before."""
@@ -79,7 +68,7 @@ class Scene:
         return self.service.directory.pool("a").pool
 
     async def check(self, mirror: PrefixMirror, prompts: Sequence[tuple[str, list[bytes]]]) -> None:
-        """The mirror has exactly what the pool can hit, and says of every prompt what the pool says."""
+        """Checks that the mirror has exactly the pool's hits, and agrees with it about every prompt."""
         assert mirror.is_exact
         held: dict[tuple[int, str], set[bytes]] = {}
         for stretch in index.walk(self.pool):
@@ -99,7 +88,7 @@ async def setting(spec: PoolSpec) -> AsyncIterator[Scene]:
     scene = Scene(spec, service)
     await scene.serve()
     try:
-        async with AsyncAllocatorClient(f"127.0.0.1:{scene.port}") as scene.client:
+        async with AsyncAllocator(f"127.0.0.1:{scene.port}") as scene.client:
             yield scene
     finally:
         await scene.cut()
@@ -125,7 +114,7 @@ class RandomOwner:
         self.live: dict[int, tuple[str, list[bytes], int, int]] = {}  # namespace, digests, granted, committed
         self.last_id = 0
 
-    async def act(self, session: AsyncUnarySession) -> None:
+    async def act(self, session: AsyncCallSession) -> None:
         """One operation; most that are refused change nothing here either."""
         kind = self.random.choice(["allocate", "allocate", "commit", "commit", "commit", "grow", "fork", "free"])
         if kind == "allocate" or not self.live:
@@ -152,12 +141,12 @@ class RandomOwner:
         else:
             await self._free(session)
 
-    async def _free(self, session: AsyncUnarySession) -> None:
+    async def _free(self, session: AsyncCallSession) -> None:
         sequence_id = self.random.choice(list(self.live))
         await session.free(sequence_id)
         del self.live[sequence_id]
 
-    async def _allocate(self, session: AsyncUnarySession) -> None:
+    async def _allocate(self, session: AsyncCallSession) -> None:
         namespace, digests = self.random.choice(self.prompts)
         wanted = self.random.randint(1, len(digests) * self.size)
         made = await session.allocate(self.last_id + 1, wanted, digests, namespace)
@@ -174,7 +163,7 @@ class RandomOwner:
 async def test_a_watcher_ends_with_exactly_what_the_pool_can_hit(kind: str, seed: int) -> None:
     """However it is broken off and taken up again: by its own hand, by a cut connection, in or after a snapshot."""
     spec = POOLS[kind]
-    async with setting(spec) as scene, await scene.client.open_session("a", spec) as session:
+    async with setting(spec) as scene, scene.client.session("a", spec, transport="calls") as session:
         owner, mirror = RandomOwner(seed, spec), PrefixMirror(spec)
         for _ in range(30):
             await owner.act(session)
@@ -201,7 +190,7 @@ async def test_a_watcher_ends_with_exactly_what_the_pool_can_hit(kind: str, seed
 
 
 async def test_after_a_cut_connection_no_second_snapshot_is_needed() -> None:
-    async with setting(POOLS["full"]) as scene, await scene.client.open_session("a", scene.spec) as session:
+    async with setting(POOLS["full"]) as scene, scene.client.session("a", scene.spec, transport="calls") as session:
         owner, mirror = RandomOwner(7, scene.spec), PrefixMirror(scene.spec)
         async with scene.client.watch_events("a") as events:
             await catch_up(events, mirror, scene.pool.log)
@@ -249,7 +238,8 @@ async def test_a_new_session_of_the_pool_is_told_as_another_snapshot() -> None:
 
 async def test_a_watch_ends_with_not_found_when_its_pool_goes() -> None:
     async with setting(POOLS["full"]) as scene:
-        session = await scene.client.open_session("a", scene.spec)
+        session = scene.client.session("a", scene.spec, transport="calls")
+        await session.open()
         events = scene.client.watch_events("a")
         assert [type(await anext(events)) for _ in range(2)] == [IndexCleared, SnapshotEnd]
         await session.close()
@@ -270,11 +260,11 @@ async def test_a_watch_ends_with_not_found_when_its_pool_goes() -> None:
     ],
 )
 async def test_a_hit_is_as_long_as_every_group_can_serve(kind: str, lengths: tuple[int, int, int]) -> None:
-    """Of a prompt of 24 tokens computed 4 at a time: all of it, without its last block, and with a half as long."""
+    """A prompt of 24 tokens computed 4 at a time: all of it, without its last block, and with a half as long."""
     spec = POOLS[kind]
     digests = block_digests(bytes(32), list(range(24)), 4)
     half = [*digests[:3], *block_digests(digests[2], [7] * 12, 4)]
-    async with setting(spec) as scene, await scene.client.open_session("a", spec) as session:
+    async with setting(spec) as scene, scene.client.session("a", spec, transport="calls") as session:
         await session.allocate(1, 4, prompt_token_count=24)
         for number, digest in enumerate(digests, 1):
             await session.grow(1, 4 * number)

@@ -1,4 +1,4 @@
-"""Standard output and error of servers: whatever becomes of the reader, a write returns and the server goes on."""
+"""Standard output and error of servers: whatever happens to the reader, a write returns and the server continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pages carry, by stretches, is what block by block would be known of them."""
+"""The contents of pages, by stretches, equal a record block by block."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def let_go_of(pages: Pages, step: int, operation: int, blocks: list[int], begin:
 
 
 def check_bounds(pages: Pages) -> None:
-    """Counts agree, and a stretch of which little is left does not keep the rest alive."""
+    """Checks that counts agree, and that a small rest of a stretch does not keep all of it alive."""
     for stretch in pages.stretches():
         own = [block for block in stretch.blocks if pages.published.get(block) is stretch]
         assert stretch.live == len(own)
@@ -167,5 +167,5 @@ def test_of_two_blocks_with_one_digest_the_later_is_reported_unless_the_earlier_
     pages, space = Pages(), DigestSpace("", 0)
     for block in (4, 9):
         pages.publish(space, 0, None, bytes(32), array("I", [block]))
-    pages.publish(DigestSpace("other", 0), 0, None, bytes(32), array("I", [7]))  # the same in another namespace is none
+    pages.publish(DigestSpace("other", 0), 0, None, bytes(32), array("I", [7]))  # none in another namespace
     assert _outdated(pages, held) == outdated

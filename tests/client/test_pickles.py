@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import quire
-from quire import QuireError, Reason, StepBuilder
+import quire.session
+from quire import QuireError, Reason, events, views
 from quire.engine import NotAdmittedError
 from quire.engine.sequence import Refusal
+from quire.events import SnapshotEnd
+from quire.mirror import PrefixMirror
 from quire.protocol.outcomes import Result
+from quire.session import StepBuilder
 
 MADE_BY: dict[type[Exception], Callable[[], Exception]] = {
     NotAdmittedError: lambda: NotAdmittedError(Refusal(Result.NO_SPACE, 7, None, 0)),
@@ -46,17 +50,25 @@ def test_every_exception_arrives_as_it_was(kind: type[Exception], again: Callabl
     assert (str(arrived), repr(arrived), vars(arrived)) == (str(error), repr(error), vars(error))
 
 
+@pytest.mark.parametrize("kind", exceptions(), ids=lambda kind: kind.__name__)
+def test_whoever_catches_errors_of_quire_catches_every_one_that_is_public(kind: type[Exception]) -> None:
+    module = kind.__module__.removeprefix("quire.")
+    is_public = (kind.__name__, module) not in {("EndedError", "session.call"), ("ConfigError", "planning.fields")}
+    assert issubclass(kind, QuireError) is is_public
+
+
 def values() -> list[Any]:
     """An instance of every public value, with something in each field."""
     made: list[Any] = []
-    for name in quire.__all__:
-        kind = getattr(quire, name)
+    modules = (quire, quire.errors, events, quire.sampling, quire.session, quire.types, views)
+    public = {name: value for module in modules for name, value in vars(module).items() if not name.startswith("_")}
+    for _, kind in sorted((name, value) for name, value in public.items() if isinstance(value, type)):
         if dataclasses.is_dataclass(kind):
             value = object.__new__(kind)  # type: ignore[call-overload]
             for number, field in enumerate(dataclasses.fields(kind)):
                 object.__setattr__(value, field.name, number)
             made.append(value)
-        elif isinstance(kind, type) and issubclass(kind, tuple):
+        elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
             made.append(kind(*range(len(kind._fields))))  # type: ignore[attr-defined]
     return made
 
@@ -66,13 +78,22 @@ def values() -> list[Any]:
 def test_every_value_arrives_as_it_was(value: Any, again: Callable[[Any], Any]) -> None:
     arrived = again(value)
     assert type(arrived) is type(value)
+    assert arrived == value
     assert repr(arrived) == repr(value)
+
+
+def test_what_is_large_is_not_printed() -> None:
+    stored = events.BlocksStored("p", b"s", 1, 2, (0,), "", b"", (bytes(32),) * 4096, 16, 0)
+    removed = events.BlocksRemoved("p", b"s", 1, 2, (0,), "", (bytes(32),) * 4096, 0)
+    status = next(value for value in values() if isinstance(value, quire.WorkerStatus))
+    for value in (stored, removed, status):
+        assert len(repr(value)) <= 200
 
 
 def test_a_mirror_and_a_step_are_pickled() -> None:
     spec = quire.PoolSpec.full_attention(block_count=8, block_size=16)
-    mirror = quire.PrefixMirror(spec)
-    mirror.apply(quire.SnapshotEnd("p", b"s", 3, 0))
+    mirror = PrefixMirror(spec)
+    mirror.apply(SnapshotEnd("p", b"s", 3, 0))
     again = pickle.loads(pickle.dumps(mirror))
     assert (again.is_exact, again.session_id) == (True, b"s")
     step = StepBuilder()

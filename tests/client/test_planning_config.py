@@ -1,4 +1,4 @@
-"""What a `config.json` says about the cache: ten architectures and the words of others, all counted by hand."""
+"""Reading the cache's shape from a `config.json`: ten architectures and the words of others, all counted by hand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TEN = {
     },
     "minimax-text-01": {(FULL, 0, 2 * 8 * 128 * 2): 10, (STATE, 0, 64 * 128 * 128 * 2): 70},
 }
-# The same on one of 8 ranks: heads divided; 2 KV heads repeated, latents and the one group of B and C whole.
+# On one of 8 ranks: heads divided; 2 KV heads repeated, latents and the one group of B and C whole.
 ON_EIGHT_RANKS = {
     "llama-3-70b": {(FULL, 0, 512): 80},
     "gemma-3-27b": {(FULL, 0, 1024): 10, (SLIDING, 1024, 1024): 52},
@@ -100,7 +100,7 @@ def test_layers_that_share_name_the_last_of_their_kind_that_does_not() -> None:
 @pytest.mark.parametrize(
     ("fields", "windows"),
     [
-        ({"model_type": "mistral"}, [4096] * 4),  # what transformers assumes
+        ({"model_type": "mistral"}, [4096] * 4),  # transformers' default
         ({"model_type": "mistral", "sliding_window": None}, [0] * 4),
         ({"model_type": "qwen2", "sliding_window": 8}, [0] * 4),  # switched off unless it says otherwise
         ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},

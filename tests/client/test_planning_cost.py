@@ -1,4 +1,4 @@
-"""What a layout costs, that nothing costs less, and how it goes with bytes, groups and edges."""
+"""Costs of layouts: no layout costs less, and costs follow bytes, groups and edges."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.client.test_planning_layout import CHUNKED, FULL, SLIDING, STATE, Kin
 
 THREE_WINDOWS = layers_of(Kind(FULL, 9), Kind(SLIDING, 39, 128), Kind(SLIDING, 5, 2048))
 GEMMA = layers_of(Kind(FULL, 10), Kind(SLIDING, 52, 1024))
-LENGTHS = (256, 1_024, 4_096, 16_384, 32_768)  # what layouts of sequences up to 32,768 tokens are judged by
+LENGTHS = (256, 1_024, 4_096, 16_384, 32_768)  # the range of the layouts' comparison: sequences up to 32,768 tokens
 
 
 def test_windows_of_two_lengths_are_eleven_groups_and_long_sequences_waste_nothing() -> None:
-    """The rule of smallest counts makes 11 groups as well, and rounds what grows with a sequence up by a ninth."""
+    """The rule of smallest counts makes 11 groups as well, and rounds the growing part of a sequence up by a ninth."""
     ours, theirs = plan_layout(THREE_WINDOWS), smallest_count_layout(THREE_WINDOWS)
     # 3 layers of full attention in blocks of 32 take a page that holds 6 layers in blocks of 16.
     assert [(f.group_count, f.layers_per_run, f.block_size) for f in ours.families] == [
@@ -82,7 +82,7 @@ def test_the_more_a_group_is_worth_the_fewer_there_are_and_the_more_is_unused(la
 
 
 class Choice(NamedTuple):
-    """A family as somebody without a planner would choose it."""
+    """A family as a person without a planner would choose it."""
 
     kind: Kind
     group_count: int
@@ -90,7 +90,7 @@ class Choice(NamedTuple):
 
     @property
     def page_bytes(self) -> int:
-        """That the largest group needs."""
+        """Returns the bytes of a page that the largest group needs."""
         return -(-self.kind.count // self.group_count) * self.block_size * self.kind.heads * 256
 
     def blocks_at_most(self, token_count: int) -> int:
@@ -103,7 +103,8 @@ class Choice(NamedTuple):
 
 
 def least_cost(kinds: list[Kind], block_sizes: list[int], lengths: tuple[int, ...]) -> float:
-    """Of every number of groups and every block size of each kind, in pages as large as the largest group."""
+    """Returns the least cost over every number of groups and every block size of each kind, in pages as large as the
+    largest group."""
     choices = [
         [Choice(kind, count, size) for count in range(1, kind.count + 1) for size in block_sizes] for kind in kinds
     ]

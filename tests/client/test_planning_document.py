@@ -85,7 +85,7 @@ def state_figures(path: Path) -> tuple[str, ...]:
 
 
 def rows_of(document: str, header: str = "model") -> set[tuple[str, ...]]:
-    """Cells of all tables whose first column has this header, without those of the header."""
+    """Returns the cells of all tables whose first column has this header, without those of the header."""
     rows: set[tuple[str, ...]] = set()
     is_wanted = was_row = False
     for line in document.splitlines():

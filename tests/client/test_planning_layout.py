@@ -1,4 +1,4 @@
-"""From layers to a layout: scenarios counted by hand, and a slow obvious model of what a sequence holds."""
+"""From layers to a layout: scenarios counted by hand, and a slow obvious model of a sequence's blocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def layers_of(*kinds: Kind) -> tuple[LayerSpec, ...]:
 
 
 class Scenario(NamedTuple):
-    """Layers, and what was worked out for them by hand."""
+    """Layers, and their results by hand."""
 
     kinds: tuple[Kind, ...]
     groups: tuple[tuple[int, int, int], ...]  # per family: groups, layers in each, tokens per block
@@ -89,9 +89,9 @@ SCENARIOS = {
         (Kind(FULL, 6, heads=3), Kind(SLIDING, 18, 512, heads=2)), ((1, 6, 16), (2, 9, 16)), 18 * SLOT, 3, 0
     ),
     # A page of 4 layers x 64 tokens x 256 bytes has 65,536; 28 states of 36,864 are 15.75 pages, so 16: 7 states in
-    # every 4. At 256 tokens 4 + 16 pages, of which a quarter of one is empty: 0.5 % on average. Pages of a quarter of
-    # that would leave nothing empty, and take 63 groups of states: 47 more, each worth 1/20 of 0.5 %.
-    # A checkpoint of 16 pages is as large as 16 x 64 = 1,024 tokens.
+    # every 4. At 256 tokens 4 + 16 pages; a quarter of one is empty: 0.5 % on average. Pages of a quarter of that would
+    # leave nothing empty, and take 63 groups of states: 47 more, each worth 1/20 of 0.5 %. A checkpoint of 16 pages is
+    # as large as 16 x 64 = 1,024 tokens.
     "states larger than a slot": Scenario(
         (Kind(FULL, 4), Kind(STATE, 28, 36_864)), ((1, 4, 64), (16, 7, 1024)), 65_536, 1, 0.25 / 20
     ),
@@ -166,7 +166,7 @@ def test_layers_are_divided_evenly_where_that_costs_no_bytes() -> None:
     assert family.layers == layers  # in order
     layout = plan_layout(layers_of(Kind(FULL, 12), Kind(SLIDING, 47, 1024)))
     assert [len(group.layers) for group in layout.groups] == [12, 12, 12, 12, 11]
-    # Of 10 states a page of 4 layers holds 4.
+    # A page of 4 layers holds 4 of 10 states.
     states = Divisions.of(layers_of(Kind(STATE, 10, 4_096))).family(16, 4 * SLOT)
     assert states is not None
     assert [len(run) for run in states.runs] == [4, 3, 3]
@@ -301,7 +301,8 @@ def test_a_layout_agrees_with_a_model_that_looks_at_every_token_and_byte(seed: i
 
 
 def check_slices(layout: Layout, layers: tuple[LayerSpec, ...]) -> None:
-    """Every layer has all its bytes, in groups that name it, aligned, inside slots, and nobody else's."""
+    """Checks that every layer has all its bytes, in groups that name it, aligned, inside slots, and apart from all
+    others."""
     taken: dict[int, list[tuple[int, int]]] = {}
     slices = layout.slices()
     assert set(slices) == set(layers)

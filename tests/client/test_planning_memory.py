@@ -1,4 +1,4 @@
-"""How many blocks fit, against the worked example of the sizing document, and sizes as people write them."""
+"""The number of blocks that fit, against the worked example of the sizing document, and sizes as people write them."""
 
 from __future__ import annotations
 

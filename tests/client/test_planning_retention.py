@@ -1,4 +1,4 @@
-"""How many idle chats stay hittable, against blocks that are looked up token by token."""
+"""The number of idle chats that stay hittable, against blocks that are looked up token by token."""
 
 from __future__ import annotations
 

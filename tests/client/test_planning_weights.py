@@ -1,4 +1,4 @@
-"""What weights take, as estimated from a configuration, against the models that transformers makes of it."""
+"""The bytes of weights, as estimated from a configuration, against the models that transformers makes of it."""
 
 from __future__ import annotations
 

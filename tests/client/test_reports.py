@@ -22,7 +22,7 @@ NOW = 5.0
 
 
 class Shape(NamedTuple):
-    """How much of what there is in a ledger."""
+    """The size of each part of a ledger."""
 
     group_count: int
     sequence_count: int
@@ -50,7 +50,7 @@ SHAPES = st.builds(
 
 
 def ledger_of(shape: Shape) -> Ledger:
-    """Numbers are as large as they can be: what is large takes the most bytes."""
+    """Numbers are as large as possible, because large ones take the most bytes."""
     group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=1)
     ledger = Ledger(pb.PoolSpec(block_count=1 << 24, groups=[group] * shape.group_count))
     names = [f"{number:x}".rjust(shape.namespace_bytes, "n")[:NAMESPACE_BYTES_MAX] for number in range(5_000)]
@@ -85,7 +85,7 @@ def check_bounds(chunks: list[pb.ReportChunk]) -> None:
 
 
 def check_whole(chunks: list[pb.ReportChunk], ledger: Ledger) -> None:
-    """Read back, the chunks say what the ledger says."""
+    """Reads the chunks back, and compares them with the ledger."""
     tables: dict[int, list[array[int]]] = {}
     carried: dict[int, tuple[Any, ...]] = {}
     freed = list[tuple[int, ...]]()

@@ -1,4 +1,4 @@
-"""How a caller asks for sampling: what of it reaches the wire, what comes back, what is refused before it is sent."""
+"""Sampling options: their form on the wire and in answers, and refusals before anything is sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import Client, InternalError, InvalidArgumentError, Reason, SamplingParams, TokenLogprobs
+from quire import Client, InvalidArgumentError, Reason, SamplingParams, TokenLogprobs
+from quire.errors import InternalError
 from quire.sampling import SamplingOptions
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -86,7 +87,7 @@ def test_every_option_reaches_the_wire(server: ScriptedServer) -> None:
         "ignore_eos": True, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": 0.5,
         "frequency_penalty": -0.5, "logit_bias": {3: 1.5, 4: -2.0}, "allowed_token_ids": [3, 4],
         "banned_token_ids": [9], "stop": ["a", "b"], "min_tokens": 2, "logprobs": 0, "prompt_logprobs": 3,
-        "best_of": 4, "echo": True, "json_schema": {"type": "object"},
+        "best_of": 4, "echo": True, "skip_special_tokens": False, "json_schema": {"type": "object"},
     }  # fmt: skip
     with Client(server.address) as client:
         client.generate("p", **options)
@@ -101,6 +102,7 @@ def test_every_option_reaches_the_wire(server: ScriptedServer) -> None:
     )
     assert (list(choices.stop), list(choices.choice.texts), pattern.regex) == (["one"], ["x", "y"], "a+")
     assert not choices.HasField("logprobs")
+    assert not choices.HasField("skip_special_tokens")
 
 
 def test_of_several_structures_none_is_sent(server: ScriptedServer) -> None:

@@ -1,4 +1,4 @@
-"""Engines on `quire.engine`: what they read back from their pages is what they wrote, over streams and unary calls."""
+"""Engines on `quire.engine`: they read back from their pages what they wrote, over streams and unary calls."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from quire import (
-    AllocatorClient,
-    AsyncAllocatorClient,
-    GroupKind,
-    GroupSpec,
-    InvalidArgumentError,
-    PoolSpec,
-    Quota,
-    Result,
-)
+from quire import Allocator, AsyncAllocator, GroupKind, GroupSpec, InvalidArgumentError, PoolSpec, Quota
 from quire.engine import NotAdmittedError, SessionLostError
+from quire.session import Result
 
-from tests.allocator.service.harness import Allocator, running_allocator
+from tests.allocator.service.harness import RunningAllocator, running_allocator
 from tests.client.engine_pages import PretendedEngine
 from tests.client.test_allocator import Awaited
 
@@ -41,7 +33,7 @@ FLAVOURS = ("stream", "unary", "stream, for threads", "unary, for threads")
 
 
 class Turned(Awaited):
-    """An engine for threads whose calls are awaited; what needs no call is its own."""
+    """An engine for threads whose calls are awaited; other attributes are its own."""
 
     def __getattr__(self, name: str) -> Any:
         target = getattr(self._target, name)
@@ -49,17 +41,16 @@ class Turned(Awaited):
 
 
 @asynccontextmanager
-async def opened(allocator: Allocator, flavour: str, spec: PoolSpec) -> AsyncIterator[Any]:
+async def opened(allocator: RunningAllocator, flavour: str, spec: PoolSpec) -> AsyncIterator[Any]:
     """An engine on pool "a"."""
+    transport: Literal["stream", "calls"] = "stream" if flavour.startswith("stream") else "calls"
     if "threads" not in flavour:
-        async with AsyncAllocatorClient(allocator.address) as client:
-            make = client.engine if flavour == "stream" else client.unary_engine
-            async with make("a", spec) as engine:
-                yield engine
+        client = AsyncAllocator(allocator.address)
+        async with client, client.engine("a", spec, transport=transport) as engine:
+            yield engine
     else:
-        with AllocatorClient(allocator.address) as sync_client:
-            make_sync = sync_client.engine if flavour.startswith("stream") else sync_client.unary_engine
-            sync_engine = Turned(make_sync("a", spec))
+        with Allocator(allocator.address) as sync_client:
+            sync_engine = Turned(sync_client.engine("a", spec, transport=transport))
             await sync_engine.open()
             try:
                 yield sync_engine
@@ -67,7 +58,7 @@ async def opened(allocator: Allocator, flavour: str, spec: PoolSpec) -> AsyncIte
                 await sync_engine.close()
 
 
-async def assert_same_tables(engine: Any, client: AsyncAllocatorClient) -> None:
+async def assert_same_tables(engine: Any, client: AsyncAllocator) -> None:
     """What the allocator holds of every live sequence is what the engine has."""
     shown = {each.sequence_id: each for each in (await client.get_pool_blocks("a")).sequences}
     assert set(shown) == {each.id for each in engine.live}
@@ -82,7 +73,7 @@ async def assert_same_tables(engine: Any, client: AsyncAllocatorClient) -> None:
 @pytest.mark.parametrize("kind", SPECS)
 async def test_every_pass_reads_what_was_computed(flavour: str, kind: str) -> None:
     spec = SPECS[kind]
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as reader:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as reader:
         refused = hits = copies = 0
         for seed in range(8):  # of states one in a hundred prompts hits, by threads as they happen to run
             async with opened(allocator, flavour, spec) as engine:
@@ -103,7 +94,7 @@ async def test_every_pass_reads_what_was_computed(flavour: str, kind: str) -> No
 
 
 async def settle(pretended: PretendedEngine) -> None:
-    """Turns until nothing is under way, and every fork and free was told; who gets no room asks for ever."""
+    """Runs turns until nothing is under way, and every fork and free is sent; a sequence without room asks forever."""
     engine = pretended.engine
     while engine._under_way is not None or engine._agenda._forks or engine._agenda._freed:
         pretended.run_copies(await engine.turn())
@@ -133,7 +124,7 @@ async def test_a_refused_prompt_says_what_is_missing_and_whom_to_free(engine: An
     with pytest.raises(NotAdmittedError, match="NO_SPACE, 7 blocks are missing") as raised:
         await engine.admit(range(100, 160))
     refusal = raised.value.refusal
-    assert (refusal.result, refusal.shortfall, refusal.victim) == (Result.NO_SPACE, 7, first)  # one for whoever runs
+    assert (refusal.result, refusal.shortfall, refusal.victim) == (Result.NO_SPACE, 7, first)  # one for a running one
     refusal.victim.free()
     assert (await engine.admit(range(100, 160))).room >= 60
     with pytest.raises(NotAdmittedError, match="TOO_LONG"):
@@ -160,7 +151,9 @@ async def test_who_gets_no_room_says_so_and_goes_on_when_somebody_is_freed(engin
         await engine.turn()
     assert refused.refusal is None
     assert list(refused.due) == [length - 1]
-    assert repr(refused) == f"<Sequence {refused.id}: {length - 1} of {length} tokens computed, room {refused.room}>"
+    assert (
+        repr(refused) == f"<EngineSequence {refused.id}: {length - 1} of {length} tokens computed, room {refused.room}>"
+    )
 
 
 async def test_room_ahead_is_given_back_before_anybody_is_refused() -> None:
@@ -218,7 +211,7 @@ async def test_a_fork_shares_what_is_computed_and_copies_the_block_that_it_write
     parent = await engine.admit(range(6))
     parent.append(6)
     child, late = parent.fork(), parent.fork()
-    late.free()  # before anybody was told of it
+    late.free()  # before the owner got it
     grandchild = child.fork()
     child.append(7)
     grandchild.append(8)

@@ -1,4 +1,4 @@
-"""The gRPC server that both services run, with a service that does nothing but wait."""
+"""The gRPC server of both services, with a service that only waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quire.v1 import worker_pb2_grpc as worker_pb_grpc
 
 from tests.client.servers import secret_file
 
-WORKER_CALLS = 1_024 + 64  # what a worker queues and computes at a time, as it is set up by default
+WORKER_CALLS = 1_024 + 64  # calls that a worker queues and computes at a time by default
 
 
 class WaitingService(worker_pb_grpc.WorkerServiceServicer):

@@ -1,4 +1,4 @@
-"""The owner's side of the Session stream, against a real allocator whose connections break in every way we can make."""
+"""The owner's side of the Session stream, against a real allocator whose connections break in many ways."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from quire import (
-    BlocksStored,
-    FailedPreconditionError,
-    IndexCleared,
-    InternalError,
-    InvalidArgumentError,
-    QuireError,
-    Reason,
-    SnapshotEnd,
-)
-from quire.errors import retry_after_s_of
+from quire import InvalidArgumentError, QuireError, Reason
+from quire.errors import FailedPreconditionError, InternalError, retry_after_s_of
+from quire.events import BlocksStored, IndexCleared, SnapshotEnd
 from quire.protocol.outcomes import Result
 from quire.protocol.packing import pack_uint32
 from quire.protocol.steps import StepBuilder
@@ -121,10 +113,10 @@ async def test_while_no_allocator_answers_the_step_waits_and_says_why() -> None:
             await asyncio.sleep(0)
         assert not step.done()
         assert not scene.session.connected
-        assert repr(scene.session) == f"<PoolSession of pool {scene.session.pool}, not attached>"
+        assert repr(scene.session) == f"<AsyncSession of pool {scene.session.pool}, not attached>"
         await scene.start_allocator()
         assert (await step).grows[0].result is Result.OK
-        assert repr(scene.session) == f"<PoolSession of pool {scene.session.pool}, attached>"
+        assert repr(scene.session) == f"<AsyncSession of pool {scene.session.pool}, attached>"
 
 
 async def test_an_outage_that_is_longer_than_the_silence_of_a_stream_ends_with_it(

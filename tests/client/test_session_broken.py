@@ -1,4 +1,4 @@
-"""Peers that send what is no message, and sessions whose own parts fail: whoever waits hears of it."""
+"""Peers that send invalid bytes, and sessions whose own parts fail: every waiting caller hears of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc import aio
-from quire import AsyncAllocatorClient, AsyncClient
+from quire import AsyncAllocator, AsyncClient
 from quire.errors import InternalError, QuireError, UnavailableError
 from quire.protocol.outcomes import Result
 from quire.protocol.steps import StepBuilder
@@ -60,7 +60,7 @@ class Spoiler(grpc.GenericRpcHandler):
 
 
 class Deaf(Spoiler):
-    """The same, and on its first stream it reads and says nothing once that is open."""
+    """Reads and sends nothing on its first stream once that is open."""
 
     async def _serve(self, requests: AsyncIterator[bytes], context: Any) -> None:
         await super()._serve(requests if "report_end" in self.seen else self._until_open(requests), context)
@@ -75,14 +75,14 @@ class Deaf(Spoiler):
 @asynccontextmanager
 async def spoiled(
     *, spoils_attach: bool, kind: type[Spoiler] = Spoiler
-) -> AsyncIterator[tuple[Spoiler, AsyncAllocatorClient]]:
+) -> AsyncIterator[tuple[Spoiler, AsyncAllocator]]:
     """A server with that, and a client of it."""
     spoiler, server = kind(spoils_attach=spoils_attach), aio.server()
     server.add_generic_rpc_handlers((spoiler,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with AsyncAllocatorClient(f"127.0.0.1:{port}") as client:
+        async with AsyncAllocator(f"127.0.0.1:{port}") as client:
             yield spoiler, client
     finally:
         await server.stop(0)
@@ -139,7 +139,7 @@ async def test_a_callback_that_raises_ends_the_session_for_those_who_wait() -> N
     def refuse(connected: bool) -> None:
         raise RuntimeError("xyzzy")
 
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         session = client.session("p", SPEC)
         session.on_change = refuse
         with pytest.raises(InternalError, match="RuntimeError") as caught:
@@ -171,7 +171,7 @@ async def test_a_session_that_ended_by_itself_leaves_its_stream_and_stays_ended(
 
 async def test_a_session_whose_client_is_closed_takes_no_step() -> None:
     async with running_allocator() as allocator:
-        client = AsyncAllocatorClient(allocator.address)
+        client = AsyncAllocator(allocator.address)
         session = client.session("p", SPEC)
         await session.open()
         await client.close()
@@ -181,7 +181,7 @@ async def test_a_session_whose_client_is_closed_takes_no_step() -> None:
 
 
 async def test_a_closed_session_is_not_opened_again() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         session = client.session("p", SPEC)
         await session.open()
         await session.close()
@@ -210,7 +210,7 @@ async def test_calls_that_are_answered_with_no_message_fail_as_calls_do() -> Non
     server.add_generic_rpc_handlers((Gibberish(),))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    async with AsyncAllocatorClient(address) as allocator, AsyncClient(address) as worker:
+    async with AsyncAllocator(address) as allocator, AsyncClient(address) as worker:
         for call in (allocator.list_pools(), worker.status(), worker.generate("x"), anext(allocator.watch_events("p"))):
             with pytest.raises(InternalError):
                 await asyncio.wait_for(call, SOON_S)
@@ -218,7 +218,7 @@ async def test_calls_that_are_answered_with_no_message_fail_as_calls_do() -> Non
 
 
 async def test_who_waits_for_a_session_to_open_is_told_when_it_is_closed() -> None:
-    async with AsyncAllocatorClient("127.0.0.1:1") as client:
+    async with AsyncAllocator("127.0.0.1:1") as client:
         waits: asyncio.Queue[QuireError] = asyncio.Queue()
         session = client.session("p", SPEC, on_wait=waits.put_nowait)
         opening = asyncio.create_task(session.open())

@@ -1,4 +1,4 @@
-"""What callers give up: steps that are cancelled, sessions that are not opened in time."""
+"""Abandoned calls: steps that are cancelled, sessions that are not opened in time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from quire import AsyncAllocatorClient, InvalidArgumentError, PoolSpec, UnavailableError
+from quire import AsyncAllocator, InvalidArgumentError, PoolSpec, UnavailableError
 from quire.protocol.outcomes import Result, StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session import AnswersMissedError, SessionLostError
@@ -172,14 +172,14 @@ async def test_what_is_submitted_before_the_loss_was_looked_at_is_not_for_the_ne
 
 
 async def test_a_session_that_was_not_opened_in_time_does_not_take_the_pool_later() -> None:
-    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+    async with running_allocator() as allocator, AsyncAllocator(allocator.address) as client:
         owner, late, third = (client.session("p", POOL) for _ in range(3))
         await owner.open()
         before = asyncio.all_tasks()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(late.open(), 0.2)
-        assert not {task for task in asyncio.all_tasks() - before if "PoolSession" in repr(task)}
-        assert len(client._session_links) == 2
+        assert not {task for task in asyncio.all_tasks() - before if "AsyncSession" in repr(task)}
+        assert len(client._link._others) == 2
         with pytest.raises(UnavailableError, match="closed"):
             await late.open()
         await owner.close()

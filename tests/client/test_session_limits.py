@@ -1,4 +1,4 @@
-"""What an owner does where its allocator does not take what it sends, or does not take it at all."""
+"""An owner whose allocator refuses its messages, or the owner itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from grpc import StatusCode
-from quire import AsyncAllocatorClient, InvalidArgumentError, Reason, ResourceExhaustedError
+from quire import AsyncAllocator, InvalidArgumentError, Reason, ResourceExhaustedError
 from quire.protocol.outcomes import Result
 from quire.protocol.steps import StepBuilder
 from quire.session.owner import PoolOwner
@@ -125,7 +125,7 @@ async def test_an_owner_says_that_it_lives_three_times_a_lease(monkeypatch: pyte
 
 @pytest.mark.parametrize("window", [0, -1, 2**32])
 async def test_a_window_that_no_step_fits_is_refused_at_once(window: int) -> None:
-    async with AsyncAllocatorClient("127.0.0.1:1") as client:
+    async with AsyncAllocator("127.0.0.1:1") as client:
         with pytest.raises(ValueError, match=f"window of {window} steps"):
             client.session("p", SPEC, window=window)
 

@@ -1,4 +1,4 @@
-"""Building steps and reading replies: what travels, what is left out, and what does not fit."""
+"""Building steps and reading replies: fields on the wire, omitted fields, and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a stream of chunks whose server is lost, refuses, or says nothing: the same in both flavours."""
+"""A stream of chunks whose server is lost, refuses, or is silent: the same in both flavors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import AsyncClient, ChunkStream, Client, DeadlineExceededError, QuireError, Reason, UnavailableError
+from quire import AsyncClient, Client, DeadlineExceededError, QuireError, Reason, UnavailableError
+from quire.streams import ChunkStream
 from quire.v1 import worker_pb2 as worker_pb
 
 from tests.client.servers import ScriptedServer, lost_worker, refusing, scripted_server, silent, two_samples
@@ -44,7 +45,7 @@ def texts(flavour: str, address: str, **options: Any) -> list[str]:
 
 
 def failing_first(*codes: grpc.StatusCode) -> Any:
-    """An answer whose attempts fail with these codes, one after the other, before one gives two samples."""
+    """Returns answers that fail with these codes, one after the other, before one gives two samples."""
     left = iter(codes)
 
     def answer(request: Any, context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from quire import AllocatorClient, AsyncAllocatorClient, AsyncClient, Client, InvalidArgumentError, Reason
+from quire import Allocator, AsyncAllocator, AsyncClient, Client, InvalidArgumentError, Reason
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -30,11 +30,11 @@ def server() -> Iterator[ScriptedServer]:
 
 
 CALLS: list[Callable[[str, Any], Any]] = [
-    lambda address, timeout_s: AllocatorClient(address).list_pools(timeout_s=timeout_s),
-    lambda address, timeout_s: AllocatorClient(address, timeout_s=timeout_s).list_pools(),
+    lambda address, timeout_s: Allocator(address).list_pools(timeout_s=timeout_s),
+    lambda address, timeout_s: Allocator(address, timeout_s=timeout_s).list_pools(),
     lambda address, timeout_s: Client(address, timeout_s=timeout_s).tokenize,
     lambda address, timeout_s: Client(address).generate("p", timeout_s=timeout_s),
-    lambda address, timeout_s: next(AllocatorClient(address).watch_events("p", timeout_s=timeout_s)),
+    lambda address, timeout_s: next(Allocator(address).watch_events("p", timeout_s=timeout_s)),
 ]
 
 
@@ -59,7 +59,7 @@ def test_what_is_no_time_is_refused_with_its_value(
 
 @pytest.mark.parametrize("timeout_s", LONG)
 async def test_a_very_long_time_is_none_for_asyncio_either(timeout_s: float, server: ScriptedServer) -> None:
-    async with AsyncAllocatorClient(server.address) as allocator, AsyncClient(server.address) as worker:
+    async with AsyncAllocator(server.address) as allocator, AsyncClient(server.address) as worker:
         assert await allocator.list_pools(timeout_s=timeout_s) == ()
         assert (await worker.generate("p", timeout_s=timeout_s)).samples
         assert await anext(allocator.watch_events("p", timeout_s=timeout_s))

@@ -1,4 +1,4 @@
-"""A stream of events: what it yields, where it goes on after it was cut off, and which errors end it."""
+"""A stream of events: its events, where it continues after a break, and the errors that end it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ from typing import Any
 import grpc
 import pytest
 from quire import (
-    AllocatorClient,
-    AsyncAllocatorClient,
-    BlocksRemoved,
-    BlocksStored,
-    CacheEvent,
+    Allocator,
+    AsyncAllocator,
     DeadlineExceededError,
-    IndexCleared,
     InvalidArgumentError,
     NotFoundError,
     QuireError,
     Reason,
     ResourceExhaustedError,
-    SnapshotEnd,
     UnavailableError,
 )
+from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.v1 import allocator_pb2 as pb
 
 from tests.client.servers import ScriptedServer, refusing, scripted_server
@@ -60,7 +56,7 @@ def stored(cursor: int, digest: bytes = ONE) -> pb.CacheEvent:
 
 
 def attempts(*script: Sequence[pb.CacheEvent | grpc.StatusCode | Reason]) -> Any:
-    """An answer whose attempts, one after the other, send events and end as the script says."""
+    """Returns answers whose attempts, one after the other, send events and end as the script says."""
     left = iter(script)
 
     def answer(request: Any, context: grpc.ServicerContext) -> Iterator[pb.CacheEvent]:
@@ -80,12 +76,12 @@ def watched(flavour: str, address: str, *arguments: Any, **options: Any) -> tupl
     found: list[CacheEvent] = []
 
     async def over_asyncio() -> None:
-        async with AsyncAllocatorClient(address) as client, client.watch_events("p", *arguments, **options) as events:
+        async with AsyncAllocator(address) as client, client.watch_events("p", *arguments, **options) as events:
             async for event in events:
                 found.append(event)
 
     def over_threads() -> None:
-        with AllocatorClient(address) as client, client.watch_events("p", *arguments, **options) as events:
+        with Allocator(address) as client, client.watch_events("p", *arguments, **options) as events:
             found.extend(events)
 
     try:
@@ -151,9 +147,54 @@ def test_a_snapshot_that_is_cut_off_is_begun_again(flavour: str, server: Scripte
     assert asked(server) == [(SESSION, 2), (b"", 0), (b"", 0)]
 
 
+def test_a_watch_that_hears_nothing_is_taken_up_again(
+    flavour: str, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy may keep up a connection, and answer its pings, behind which nobody lives."""
+    monkeypatch.setattr("quire._transport.streams.SILENCE_S", 0.3)
+    scripts = iter([[cleared(), snapshot_end(), stored(6)], [], [stored(7)]])
+
+    def quiet(_request: Any, _context: grpc.ServicerContext) -> Iterator[pb.CacheEvent]:
+        script = next(scripts, None)
+        yield from script or ()
+        if script is not None:
+            server.released.wait(30)
+
+    server.answers["WatchEvents"] = quiet
+    waits: list[QuireError] = []
+    events, error = watched(flavour, server.address, on_wait=waits.append)
+    assert error is None
+    assert [event.cursor for event in events] == [5, 5, 6, 7]
+    assert asked(server) == [(b"", 0), (SESSION, 6), (SESSION, 6), (SESSION, 7)]
+    assert ["said nothing" in str(wait) for wait in waits] == [True] * 3
+
+
+def test_a_watch_whose_events_are_taken_late_is_not_silent(
+    flavour: str, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire._transport.streams.SILENCE_S", 0.2)
+    server.answers["WatchEvents"] = attempts([cleared(), snapshot_end(), stored(6)])
+    taken: list[CacheEvent] = []
+
+    async def over_asyncio() -> None:
+        async with AsyncAllocator(server.address) as client, client.watch_events("p") as events:
+            async for event in events:
+                taken.append(event)
+                await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=0.5)
+
+    def over_threads() -> None:
+        with Allocator(server.address) as client, client.watch_events("p") as events:
+            for event in events:
+                taken.append(event)
+                threading.Event().wait(0.5)
+
+    asyncio.run(over_asyncio()) if flavour == "asyncio" else over_threads()
+    assert (len(taken), server.attempts["WatchEvents"]) == (3, 1)
+
+
 def test_a_stream_says_where_a_later_one_may_go_on(server: ScriptedServer) -> None:
     server.answers["WatchEvents"] = attempts([cleared(), stored(5), snapshot_end(), stored(6)])
-    with AllocatorClient(server.address) as client, client.watch_events("p", SESSION, 2) as events:
+    with Allocator(server.address) as client, client.watch_events("p", SESSION, 2) as events:
         seen = [(events.session_id, events.cursor)]
         seen += [(events.session_id, events.cursor) for _ in events]
     assert seen == [(SESSION, 2), (b"", 0), (b"", 0), (SESSION, 5), (SESSION, 6)]
@@ -199,7 +240,7 @@ def test_no_attempt_is_made_when_the_time_is_up(flavour: str, server: ScriptedSe
 
 
 def test_a_cursor_that_fits_no_field_is_refused(server: ScriptedServer) -> None:
-    with AllocatorClient(server.address) as client, pytest.raises(InvalidArgumentError, match="cursor"):
+    with Allocator(server.address) as client, pytest.raises(InvalidArgumentError, match="cursor"):
         client.watch_events("p", SESSION, -1)
 
 
@@ -216,7 +257,7 @@ def test_closing_a_watch_that_waits_for_an_event_ends_the_thread_that_reads_it(s
             begun.set()
 
     server.answers["WatchEvents"] = silent
-    with AllocatorClient(server.address) as client:
+    with Allocator(server.address) as client:
         events = client.watch_events("p")
         reader = threading.Thread(target=read)
         reader.start()

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: real processes, and waiting for what they do."""
+"""The common parts of the end-to-end tests: real processes, and waiting for conditions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from quire import AllocatorClient, Client
+from quire import Allocator, Client
 from quire.local import LocalStack, ServerProcess
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -20,21 +20,21 @@ def eventually(holds: Callable[[], bool], what: str, *, within_s: float = 20.0) 
         assert time.monotonic() < deadline, f"after {within_s} s still not so: {what}"
 
 
-def held_block_count(allocator: AllocatorClient, pool: str = "default") -> int:
+def held_block_count(allocator: Allocator, pool: str = "default") -> int:
     """Blocks in any table, as the allocator says."""
     return allocator.get_pool(pool).held_block_count
 
 
 @contextmanager
-def clients(stack: LocalStack) -> Iterator[tuple[Client, AllocatorClient]]:
+def clients(stack: LocalStack) -> Iterator[tuple[Client, Allocator]]:
     """Clients of both servers."""
-    with Client(stack.worker_address) as worker, AllocatorClient(stack.allocator_address) as allocator:
+    with Client(stack.worker_address) as worker, Allocator(stack.allocator_address) as allocator:
         yield worker, allocator
 
 
 @contextmanager
 def server(module: str, *arguments: str, folder: Path) -> Iterator[ServerProcess]:
-    """One server by itself, ready; what `LocalStack` makes two of."""
+    """Starts one server, ready; `LocalStack` makes two of these."""
     folder.mkdir()
     process = ServerProcess(
         module,

@@ -1,4 +1,4 @@
-"""The examples of branches, run on the demo model: what they hold, and that they leave nothing behind."""
+"""The examples of branches, run on the demo model: the blocks that they hold, and that they leave nothing behind."""
 
 from __future__ import annotations
 

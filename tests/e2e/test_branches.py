@@ -1,4 +1,4 @@
-"""Branches through real processes: whose they are, how long they live, and what is left of them."""
+"""Branches through real processes: their owners, how long they live, and their remains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire import AllocatorClient, AsyncClient, Client, NotFoundError, Reason
+from quire import Allocator, AsyncClient, Client, NotFoundError, Reason
 from quire.local import LocalStack
 
 from tests.e2e.stack import DEMO, clients, eventually, held_block_count, server, started
@@ -92,7 +92,7 @@ def test_branches_live_through_a_worker_that_stands_still_for_longer_than_their_
             worker.process.send_signal(signal.SIGSTOP)
             time.sleep(2.0)
             worker.process.send_signal(signal.SIGCONT)
-            time.sleep(0.5)  # who would end it has come by
+            time.sleep(0.5)  # its timer has run
             assert root.generate(max_tokens=2, ignore_eos=True).usage.output_token_count == 2
 
 
@@ -106,7 +106,7 @@ def test_branches_live_through_a_kill_of_the_allocator_and_not_through_one_of_th
             first.process.wait()
             with server("quire_allocator", "--listen", first.address, "--lease", "2", folder=tmp_path / "second"):
                 eventually(client.health, "the worker serves again")
-                with AllocatorClient(first.address) as allocator:
+                with Allocator(first.address) as allocator:
                     assert len(allocator.get_pool_blocks("default").sequences) == 2, "as the worker has reported"
                     assert client.status().held_branch_count == 2
                 expected = client.generate(DOCUMENT, max_tokens=9, ignore_eos=True).text

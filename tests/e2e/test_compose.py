@@ -32,7 +32,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 ROOT = Path(__file__).resolve().parent.parent.parent
 LASTING_SERVICES = ("allocator", "worker", "gateway", "prometheus", "grafana")
 PROFILED_SERVICES = ("vllm",)
-# What Grafana puts in: everything for the variables that choose, four scrapes for the shortest range.
+# Grafana's values: everything for the variables that choose, four scrapes for the shortest range.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
 CREDENTIALS = ("/run/quire/client.pem", "/run/quire/server.pem")
 KILLED = 128 + 9
@@ -47,7 +47,7 @@ class Deployment:
     """A running Compose project.
 
     Attributes:
-        environment: what `docker compose` is run with; it names the project and the ports.
+        environment: the environment of `docker compose`; it names the project and the ports.
         ports: published port of each lasting service, on 127.0.0.1.
     """
 
@@ -77,7 +77,7 @@ class Deployment:
         return self.compose("run", "--rm", "-T", "quire", *arguments)
 
     def start(self, service: str, *command: str) -> subprocess.Popen[bytes]:
-        """The same, under way: its standard output is a pipe."""
+        """Starts it in the background, with standard output as a pipe."""
         return subprocess.Popen(
             ["docker", "compose", "exec", "-T", service, *command],
             cwd=ROOT,
@@ -86,7 +86,7 @@ class Deployment:
         )
 
     def up(self) -> None:
-        """The one command of a user; returns when every service is healthy."""
+        """Runs the one command of a user; returns when every service is healthy."""
         self.compose("up", "--detach", "--wait", timeout_s=1500)
 
     def kill(self, service: str) -> None:
@@ -108,7 +108,7 @@ class Deployment:
         return [line for output in outputs for line in output.split()]
 
     def inspect(self, service: str) -> dict[str, Any]:
-        """What the engine says about a service's only container."""
+        """Returns the engine's description of a service's only container."""
         container = self.compose("ps", "--all", "--quiet", service).strip()
         output = subprocess.run(["docker", "inspect", container], capture_output=True, check=True, timeout=30).stdout
         description: dict[str, Any] = json.loads(output)[0]
@@ -125,7 +125,7 @@ class Deployment:
         return [float(series["value"][1]) for series in self.get_json("prometheus", path)["data"]["result"]]
 
     def query(self, expression: str) -> float | None:
-        """Value of a PromQL expression with one series; None when there is none."""
+        """Returns the value of a PromQL expression with one series; None when there is none."""
         return next(iter(self.query_all(expression)), None)
 
 
@@ -174,7 +174,7 @@ def generate(deployment: Deployment, prompt: str) -> str:
 
 
 def is_connected(deployment: Deployment) -> bool:
-    """Whether the worker has its session. That it is healthy may be what the engine found before the allocator left."""
+    """Whether the worker has its session. Its health may be from before the allocator left."""
     with contextlib.suppress(AssertionError):  # `quire status` fails where something does not serve
         return ", connected" in deployment.execute("worker", "quire", "status")
     return False
@@ -202,7 +202,7 @@ def test_text_is_generated_by_one_command(deployment: Deployment) -> None:
 
 
 def ask(deployment: Deployment, **options: Any) -> Any:
-    """What OpenAI's own client gets from the gateway's published port, with the deployment's API key."""
+    """Returns the answer to OpenAI's own client from the gateway's published port, with the deployment's API key."""
     key = deployment.execute("gateway", "cat", "/run/quire/api-keys").strip()
     with openai.OpenAI(base_url=f"http://127.0.0.1:{deployment.ports['gateway']}/v1", api_key=key) as ai:
         answer = ai.completions.create(

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from quire import AllocatorClient, Client, NotFoundError, QuireError, Reason, SamplingParams, UnavailableError
+from quire import Allocator, Client, NotFoundError, QuireError, Reason, SamplingParams, UnavailableError
 from quire.local import LocalStack, ServerFailedError
 from quire_allocator.metrics.collector import METRIC_NAMES as ALLOCATOR_METRICS
-from quire_worker.telemetry import METRIC_NAMES as WORKER_METRICS
+from quire_worker.process.worker_metrics import METRIC_NAMES as WORKER_METRICS
 
 from tests.client.servers import quire
 from tests.e2e.stack import DEMO, clients, eventually, held_block_count, server, started
@@ -26,7 +26,7 @@ def test_both_stop_cleanly_and_the_pool_is_given_back() -> None:
     stack.start()
     assert stack.worker is not None
     assert stack.allocator is not None
-    with AllocatorClient(stack.allocator_address) as allocator:
+    with Allocator(stack.allocator_address) as allocator:
         assert [pool.pool for pool in allocator.list_pools()] == ["default"]
         stack.worker.stop()
         assert stack.worker.process.returncode == 0
@@ -36,7 +36,7 @@ def test_both_stop_cleanly_and_the_pool_is_given_back() -> None:
 
 
 def test_a_killed_worker_loses_its_pool_after_the_lease_and_a_new_one_takes_over(tmp_path: Path) -> None:
-    with started(allocator_arguments=["--lease", "2"]) as stack, AllocatorClient(stack.allocator_address) as allocator:
+    with started(allocator_arguments=["--lease", "2"]) as stack, Allocator(stack.allocator_address) as allocator:
         assert stack.worker is not None
         with Client(stack.worker_address) as client:
             undisturbed = client.generate("The for", max_tokens=60, ignore_eos=True).text
@@ -55,7 +55,7 @@ def test_a_killed_worker_loses_its_pool_after_the_lease_and_a_new_one_takes_over
 
 
 def test_a_silent_owner_loses_its_pool(tmp_path: Path) -> None:
-    with started(allocator_arguments=["--lease", "2"]) as stack, AllocatorClient(stack.allocator_address) as allocator:
+    with started(allocator_arguments=["--lease", "2"]) as stack, Allocator(stack.allocator_address) as allocator:
         assert stack.worker is not None
         stack.worker.process.send_signal(signal.SIGSTOP)
         eventually(lambda: allocator.list_pools() == (), "the pool is dropped")
@@ -80,7 +80,7 @@ def test_text_goes_on_the_same_after_the_allocator_was_killed_and_started_again(
             with server("quire_allocator", "--listen", first.address, folder=tmp_path / "second"):
                 pieces += [chunk.text for chunk in stream]
                 assert "".join(pieces) == undisturbed
-                with AllocatorClient(first.address) as allocator:  # the text may have ended before the session is back
+                with Allocator(first.address) as allocator:  # the text may have ended before the session is back
                     eventually(lambda: len(allocator.list_pools()) == 1, "the worker has attached again")
                     eventually(lambda: held_block_count(allocator) == 0, "every block is free")
     log = (tmp_path / "worker" / "log").read_text()

@@ -1,4 +1,4 @@
-"""What the README and the page on engines show works as it stands there."""
+"""The README's and the engine page's examples work as they are."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from quire import AllocatorClient, AsyncAllocatorClient, Client, PoolSpec, PrefixMirror
+from quire import Allocator, AsyncAllocator, Client, PoolSpec
 from quire.hashing import prompt_digests, root_digest
 from quire.local import LocalStack, ServerProcess
+from quire.mirror import PrefixMirror
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 
 from tests.e2e.stack import server, started
 
@@ -41,7 +42,7 @@ def python_of(document: str) -> list[str]:
 
 
 def printed(stack: LocalStack, *command: str) -> str:
-    """What a command prints that finds the stack where it looks by itself."""
+    """Returns the output of a command that finds the stack by its defaults."""
     addresses = {"QUIRE_WORKER": stack.worker_address, "QUIRE_ALLOCATOR": stack.allocator_address}
     done = subprocess.run(
         [sys.executable, *command],
@@ -65,7 +66,7 @@ def test_the_python_example_runs_and_prints_what_it_says(stack: LocalStack) -> N
     assert 2 * int(counts[1]) < int(counts[2]), "it shows what sharing saves"
 
 
-# What the page leaves to its reader: pages that are lists, and a model that is a hash of what they hold.
+# The parts that the page leaves to its reader: pages that are lists, and a model that hashes their contents.
 ENGINE = """
 import asyncio, hashlib
 prompt_tokens = list(range(40))
@@ -99,7 +100,7 @@ count, ends, forked = [0], [], []
 
 
 def test_the_engine_is_built_step_by_step_from_the_snippets_of_its_page(stack: LocalStack) -> None:
-    """Each snippet goes on where the one before it stopped; the fork comes once, after the first token."""
+    """Each snippet continues the one before it; the fork comes once, after the first token."""
     specification, admitted, turns, fork = python_of("docs/engine.md")
     once = "if not forked:\n    forked.append(1)\n" + textwrap.indent(textwrap.dedent(fork), "    ")
     append = "        text.append(token)  # they are computed, and this one came of them\n"
@@ -126,9 +127,9 @@ def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalSt
         "client.prefill(document)": lambda: branches(stack),
         "engine(...)": lambda: engine(stack),
         "session(...)": lambda: asyncio.run(session(stack)),
-        "open_session(...)": lambda: unary(stack),
+        'session(..., transport="calls")': lambda: unary(stack),
         'watch_events("default")': lambda: watched(stack),
-        "quire.PrefixMirror": lambda: watched(stack),
+        "quire.mirror.PrefixMirror": lambda: watched(stack),
         "import quire_kernels": lambda: printed(stack, "-c", "import quire_kernels"),
         "quire-allocator --cpu 3": lambda: pinned(tmp_path),
         "--random 900": lambda: printed(stack, "benchmarks/hybrid.py", "--random", "2", "--sides", "quire", "--json"),
@@ -140,14 +141,14 @@ def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalSt
 
 
 def installed(folder: Path) -> None:
-    """The client alone, without what its extras bring."""
+    """Installs the client alone, without the packages of its extras."""
     options = ["--no-deps", "--no-build-isolation", "--no-index", "-q", "--target", str(folder)]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, "."], cwd=ROOT, check=True, timeout=60)
-    assert (folder / "quire" / "client.py").exists()
+    assert (folder / "quire" / "_async" / "client.py").exists()
 
 
 def extras() -> None:
-    """Those that the README lists, and one that has all of them."""
+    """Checks the extras that the README lists, and the one that has all of them."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (of_all,) = named["all"]
     brought = set(re.findall(r"\[(.*)\]", of_all)[0].split(","))
@@ -169,23 +170,24 @@ SPEC = PoolSpec.full_attention(block_count=64, block_size=16, model_fingerprint=
 
 
 def engine(stack: LocalStack) -> None:
-    with AllocatorClient(stack.allocator_address) as client, client.engine("readme/engine", SPEC) as running:
+    with Allocator(stack.allocator_address) as client, client.engine("readme/engine", SPEC) as running:
         assert running.admit(list(range(20))).table[0]
 
 
 async def session(stack: LocalStack) -> None:
-    client = AsyncAllocatorClient(stack.allocator_address)
+    client = AsyncAllocator(stack.allocator_address)
     async with client, client.session("readme/session", SPEC) as running:
         assert running.connected
 
 
 def unary(stack: LocalStack) -> None:
-    with AllocatorClient(stack.allocator_address) as client, client.open_session("readme/calls", SPEC) as running:
+    client = Allocator(stack.allocator_address)
+    with client, client.session("readme/calls", SPEC, transport="calls") as running:
         assert running.session_id
 
 
 def watched(stack: LocalStack) -> None:
-    with Client(stack.worker_address) as worker, AllocatorClient(stack.allocator_address) as client:
+    with Client(stack.worker_address) as worker, Allocator(stack.allocator_address) as client:
         status, prompt = worker.status(), list(range(1, 41))
         worker.generate(prompt, max_tokens=1)
         mirror = PrefixMirror(client.get_pool("default").spec)
@@ -204,28 +206,29 @@ def pinned(folder: Path) -> None:
 
 
 def commands() -> list[str]:
-    """Each line of the README's shell blocks, without its comment, and the command that a comment names."""
+    """Each line of the README's shell blocks, without its comment."""
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    lines = []
-    for line in (line for block in blocks for line in block.splitlines()):
-        command, _, comment = line.partition(" #")
-        lines += [command.strip(), comment.partition("and: ")[2].strip()]
-    return [line for line in lines if line]
+    return [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
+
+
+def first_hour() -> list[str]:
+    """Each command of the page that shows what the README's lines, and some more, print."""
+    page = (ROOT / "docs" / "first-hour.md").read_text(encoding="utf-8")
+    return [line.strip() for line in page.splitlines() if line.startswith("    ")]
 
 
 def test_the_page_of_the_first_hour_says_what_each_line_prints() -> None:
-    page = (ROOT / "docs" / "first-hour.md").read_text(encoding="utf-8")
-    shown = {line.strip() for line in page.splitlines() if line.startswith("    ")}
-    assert {*commands(), "pip install .", "quire-allocator --cpu 3"} <= shown
+    assert {*commands(), "make up", "make down", "pip install .", "quire-allocator --cpu 3"} <= set(first_hour())
 
 
 def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     # Activation is what `sys.executable` stands for; the compose line is run by `make test-compose`.
     elsewhere = {". .venv/bin/activate", 'docker compose exec worker quire generate "The for statement"'}
-    by_make = [line for line in commands() if line.startswith("make ")]
+    elsewhere |= {"git clone ... quire && cd quire", "pip install .", "quire-allocator --cpu 3"}  # two of a test above
+    by_make = [line for line in first_hour() if line.startswith("make ")]
     assert {line.split()[1] for line in by_make} <= targets
-    here = [line for line in commands() if line not in (*by_make, *elsewhere)]
+    here = [line for line in first_hour() if line not in (*by_make, *elsewhere)]
     up, *others = here
     assert up == "quire up --model models/demo"
     free = [f"--{name}=127.0.0.1:0" for name in ("allocator", "worker", "gateway", "allocator-metrics")]
@@ -249,7 +252,7 @@ def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_pa
                 with subprocess.Popen(words, cwd=where, env=environment, stdout=-1, stderr=-1, text=True) as process:
                     assert process.stdout is not None
                     first = ""
-                    if "watch" in words:  # which goes on for ever
+                    if "watch" in words:  # which runs forever
                         first = process.stdout.readline()
                         process.send_signal(signal.SIGINT)
                     out, error = process.communicate(timeout=60)
@@ -313,14 +316,14 @@ def test_an_engine_of_ones_own_decodes_on_while_its_allocator_is_dead(tmp_path: 
 async def test_an_engine_of_ones_own_is_right_when_every_answer_is_there_before_it_computes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    submit = PoolSession.submit
+    submit = AsyncSession.submit
 
-    async def answered(session: PoolSession, step: StepBuilder) -> asyncio.Future[StepOutcome]:
+    async def answered(session: AsyncSession, step: StepBuilder) -> asyncio.Future[StepOutcome]:
         answer = await submit(session, step)
         await asyncio.wait([answer])
         return answer
 
-    monkeypatch.setattr(PoolSession, "submit", answered)
+    monkeypatch.setattr(AsyncSession, "submit", answered)
     monkeypatch.setenv("QUIRE_ALLOCATOR", f"unix://{tmp_path}/socket")
     allocator = await asyncio.to_thread(allocator_process, tmp_path)
     await runpy.run_path(str(ROOT / "examples" / "own_engine.py"))["main"]()

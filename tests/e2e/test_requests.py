@@ -1,4 +1,4 @@
-"""Requests through real processes: the right text, clear errors, and no block held by anybody who left."""
+"""Requests through real processes: the right text, clear errors, and no blocks held after a caller left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from quire import AllocatorClient, Client, DeadlineExceededError, InvalidArgumentError, QuireError, Reason
+from quire import Allocator, Client, DeadlineExceededError, InvalidArgumentError, QuireError, Reason
 from quire.local import LocalStack
 from quire_worker.model.tokenizer import Tokenizer
 
@@ -23,7 +23,7 @@ PROMPTS = ["The for statement", "Return the", "A", "If the expression is true, "
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LocalStack]:
-    # Each token is a message of its own, so that what counts messages counts tokens.
+    # Each token is a message of its own, so that counting messages counts tokens.
     with started("--stream-interval-ms", "0") as running:
         yield running
 
@@ -35,8 +35,8 @@ def worker(stack: LocalStack) -> Iterator[Client]:
 
 
 @pytest.fixture
-def allocator(stack: LocalStack) -> Iterator[AllocatorClient]:
-    with AllocatorClient(stack.allocator_address) as client:
+def allocator(stack: LocalStack) -> Iterator[Allocator]:
+    with Allocator(stack.allocator_address) as client:
         yield client
 
 
@@ -73,7 +73,7 @@ def test_eight_requests_in_a_pool_that_fits_two_finish_with_the_right_text() -> 
         eventually(lambda: held_block_count(allocator) == 0, "every block is free")
 
 
-def test_a_client_killed_in_mid_stream_leaves_no_block_held(stack: LocalStack, allocator: AllocatorClient) -> None:
+def test_a_client_killed_in_mid_stream_leaves_no_block_held(stack: LocalStack, allocator: Allocator) -> None:
     script = (
         "import sys; from quire import Client\n"
         "for chunk in Client(sys.argv[1]).stream('The for', max_tokens=3000, n=4, temperature=1.0, ignore_eos=True):\n"
@@ -91,14 +91,14 @@ def test_a_client_killed_in_mid_stream_leaves_no_block_held(stack: LocalStack, a
     assert allocator.get_pool("default").sequence_count == 0
 
 
-def test_a_deadline_ends_the_request_and_frees_its_blocks(worker: Client, allocator: AllocatorClient) -> None:
+def test_a_deadline_ends_the_request_and_frees_its_blocks(worker: Client, allocator: Allocator) -> None:
     with pytest.raises(DeadlineExceededError):
         worker.generate("The for", max_tokens=4000, ignore_eos=True, timeout_s=0.5)
     eventually(lambda: held_block_count(allocator) == 0, "the blocks are free")
     eventually(lambda: worker.status().running_count == 0, "nothing runs")
 
 
-def test_leaving_a_stream_frees_its_blocks(worker: Client, allocator: AllocatorClient) -> None:
+def test_leaving_a_stream_frees_its_blocks(worker: Client, allocator: Allocator) -> None:
     for number, _ in enumerate(worker.stream("The for", max_tokens=4000, ignore_eos=True)):
         if number == 5:
             assert held_block_count(allocator) > 0
@@ -155,7 +155,7 @@ def test_a_length_that_was_cut_is_said_in_the_answer(worker: Client) -> None:
 
 
 def test_32_identical_prompts_at_once_cost_one_prefill(worker: Client) -> None:
-    prompt = list(range(100, 420))  # 20 blocks, of which the last one's last token is computed by everybody
+    prompt = list(range(100, 420))  # 20 blocks; each sample computes the last block's last token
     before = worker.status()
     with ThreadPoolExecutor(32) as threads:
         outputs = list(threads.map(lambda _: worker.generate(prompt, max_tokens=4, ignore_eos=True), range(32)))

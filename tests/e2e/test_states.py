@@ -6,7 +6,7 @@ import random
 import signal
 from pathlib import Path
 
-from quire import AllocatorClient, Client
+from quire import Allocator, Client
 from quire_worker.model.tokenizer import Tokenizer
 
 from tests.e2e.stack import eventually, server
@@ -51,7 +51,7 @@ def test_a_hybrid_outlives_its_allocator_and_later_prompts_begin_from_its_checkp
             first.process.wait()
             with (
                 server("quire_allocator", "--listen", first.address, folder=tmp_path / "second"),
-                AllocatorClient(first.address) as allocator,
+                Allocator(first.address) as allocator,
             ):
                 pieces += [chunk.token_ids for chunk in stream]
                 written, wanted = sum(pieces, ()), expected(prompts[0], TOKENS)

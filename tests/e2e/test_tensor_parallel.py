@@ -1,4 +1,4 @@
-"""`--tensor-parallel 2` as users run it: real processes, and what becomes of the crew when one of them is killed."""
+"""`--tensor-parallel 2` as users run it: real processes, and the rest of the crew after one is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from quire import AllocatorClient, Client
+from quire import Allocator, Client
 from quire.errors import QuireError
 from quire_worker.model.tokenizer import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -28,7 +28,7 @@ LIMIT_S = 20.0  # within which a crew has ended; a second or two on a machine th
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[int, ...]:
-    """What transformers writes."""
+    """Returns the text of transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     tokens = torch.tensor([Tokenizer(DEMO).encode(PROMPT)])
     model.generation_config.eos_token_id = None
@@ -64,7 +64,7 @@ def test_two_ranks_outlive_their_allocator_and_end_when_one_is_killed(
             first.process.wait()
             with (
                 server("quire_allocator", "--listen", first.address, folder=tmp_path / "second"),
-                AllocatorClient(first.address) as allocator,
+                Allocator(first.address) as allocator,
             ):
                 pieces += [chunk.token_ids for chunk in stream]
                 assert sum(pieces, ()) == expected
@@ -92,7 +92,7 @@ def test_the_other_rank_ends_by_itself_when_rank_0_is_killed_and_the_lease_ends(
             leader.kill()
             worker.process.wait()
             assert psutil.wait_procs([other], timeout=LIMIT_S)[1] == []
-            with AllocatorClient(allocator.address) as client:
+            with Allocator(allocator.address) as client:
                 eventually(lambda: client.list_pools() == (), "the lease has ended")
 
 
@@ -136,7 +136,7 @@ def test_torchrun_starts_two_ranks_that_drain_when_it_is_told_to_stop(
                 pieces += [chunk.token_ids for chunk in stream]
             assert sum(pieces, ()) == expected[:30], "what runs is finished"
             assert psutil.wait_procs(crew, timeout=LIMIT_S)[1] == []
-            with AllocatorClient(allocator.address) as owner:
+            with Allocator(allocator.address) as owner:
                 assert owner.list_pools() == (), "the pool was given back"
             assert '"error"' not in log.read_text()
         finally:

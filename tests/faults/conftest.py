@@ -1,4 +1,4 @@
-"""A wall clock that tests may set, in servers that are told of it."""
+"""A wall clock that tests may set, in servers that read it."""
 
 from __future__ import annotations
 

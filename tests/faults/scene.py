@@ -1,4 +1,4 @@
-"""Real allocator processes, a proxy on the way to them, and an owner that reads back what it wrote into its pages."""
+"""Real allocator processes, a proxy on the way to them, and an owner that reads its pages back."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
-from quire import AsyncAllocatorClient
+from quire import AsyncAllocator
+from quire._transport import messages
 from quire.errors import QuireError
 from quire.local import ServerProcess
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.state_digest import SequenceRow, state_digest
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.v1 import allocator_pb2 as pb
 
 from tests.simulation.histories import History, pool_spec
@@ -31,13 +32,13 @@ LEASE_S = 3
 
 
 class Proxy:
-    """Forwards TCP connections to whatever `target` is; can cut them, or hold back what they carry."""
+    """Forwards TCP connections to `target`; can cut them, or hold back their data."""
 
     def __init__(self) -> None:
         self.target = ""
         self.address = ""
         self._bytes_left: int | None = None  # to forward towards the target before everything is cut
-        self._counted_from = b""  # what has to pass before they are counted
+        self._counted_from = b""  # bytes before the count begins
         self._connections: set[_Connection] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self._swallowed = _Open(True, True)
@@ -63,8 +64,8 @@ class Proxy:
         self._connections.clear()
 
     def cut_after(self, byte_count: int, text: str = "") -> None:
-        """Closes every connection in the middle of whatever is being sent to the target, once so much more has been:
-        of all that is sent, or of what follows a text."""
+        """Closes every connection in the middle of a message to the target, after this many more bytes: of everything
+        sent, or of the bytes after a text."""
         self._bytes_left, self._counted_from = byte_count, text.encode()
 
     def swallow(self) -> None:
@@ -72,7 +73,7 @@ class Proxy:
         self._hold_back(_Open(False, False))
 
     def swallow_replies(self) -> None:
-        """Only what the target sends does not get through."""
+        """Drops everything that the target sends, and nothing else."""
         self._hold_back(_Open(True, False))
 
     def strand(self) -> None:
@@ -81,7 +82,7 @@ class Proxy:
             connection.hold_back(_Open(False, False))
 
     def let_through(self) -> None:
-        """Ends all that; what was held back is late, not lost."""
+        """Ends all faults; data held back arrives late."""
         self._hold_back(_Open(True, True))
 
     def _hold_back(self, swallowed: _Open) -> None:
@@ -155,11 +156,11 @@ class _Connection:
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
-        self.hold_back(_Open(True, True))  # who waits there finds out
+        self.hold_back(_Open(True, True))  # waiting callers find out
 
 
 class Place:
-    """Where an allocator runs: one process after another on the same port."""
+    """The address of an allocator: one process after another on the same port."""
 
     def __init__(self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self._folder = folder
@@ -220,7 +221,7 @@ class Name:
             self._starting = None
 
     def replace(self) -> None:
-        """kill -9; whoever comes back finds an empty one. The next one must be `ready`."""
+        """Replaces the allocator by kill -9; returning owners find an empty one. The next one must be `ready`."""
         assert self._starting is None
         self.proxy.target = self._next.address
         self.place.kill()
@@ -263,7 +264,7 @@ async def metric(place: Place, name: str) -> float:
 class Owner:
     """A session with an engine at random behind it."""
 
-    def __init__(self, session: PoolSession, spec: pb.PoolSpec, seed: int) -> None:
+    def __init__(self, session: AsyncSession, spec: pb.PoolSpec, seed: int) -> None:
         self.session = session
         self.history = History(spec, random.Random(seed))
 
@@ -290,7 +291,7 @@ class Owner:
 
 async def pool_of(place: Place, pool: str) -> pb.GetPoolResponse:
     """A pool with its tables, past any proxy."""
-    async with AsyncAllocatorClient(place.address) as client:
+    async with AsyncAllocator(place.address) as client:
         return await client._stub.GetPool(pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS))
 
 
@@ -311,7 +312,7 @@ def rows_of(seen: pb.GetPoolResponse) -> list[SequenceRow]:
 
 @asynccontextmanager
 async def named(folder: Path, *, environment: Mapping[str, str] | None = None) -> AsyncIterator[Name]:
-    """A name with two allocators whose leases are short."""
+    """Yields a name with two allocators whose leases are short."""
     name = Name(folder, "--lease", f"{LEASE_S}", environment=environment)
     await name.start()
     try:
@@ -333,8 +334,8 @@ async def attached(
 ) -> AsyncIterator[Owner]:
     """An owner of a pool; unless told otherwise it is attached, to whatever the name stands for."""
     spec = pool_spec(kinds, 64)
-    async with AsyncAllocatorClient(address or name.proxy.address) as client:
-        session = client._session(pool, spec, on_wait=on_wait)
+    async with AsyncAllocator(address or name.proxy.address) as client:
+        session = client.session(pool, messages.pool_spec(spec), on_wait=on_wait)
         if opens:
             await session.open()
         try:
@@ -344,6 +345,6 @@ async def attached(
 
 
 async def flood(owner: Owner) -> None:
-    """Asks for new sequences as fast as answers come, for ever."""
+    """Asks for new sequences as fast as answers come, forever."""
     while True:
         await owner.session.submit(owner.history.make_new())

@@ -1,7 +1,7 @@
 """The fault table of the session protocol on real allocators: nothing leaks, nothing is lost, every page reads back.
 
 The owner here is a session without a model, so that a fault can be put between two messages; `test_text.py` has the
-same faults under a worker that streams. Which test answers which row is written in `docs/session.md`.
+same faults under a worker that streams. README.md says which test answers which fault.
 
 `QUIRE_FAULT_RUNS` says how often each fault is repeated (`make faults RUNS=1000`); recovery times are printed.
 """
@@ -17,10 +17,11 @@ from contextlib import AsyncExitStack
 
 import pytest
 import pytest_asyncio
-from quire import AsyncAllocatorClient, IndexCleared, PoolSpec, SnapshotEnd
+from quire import AsyncAllocator, PoolSpec
 from quire.errors import QuireError, Reason
+from quire.events import IndexCleared, SnapshotEnd
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 
 from tests.faults.conftest import WallClock
 from tests.faults.scene import LEASE_S, Name, attached, metric, named, report
@@ -149,7 +150,7 @@ async def test_sessions_and_calls_of_one_client_leave_a_silent_connection_each_f
     spec, step = PoolSpec.full_attention(block_count=64, block_size=4), StepBuilder()
     step.allocate(1, 20)
     address = name.proxy.address if is_stranded else name.place.address
-    async with AsyncAllocatorClient(address) as client:
+    async with AsyncAllocator(address) as client:
         sessions = [client.session(f"one-client-{i}", spec) for i in range(2)]
         for session in sessions:
             await session.open()
@@ -174,7 +175,7 @@ async def test_sessions_and_calls_of_one_client_leave_a_silent_connection_each_f
     name.proxy.let_through()
 
 
-async def is_left(session: PoolSession) -> None:
+async def is_left(session: AsyncSession) -> None:
     """Returns once its stream is down."""
     while session.connected:
         await asyncio.sleep(0)
@@ -265,7 +266,7 @@ async def test_an_owner_that_was_silent_for_longer_than_its_lease_displaces_nobo
                 await living.step()
                 await living.check(name.place)
             assert not answer.done()
-        await zombie.act(step, answer)  # what its pages hold was reported, and is in force again
+        await zombie.act(step, answer)  # its pages were reported, and are in force again
         await zombie.step()
         await zombie.check(name.place)
 

@@ -1,5 +1,5 @@
-"""Rows of the fault table about what an owner asks for, on a real allocator: what it never computed, frees that are
-wrong, holds that nobody gives back, messages that are too large, callers that say nothing or too much."""
+"""Rows of the fault table about an owner's requests, on a real allocator: uncomputed tokens, wrong frees, holds that
+are never given back, messages that are too large, callers that are silent or too fast."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 import pytest_asyncio
-from quire import AsyncAllocatorClient
+from quire import AsyncAllocator
 from quire.errors import QuireError, Reason, from_rpc_error
 from quire.hashing import block_digests
 from quire.protocol.outcomes import Result
 from quire.protocol.steps import StepBuilder
-from quire.session import PoolSession
+from quire.session import AsyncSession
 from quire.v1 import allocator_pb2 as pb
 
 from tests.faults.scene import Name, Owner, attached, flood, named, pool_of, report
@@ -45,7 +45,7 @@ def step_of(*operations: tuple[object, ...]) -> StepBuilder:
 
 async def matched(name: Name, tokens: list[int], namespace: str = "") -> int:
     """Tokens of a prompt that any pool has published."""
-    async with AsyncAllocatorClient(name.place.address) as client:
+    async with AsyncAllocator(name.place.address) as client:
         found = await client.match_prefix(block_digests(ROOT, tokens, BLOCK_SIZE), namespace)
         return max((match.matched_token_count for match in found), default=0)
 
@@ -69,7 +69,7 @@ async def test_what_was_granted_but_never_computed_is_not_found(name: Name) -> N
         assert beyond.commits == [Result.TOO_LONG]
         assert await matched(name, TOKENS) == 0
         await owner.session.step(step_of(("commit", 1, 16, digests[:4])))
-        await owner.session.step(StepBuilder())  # nobody is told before the one before is acknowledged
+        await owner.session.step(StepBuilder())  # no event before the previous step is acknowledged
         assert await matched(name, TOKENS) == 16
         await owner.check(name.place)
 
@@ -114,7 +114,7 @@ async def test_messages_that_are_too_large_are_refused_and_nobody_else_notices(n
         await owner.session.step(step_of(("allocate", 1, 20)))
         huge = step_of(("allocate", 2, 20, b"d" * 32 * 40_000))  # 1.28 MB of 1 MiB
         assert await refusal(owner, huge) is Reason.TOO_LARGE
-        async with AsyncAllocatorClient(name.place.address) as client:
+        async with AsyncAllocator(name.place.address) as client:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await client._stub.MatchPrefix(pb.MatchPrefixRequest(digests=b"d" * (3 << 20)))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -133,8 +133,8 @@ async def test_steps_that_are_unanswered_are_few_and_answers_kept_no_longer_than
             most = max(most, owner.session.unanswered_count)
         assert 1 < most <= 4
         await owner.check(name.place)
-    async with AsyncAllocatorClient(name.place.address) as client:
-        wide = PoolSession(client._stub, "wide", pool_spec("full", 64), window=9)
+    async with AsyncAllocator(name.place.address) as client:
+        wide = AsyncSession(client._stub, "wide", pool_spec("full", 64), window=9)
         with pytest.raises(QuireError, match="window"):
             await wide.open()
 
@@ -142,7 +142,7 @@ async def test_steps_that_are_unanswered_are_few_and_answers_kept_no_longer_than
 async def test_callers_that_say_nothing_are_ended_and_cost_owners_nothing(name: Name) -> None:
     host, port = name.place.address.rsplit(":", 1)
     async with attached(name, kinds="full") as owner, AsyncExitStack() as stack:
-        client = await stack.enter_async_context(AsyncAllocatorClient(name.place.address))
+        client = await stack.enter_async_context(AsyncAllocator(name.place.address))
         silent = [client._stub.Session() for _ in range(30)]
         writers = [(await asyncio.open_connection(host, int(port)))[1] for _ in range(30)]
         slow = list[float]()

@@ -1,4 +1,4 @@
-"""An allocator that refuses its predecessor's owner: that goes on with what it was granted, until one has it again."""
+"""An allocator that refuses its predecessor's owner, which continues with its grants until an allocator accepts it."""
 
 from __future__ import annotations
 

@@ -7,18 +7,24 @@ import itertools
 from pathlib import Path
 
 import psutil
-from quire import AllocatorClient, AsyncAllocatorClient, PoolSpec
-from quire.errors import QuireError
+import pytest
+from quire import Allocator, AsyncAllocator, PoolSpec
+from quire.errors import DeadlineExceededError, QuireError
 from quire.events import CacheEvent
 
+from tests.client.servers import endless, scripted_server
+from tests.faults.http2_proxy import Http2Proxy
 from tests.faults.scene import Place, Proxy
+from tests.gateway.scene import curl, gateway, script
 
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
 NOTICED_S = 30.0  # 10 of a client, 15 of a server, and a busy machine
 
+pytestmark = pytest.mark.timeout(240)
+
 
 def connections(place: Place) -> int:
-    """How many clients the allocator believes to have."""
+    """Returns how many clients the allocator counts."""
     found = psutil.Process(place.server.process.pid).net_connections("tcp")
     port = int(place.address.rpartition(":")[2])
     return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port for each in found)
@@ -28,13 +34,14 @@ async def test_dead_connections_are_left_by_clients_of_either_kind_and_by_the_se
     place, proxy = Place(tmp_path), Proxy()
     await asyncio.gather(place.start(), proxy.start())
     proxy.target = place.address
-    owner = AllocatorClient(place.address)
-    session = await asyncio.to_thread(owner.open_session, "p", SPEC)
-    client, watcher, threads = AsyncAllocatorClient(proxy.address), AsyncAllocatorClient(proxy.address), []
+    owner = Allocator(place.address)
+    session = owner.session("p", SPEC, transport="calls")
+    await asyncio.to_thread(session.open)
+    client, watcher, threads = AsyncAllocator(proxy.address), AsyncAllocator(proxy.address), []
     heard: list[CacheEvent] = []
     waits: list[QuireError] = []
     events = watcher.watch_events("p", on_wait=waits.append)
-    threads_client = AllocatorClient(proxy.address)
+    threads_client = Allocator(proxy.address)
     threads_events = threads_client.watch_events("p", on_wait=waits.append)
     numbers = itertools.count(1)
 
@@ -91,3 +98,71 @@ async def test_dead_connections_are_left_by_clients_of_either_kind_and_by_the_se
         owner.close()
         await proxy.stop()
         place.stop()
+
+
+async def test_silence_behind_a_proxy_that_answers_pings_is_noticed(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    await place.start()
+    proxy = Http2Proxy(place.address)
+    await proxy.start()
+    heard: list[CacheEvent] = []
+    waits: list[QuireError] = []
+    async with AsyncAllocator(place.address) as owner, AsyncAllocator(proxy.address) as client:
+        session = client.session("q", SPEC)
+        await session.open()
+        threads_client = Allocator(proxy.address)
+        async with owner.session("p", SPEC, transport="calls"):
+            events = client.watch_events("p", on_wait=waits.append)
+            threads_events = threads_client.watch_events("p", on_wait=waits.append)
+
+            async def follow() -> None:
+                async for event in events:
+                    heard.append(event)
+
+            def follow_in_thread() -> None:
+                for event in threads_events:
+                    heard.append(event)
+
+            following = [asyncio.create_task(follow()), asyncio.create_task(asyncio.to_thread(follow_in_thread))]
+            try:
+                async with asyncio.timeout(2 * NOTICED_S):
+                    while len(heard) < 4 or not session.connected:
+                        await asyncio.wait(following, timeout=0.05)
+                    proxy.strand()
+                    with pytest.raises(DeadlineExceededError):
+                        await client.list_pools(timeout_s=1)
+                    while session.connected or len(waits) < 2:
+                        await asyncio.wait(following, timeout=0.05)
+                    assert all("said nothing" in str(wait) for wait in waits)
+                    proxy.let_through()
+                    while not session.connected or max(events.age_s, threads_events.age_s) > 5:
+                        await asyncio.wait(following, timeout=0.05)
+            finally:
+                await events.aclose()
+                threads_events.close()
+                await asyncio.gather(*following, return_exceptions=True)
+        await session.close()
+        threads_client.close()
+    await proxy.stop()
+    place.stop()
+
+
+async def test_a_gateway_gives_up_the_answers_of_a_worker_that_is_silent(tmp_path: Path) -> None:
+    with scripted_server() as silent:
+        script(silent)
+        silent.answers["Generate"] = endless(silent)
+        proxy = Http2Proxy(silent.address)
+        await proxy.start()
+        with gateway(tmp_path, "--worker", proxy.address) as process:
+            body = {"prompt": "p", "max_tokens": 2, "stream": True}
+            async with asyncio.timeout(2 * NOTICED_S):
+                while (await asyncio.to_thread(curl, process, "/readyz")).status != 200:
+                    pass
+                asking = asyncio.create_task(asyncio.to_thread(curl, process, "/v1/completions", body=body))
+                while not silent.attempts["Generate"]:
+                    await asyncio.wait([asking], timeout=0.05)
+                proxy.strand()
+                answer = await asking
+        assert b"is silent" in answer.body
+        assert answer.body.endswith(b"data: [DONE]\n\n")
+        await proxy.stop()

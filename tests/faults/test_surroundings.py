@@ -1,4 +1,5 @@
-"""A log that nobody reads, a disk that is full, a process that forks: servers serve on, and nobody loses anything."""
+"""A log without a reader, a full disk, a process that forks, a clock that jumps: servers keep serving, and no caller
+loses anything."""
 
 from __future__ import annotations
 
@@ -15,18 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire import AllocatorClient, Client, PoolSpec
+from quire import Allocator, Client, PoolSpec
+from quire.local import LocalStack
 
-from tests.e2e.stack import DEMO
+from tests.e2e.stack import DEMO, eventually
+from tests.faults.conftest import WallClock
 from tests.faults.test_faults import RUNS
 
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
-START_S = 90.0
+START_S = 90.0  # of each of three servers, on a busy machine
+
+pytestmark = pytest.mark.timeout(400)
 
 
 @contextlib.contextmanager
 def unread() -> Iterator[int]:
-    """A pipe whose reader stands still."""
+    """Yields a pipe whose reader stands still."""
     reader, writer = os.pipe()
     try:
         yield writer
@@ -47,7 +52,7 @@ def full_disk() -> Iterator[int]:
 
 @contextlib.contextmanager
 def server(name: str, folder: Path, output: int, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Any]]:
-    """A server whose output goes there; and what its ready file says."""
+    """Starts a server with this output; returns it and its ready file."""
     ready = folder / f"{name}.json"
     command = [sys.executable, "-m", f"quire_{name}", "--listen", "127.0.0.1:0", "--ready-file", str(ready), *arguments]
     metrics = [] if name == "gateway" else ["--metrics", "127.0.0.1:0"]
@@ -81,9 +86,10 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
         with worker as (_, of_worker):
             behind = ("--worker", of_worker["address"], "--allocator", allocator["address"])
             with server("gateway", tmp_path, there, *behind) as (_, gateway):
-                with AllocatorClient(allocator["address"]) as client:
+                with Allocator(allocator["address"]) as client:
                     for run in range(50 * RUNS):  # two lines each
-                        session = client.open_session(f"pool-{run}", SPEC, keep_alive=False)
+                        session = client.session(f"pool-{run}", SPEC, transport="calls", keep_alive=False)
+                        session.open()
                         assert session.allocate(1, 10).ok
                         session.close()
                 with Client(of_worker["address"]) as client:
@@ -91,16 +97,19 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
                 with urllib.request.urlopen(f"http://{gateway['address']}/readyz", timeout=30) as answer:
                     assert answer.status == 200
                 if output is full_disk:
-                    assert dropped_line_count(allocator["metrics_address"]) >= 100 * RUNS
+                    eventually(
+                        lambda: dropped_line_count(allocator["metrics_address"]) >= 100 * RUNS,
+                        "a thread has tried to write each line",
+                    )
 
 
 def test_children_that_are_forked_beside_a_session_leave_it_alone(tmp_path: Path) -> None:
     with full_disk() as there, server("allocator", tmp_path, there) as (_, allocator):
         script = f"""
 import os, sys
-from quire import AllocatorClient, PoolSpec
-with AllocatorClient({allocator["address"]!r}) as client:
-    with client.open_session("p", PoolSpec.full_attention(block_count=64, block_size=16)) as session:
+from quire import Allocator, PoolSpec
+with Allocator({allocator["address"]!r}) as client:
+    with client.session("p", PoolSpec.full_attention(block_count=64, block_size=16), transport="calls") as session:
         for number in range(1, {5 * RUNS} + 1):
             assert session.allocate(number, 5).ok
             child = os.fork()
@@ -112,3 +121,33 @@ with AllocatorClient({allocator["address"]!r}) as client:
 """
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def test_nothing_that_is_kept_alive_ends_where_the_wall_clock_jumps(
+    wall_clock: WallClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases, branches, polls and deadlines of real servers; sessions and branches that their owners renew."""
+    wall_clock.require()
+    for name, value in wall_clock.environment.items():
+        monkeypatch.setenv(name, value)
+    lease_s = 3.0
+    body = json.dumps({"prompt": "The for", "max_tokens": 2}).encode()
+    with (
+        LocalStack(DEMO, gateway_listen="127.0.0.1:0", allocator_arguments=["--lease", str(lease_s)]) as stack,
+        Allocator(stack.allocator_address) as allocator,
+        Client(stack.worker_address) as client,
+        allocator.session("p", SPEC, transport="calls") as session,
+        client.prefill("The for statement", ttl_s=lease_s) as branch,
+    ):
+        for number, seconds in enumerate((3_600, -3_600, 0), start=1):
+            wall_clock.jump(seconds)
+            until = time.monotonic() + 1.5 * lease_s
+            while time.monotonic() < until:
+                request = urllib.request.Request(
+                    f"http://{stack.gateway_address}/v1/completions", body, {"Content-Type": "application/json"}
+                )
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    assert answer.status == 200
+            assert session.allocate(number, 5).ok
+            assert branch.generate(max_tokens=2).text
+        assert client.status().report_count <= 1, "the worker has its first session"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from quire import AsyncAllocatorClient, AsyncClient
+from quire import AsyncAllocator, AsyncClient
 from quire.protocol.limits import SILENCE_S
 
 from tests.faults.conftest import WallClock
@@ -74,7 +74,7 @@ async def test_text_goes_on_after_an_outage_that_is_longer_than_a_stream_may_be_
 
 
 async def test_text_goes_on_when_answers_are_lost_with_or_without_their_allocator(name: Name, text: Worker) -> None:
-    """Where an answer was on its way already when answers began to be lost, no more steps come after it."""
+    """If an answer is already on its way when answers begin to be lost, no more steps follow it."""
     lost = 0
     for run in range(2 * RUNS):
         async with text.streaming() as streams:
@@ -118,7 +118,7 @@ async def test_text_goes_on_when_the_worker_wanders_between_allocators(name: Nam
 
 
 async def test_text_goes_on_when_reports_are_cut_in_the_middle(name: Name, text: Worker) -> None:
-    """Behind the namespaces of its first chunk, which follow the sequences. What was cut is made again."""
+    """Behind the namespaces of its first chunk, which follow the sequences. Cut parts are made again."""
     for run in range(2 * RUNS):
         await name.ready()
         async with text.streaming(namespace="cut") as streams:
@@ -151,7 +151,7 @@ async def test_decoding_goes_on_with_what_was_granted_ahead_while_the_allocator_
     async with text.client.stream(prompt, ignore_eos=True, timeout_s=300, **sampling) as chunks:
         output = [(await anext(chunks)).text for _ in range(20)]
         ahead = 0
-        while ahead < AHEAD - BLOCK_SIZE:  # a busy machine may let the worker run ahead of what it has asked for
+        while ahead < AHEAD - BLOCK_SIZE:  # a busy machine may let the worker run ahead of its requests for blocks
             (granted,) = [each.token_count for each in (await pool_of(name.place, "default")).sequences]
             ahead = granted - prompt_token_count - ((await text.client.status()).output_token_count - before)
         name.place.send(signal.SIGSTOP)
@@ -184,7 +184,7 @@ async def test_text_goes_on_when_the_wall_clock_jumps_by_an_hour(
 async def test_text_goes_on_beside_a_pool_that_floods_and_callers_that_say_nothing(name: Name, text: Worker) -> None:
     async with (
         attached(name, pool="flood", kinds="full") as flooder,
-        AsyncAllocatorClient(name.place.address) as client,
+        AsyncAllocator(name.place.address) as client,
     ):
         silent = [client._stub.Session() for _ in range(30)]
         flooding = asyncio.create_task(flood(flooder))

@@ -1,5 +1,5 @@
-"""Parts of a worker process that fail: the model, the memory, the tokenizer. The request that they fail for ends with
-a reason, whoever streams beside it gets the text of transformers, every block is free in the end, the worker lives."""
+"""Parts of a worker process that fail: the model, the memory, the tokenizer. The failing request ends with a reason,
+requests beside it get the text of transformers, every block is free in the end, and the worker lives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.local import ServerProcess
 from quire_worker.model.tokenizer import Tokenizer
 
 from tests.faults.scene import Place, pool_of
-from tests.faults.text_scene import is_ready, worker_process
+from tests.faults.text_scene import is_ready, logged, worker_process
 from tests.worker.broken_models import UNENCODABLE, break_decoder, break_encoder, poison, single_character_token
 from tests.worker.engine_harness import reference_text
 from tests.worker.tiny_models import write_tiny_qwen3
@@ -32,7 +32,7 @@ POISON = 5
 LENGTH = 400
 SECRET = "xyzzy plugh"
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 
 
 def prompt(seed: int, length: int = 20) -> list[int]:
@@ -42,14 +42,14 @@ def prompt(seed: int, length: int = 20) -> list[int]:
 
 @dataclass
 class Scene:
-    """A worker whose model and tokenizer are broken in places, and the same model in order."""
+    """A worker whose model and tokenizer are broken in places, and the same model without faults."""
 
     process: ServerProcess
     place: Place
     client: AsyncClient
     healthy: Path
     log: Path
-    victim: list[int]  # a prompt whose text holds what the tokenizer cannot decode
+    victim: list[int]  # a prompt with text that the tokenizer cannot decode
 
     @asynccontextmanager
     async def company(self) -> AsyncIterator[None]:
@@ -83,17 +83,17 @@ class Scene:
         return {s.labels["kind"]: s.value for s in samples if s.name == "quire_worker_failures_total"}
 
     async def failure_of(self, tokens: str | list[int], kind: str) -> Reason:
-        """The reason with which a request ends, which is counted, and logged by its id."""
+        """Returns the reason of a request's end, which is counted, and logged by its id."""
         before = await self.failures()
         with pytest.raises(QuireError) as caught:
             await self.client.generate(tokens, max_tokens=40, ignore_eos=True, request_id=f"doomed-{kind}")
         assert await self.failures() == {**before, kind: before[kind] + 1}
-        assert f"doomed-{kind}" in self.log.read_text()
+        assert await logged(self.log, f"doomed-{kind}")
         return caught.value.reason
 
 
 def break_model(healthy: Path, folder: Path) -> list[int]:
-    """Breaks a copy of a model, and returns a prompt whose text cannot be decoded by it."""
+    """Breaks a copy of a model, and returns a prompt whose text it cannot decode."""
     shutil.copytree(healthy, folder)
     decode = Tokenizer(healthy).decode
     spared = {token for i in range(3) for token in reference_text(healthy, tuple(prompt(100 + i)), LENGTH)}
@@ -151,8 +151,8 @@ async def test_a_token_that_the_tokenizer_panics_at_ends_its_text_alone(scene: S
 async def test_a_process_that_may_have_little_more_memory_computes_in_parts(tmp_path: Path) -> None:
     place = Place(tmp_path / "allocator")
     await place.start()
-    # With that threshold what is large is taken from the system and given back at once, and a single arena has no
-    # address space in reserve: nothing is left over from loading the model that the limit would not see.
+    # With that threshold large pieces come from the system and are given back at once, and a single arena has no
+    # address space in reserve. So no memory is left over from loading the model that the limit would not see.
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     process = worker_process(tmp_path / "worker", place.address, "--max-batch-tokens", "4096", environment=environment)
     tokens = [1 + i * 7 % 2000 for i in range(3500)]
@@ -166,7 +166,7 @@ async def test_a_process_that_may_have_little_more_memory_computes_in_parts(tmp_
             undisturbed = await client.generate(tokens, max_tokens=10, ignore_eos=True, namespace="two")
         assert undisturbed.usage.cached_token_count == 0
         assert short_of_memory.samples == undisturbed.samples
-        assert "forward pass failed" in (tmp_path / "worker" / "log").read_text()
+        assert await logged(tmp_path / "worker" / "log", "forward pass failed")
     finally:
         process.stop()
         place.stop()

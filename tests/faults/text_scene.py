@@ -52,6 +52,14 @@ async def is_ready(process: ServerProcess) -> None:
     await asyncio.to_thread(process.wait_ready, deadline=time.monotonic() + 100)
 
 
+async def logged(log: Path, text: str) -> bool:
+    """Whether a log has a text, at once or soon: a thread writes what a server logs, when it has its turn."""
+    deadline = time.monotonic() + SOON_S
+    while text not in await asyncio.to_thread(log.read_text) and time.monotonic() < deadline:
+        pass
+    return time.monotonic() < deadline
+
+
 class Streams:
     """All requests of `REQUESTS` on their way."""
 
@@ -81,7 +89,7 @@ class Streams:
             await self._news.wait()
 
     async def texts(self) -> list[list[str]]:
-        """Of each request the text of each sample; raises what ended one."""
+        """Returns the text of each sample of each request; raises the error that ended one."""
         return await asyncio.gather(*self._tasks)
 
     async def _stream(self, client: AsyncClient, prompt: str, sampling: dict[str, Any]) -> list[str]:
@@ -128,8 +136,8 @@ class Worker:
             assert time.monotonic() < deadline, "the worker has no session"
 
     async def idle(self) -> None:
-        """Both say that nothing is held, at once or soon: what ended is freed with the worker's next step, which a
-        caller that has its text may be ahead of."""
+        """Waits until both say that nothing is held: ended samples are freed with the worker's next step, after a
+        caller may already have its text."""
         deadline = time.monotonic() + SOON_S
         while (held := await self.agree()) and time.monotonic() < deadline:
             pass

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz --count N --seed S`: sends malformed messages to the allocator, and says what was seen.
+"""`python -m tests.fuzz --count N --seed S`: sends malformed messages to the allocator, and prints its counts.
 
 Episodes run under seeds from S on until there were N messages; one that fails is replayed by `--seed` with `--count 1`.
 """

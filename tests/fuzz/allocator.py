@@ -1,7 +1,7 @@
 """The allocator's handlers and state machines under malformed messages, without a wire: as many as time allows.
 
 An `Episode` has pools with a life of their own: one owned over streams, one by unary calls, one that a bystander owns.
-Each round takes a request that would be right, spoils it, and sends it. What must hold:
+Each round takes a request that would be right, spoils it, and sends it. Conditions:
 
 - nothing is raised but a `Refusal` with a reason of the table, never POOL_QUARANTINED: that is a defect found
 - a refused request changes nothing at all, an accepted one nothing of the other pools
@@ -48,7 +48,7 @@ class ViolationError(AssertionError):
 
 @dataclass
 class Seen:
-    """What a run has seen: messages by kind, answers by reason ("OK" where it was accepted)."""
+    """The counts of a run: messages by kind, answers by reason ("OK" where it was accepted)."""
 
     messages: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
@@ -100,7 +100,7 @@ class Episode:
         """One malformed message, or one exchange that has one in it."""
         self.clock.now += self.chance.random() * 0.02
         for owner in self.directory._owners.values():
-            owner.lease_end = self.clock.now + 10.0  # nobody is to expire by accident
+            owner.lease_end = self.clock.now + 10.0  # no lease is to expire by accident
         rounds = (self._bad_step, self._bad_step, self._bad_unary, self._bad_unary, self._bad_reading)
         self.chance.choice((*rounds, self._bad_message, self._bad_attach, self._bad_report))()
         if self.chance.random() < 0.05 and not self.is_worn_out:
@@ -109,7 +109,8 @@ class Episode:
             self._state = self._look()
 
     def end(self) -> None:
-        """What malformed messages alone do not bring about: a crowd, a defect, silence, and the end of the server."""
+        """Causes the endings that malformed messages alone do not: a crowd, a defect, silence, and the end of the
+        server."""
         for owner, machine in ((self.owner, self.machine), (self.bystander, self.bystander_machine)):
             machine.close()
             self.sessions.drop(self.directory._owners[owner.pool])
@@ -127,7 +128,7 @@ class Episode:
         self._expect("DRAINING")
 
     def _crowd(self) -> None:
-        """More reports at a time, and more pools, than are let in."""
+        """Sends more reports at a time, and more pools, than are admitted."""
         self._state = self._look()
         freed = pb.ReportChunk(freed_blocks=bytes(4), freed_steps=[1], freed_operations=[1], freed_positions=[1])
         chunk = pb.SessionRequest(report_chunk=freed)
@@ -190,7 +191,7 @@ class Episode:
             self._take_over(request, replies)
 
     def _take_over(self, request: pb.SessionRequest, replies: list[pb.SessionReply]) -> None:
-        """A changed step that was still one: its owner reads the answer, and both sides agree on what it did."""
+        """Reads the answer to a changed step that was still valid, and checks that both sides agree on its effects."""
         owner = self.owner
         owner._unanswered.append(request)
         for reply in replies:
@@ -199,7 +200,7 @@ class Episode:
             raise ViolationError("owner and allocator disagree on what a step did")
 
     def _bad_message(self) -> None:
-        """Of any kind, at any time."""
+        """Sends a malformed message of any kind, at any time."""
         right = self.chance.choice(
             (
                 pb.SessionRequest(heartbeat=pb.Heartbeat(ack=self.owner.last_step)),
@@ -327,7 +328,7 @@ class Episode:
         return answer
 
     def _look(self, of: Callable[[Ownership], Any] | None = None) -> dict[str, Any]:
-        """What a refused request must leave as it was."""
+        """Returns everything that a refused request must not change."""
         see = of or seen_of
         return {name: see(owner) for name, owner in self.directory._owners.items() if owner.session_id}
 
@@ -361,7 +362,7 @@ class Episode:
             raise ViolationError(f"a right message of {owner.pool} was not served")
 
     def _resume(self, epoch: int = 0) -> None:
-        """The owner's stream was ended: it attaches again, and everything is as it was."""
+        """Attaches the owner again after its stream was ended, and checks that everything is as before."""
         self.machine.close()
         owner = self.owner
         if max(epoch, owner.epoch) >= (1 << 64) - 2:  # nothing is above it: its lease must end

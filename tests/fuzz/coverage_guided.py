@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz.coverage_guided CORPUS`: bytes as requests, led by what they reach in the allocator's code.
+"""`python -m tests.fuzz.coverage_guided CORPUS`: bytes as requests, led by the reached parts of the allocator's code.
 
 Needs atheris, which is not among the dependencies (`pip install atheris`); its options follow, such as -runs=1000000.
 The first byte says which request the rest is; the corpus begins with right ones.
@@ -73,7 +73,7 @@ class Target:
 
 
 def main() -> None:
-    """Does not return: atheris ends the process."""
+    """Runs until atheris ends the process, and does not return."""
     target = Target()
     corpus = Path(next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "corpus"))
     corpus.mkdir(parents=True, exist_ok=True)

@@ -27,13 +27,13 @@ from typing import Any
 
 import structlog
 import torch
-from quire_worker.adapters import LIMITS
 from quire_worker.model.adapters.peft_folder import AdapterError, read_adapter
 from quire_worker.model.checkpoint import ModelError, attention_chunk_of, fingerprint
 from quire_worker.model.configuration import check_configuration
-from quire_worker.model.paged_model import load_model
+from quire_worker.model.loading import load_model
 from quire_worker.model.tokenizer import NoTokenizerError, TokenizerError, read_tokenizer
-from quire_worker.preflight import check_model
+from quire_worker.process.preflight import check_model
+from quire_worker.requests.adapters import LIMITS
 
 from tests.fuzz.spoiled_files import spoil
 
@@ -59,7 +59,7 @@ class ViolationError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """What is changed: a checkpoint in one file, one in shards, an adapter, and the layers that it may change."""
+    """Folders before any change: a checkpoint in one file, one in shards, an adapter, and the layers it may change."""
 
     whole: Path
     sharded: Path

@@ -1,7 +1,8 @@
-"""`python -m tests.fuzz.gateway --count N --seed S`: sends the gateway what no client sends, over real sockets.
+"""`python -m tests.fuzz.gateway --count N --seed S`: sends the gateway requests that no client sends, over real
+sockets.
 
-A connection fails if the gateway calls something a defect of its own, does not end within 2 s, answers what was never
-asked, answers in another order, or says what is no answer. Without workers, a request that is right is 503.
+A connection fails if the gateway reports a defect of its own, does not end within 2 s, answers a request that was never
+sent, answers in another order, or sends bytes that are no answer. Without workers, a request that is right is 503.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _ID = re.compile(rb"x-request-id: ([^\r\n]*)\r\n")
 
 
 class ViolationError(AssertionError):
-    """The gateway did what it must not."""
+    """The gateway broke a rule."""
 
 
 class FuzzedGateway:
@@ -63,7 +64,7 @@ class FuzzedGateway:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self._failed.append(str(context)))
 
     async def ask(self, dice: random.Random, sent: Sent) -> bytes:
-        """Returns what is answered to what is sent in pieces, after which nothing more comes."""
+        """Sends pieces, then nothing more, and returns the answer."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         await loop.connect_accepted_socket(
@@ -86,7 +87,7 @@ class FuzzedGateway:
                 while data := await reader.read(65_536):
                     found += data
                 return found
-        except ConnectionError:  # what was answered before it counts
+        except ConnectionError:  # earlier answers count
             return found
         except TimeoutError:
             raise ViolationError(f"the connection did not end within {LIMIT_S:g} s") from None
@@ -120,7 +121,7 @@ async def run_connection(gateway: FuzzedGateway, seed: int, seen: Counter[str]) 
     """One connection; everything in it follows from the seed. Returns how many requests it had.
 
     Raises:
-        ViolationError: the gateway did what it must not.
+        ViolationError: the gateway broke a rule.
     """
     dice = random.Random(seed)
     sent = connection_of(dice, gateway.described, seed)

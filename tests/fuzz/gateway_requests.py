@@ -36,7 +36,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/a%
 
 @dataclass(slots=True)
 class Sent:
-    """What goes over one connection.
+    """The bytes of one connection.
 
     Attributes:
         data: all of it.
@@ -119,7 +119,7 @@ def changed(dice: random.Random, data: bytes) -> bytes:
 
 
 def connection_of(dice: random.Random, described: dict[str, Any], serial: int) -> Sent:
-    """One to four requests of one connection, the first ones of which may hide others in their bodies."""
+    """Makes one to four requests of one connection; the first ones may hide others in their bodies."""
     data, ids, hidden = b"", list[str](), list[str]()
     count = dice.randrange(1, 5)
     for number in range(count):
@@ -143,7 +143,7 @@ def connection_of(dice: random.Random, described: dict[str, Any], serial: int) -
 
 
 def in_chunks(dice: random.Random, body: bytes) -> bytes:
-    """The body in chunks of any size, with what may stand beside them."""
+    """Returns the body in chunks of any size, with optional extensions."""
     found, at = b"", 0
     while at < len(body):
         size = dice.choice((1, 7, 1_000))

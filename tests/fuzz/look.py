@@ -1,4 +1,4 @@
-"""What a refused request must leave as it was."""
+"""The state that a refused request must not change."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def seen_of(owner: Ownership) -> tuple[Any, ...]:
 
 
 def deeply_seen_of(owner: Ownership) -> tuple[Any, ...]:
-    """What can be hit, and the state of every block."""
+    """Returns all hits, and the state of every block."""
     return tuple(index.walk(owner.pool)), block_states(owner.pool).to_bytes()

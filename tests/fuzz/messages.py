@@ -1,6 +1,6 @@
 """Malformed messages out of one source of chance: any message of a type, valid ones changed, and bytes changed.
 
-Chance may be seeded, Hypothesis' own (which shrinks what fails), or made of a fuzzer's bytes.
+Chance may be seeded, Hypothesis' own (which shrinks failures), or made of a fuzzer's bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Malformer:
         return message
 
     def changed(self, message: MessageT) -> MessageT:
-        """The same with up to three changes, each somewhere in it."""
+        """Returns a copy with up to three changes, each somewhere in it."""
         copy = type(message)()
         copy.CopyFrom(message)
         for _ in range(self.chance.randint(1, 3)):
@@ -68,7 +68,7 @@ class Malformer:
         return copy
 
     def in_bytes(self, message: MessageT) -> MessageT | None:
-        """The same with its bytes changed; None if nothing can be read out of them any more."""
+        """Returns a copy with its bytes changed; None if they cannot be parsed any more."""
         data = self.scrambled(message.SerializeToString())
         try:
             return type(message).FromString(data)

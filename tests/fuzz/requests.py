@@ -1,4 +1,4 @@
-"""Requests that would be right: what malformed ones are made of, and what the allocator must serve after them."""
+"""Valid requests: the raw material of malformed ones, which the allocator must still serve after them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
 
-GROW = pb.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # of a sequence that nobody has
+GROW = pb.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # of an unknown sequence
 TEXTS_MAX = 6
 PLACES = 256
 READING = ("MatchPrefix", "ListPools", "GetPool")
 
 
 class Plausible:
-    """An owner at random, who knows what the pool is like."""
+    """Sends random requests as an owner that knows its pool."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
-        # Of one text, which every sequence has: the digest at each place is that of all before it.
+        # Every sequence has the same text: the digest at each place is that of all tokens before it.
         self.digests = [hashlib.sha256(str(place).encode()).digest() for place in range(PLACES)]
         self.used_id, self._next_id = "", "request"
 
@@ -86,7 +86,7 @@ class Plausible:
         return request
 
     def reading(self, method: str) -> Message:
-        """A request of anybody."""
+        """Makes a request of any reader."""
         if method == "MatchPrefix":
             return pb.MatchPrefixRequest(namespace="tenant", digests=b"".join(self._prompt()))
         if method == "GetPool":
@@ -94,7 +94,7 @@ class Plausible:
         return pb.ListPoolsRequest()
 
     def _request_id(self) -> str:
-        """One that nobody hits by accident; the one before may be used again on purpose."""
+        """Returns a request id that no other request has by accident; the one before may be used again on purpose."""
         self.used_id, self._next_id = self._next_id, f"request {self.chance.getrandbits(48):x}"
         return self.used_id
 
@@ -102,11 +102,11 @@ class Plausible:
         return self.digests[: self.chance.randint(0, 7)]
 
     def _end(self, committed: int, granted: int) -> int:
-        """A malformed grow may have made a sequence very long, whose digests would not fit a step."""
+        """Returns a count to commit to. A malformed grow may have made a sequence too long for one step's digests."""
         return self.chance.randint(committed, min(granted, committed + 64))
 
     def _commit(self, pool: Pool, sequence_id: int, count: int) -> list[bytes]:
-        """As many digests as the commit fills blocks."""
+        """Commits with as many digests as the commit fills blocks."""
         if sequence_id not in pool.sequences:
             return []
         first = pool.sequences[sequence_id].committed_token_count // pool.digest_tokens
@@ -119,8 +119,8 @@ def method_of(request: Message) -> str:
 
 
 def pool_of(request: Message) -> str:
-    """Returns the pool that a unary request may change, "" for none: an operator may drop what is cached of any, nobody
-    changes anything by reading, and all others are the unary session's."""
+    """Returns the pool that a unary request may change, "" for none. An operator may drop the cache of any pool,
+    readers change nothing, and all other requests are the unary session's."""
     if isinstance(request, pb.DropCacheRequest):
         return request.pool
     return "" if method_of(request) in READING else "unary"

@@ -21,7 +21,7 @@ FUZZED = settings(max_examples=120, deadline=None, derandomize=True, suppress_he
 
 
 class Scene:
-    """A channel to an allocator that serves a bystander, whom nobody may disturb."""
+    """A channel to an allocator that serves a bystander, which must not be disturbed."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel

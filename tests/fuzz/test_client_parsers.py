@@ -1,4 +1,4 @@
-"""What servers send, spoiled: the client raises what it says it raises, and nothing else."""
+"""Spoiled answers of servers: the client raises its documented errors, and nothing else."""
 
 from __future__ import annotations
 

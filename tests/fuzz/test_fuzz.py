@@ -43,7 +43,7 @@ def test_an_operator_may_drop_the_cache_of_any_pool() -> None:
 
 
 def unchecked(*_: Any) -> None:
-    """A check that somebody forgot."""
+    """Removes a check, as if it had been forgotten."""
 
 
 def late(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ def late(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def too_late(_victim: object) -> None:
-    raise Refusal("TOO_LARGE", "the answer is too long")  # of what has been done already
+    raise Refusal("TOO_LARGE", "the answer is too long")  # of a finished operation
 
 
 def forgetful(self: StagedReport, *_: Any) -> None:

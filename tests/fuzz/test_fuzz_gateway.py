@@ -1,4 +1,4 @@
-"""What no client sends, to the gateway: a short set, and proof that it would find something.
+"""Requests that no client sends, to the gateway: a short set, and proof that it finds faults.
 
 The long set is `make fuzz COUNT=1000000`.
 """
@@ -36,7 +36,7 @@ async def test_a_seed_repeats_its_answers() -> None:
 
 
 def upgraded(self: BoundedHttp, data: bytes) -> None:
-    """As uvicorn has it: what follows an upgrade is the next request."""
+    """Handles an upgrade as uvicorn does: the bytes after it are the next request."""
     try:
         self.parser.feed_data(data)
     except httptools.HttpParserUpgrade as upgrade:
@@ -44,7 +44,7 @@ def upgraded(self: BoundedHttp, data: bytes) -> None:
 
 
 def complete(self: BoundedHttp) -> None:
-    """As uvicorn has it: the head is all of it."""
+    """Handles a head as uvicorn does: it is the whole request."""
     self._stop_waiting()
     super(BoundedHttp, self).on_headers_complete()
 

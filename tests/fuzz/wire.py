@@ -1,4 +1,4 @@
-"""Raw bytes to real servers over gRPC, and what must hold of every answer."""
+"""Raw bytes to real servers over gRPC, and the conditions of every answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RunningT = TypeVar("RunningT")
 
 @contextlib.contextmanager
 def in_a_thread(make: Callable[[], AbstractAsyncContextManager[RunningT]]) -> Iterator[RunningT]:
-    """Runs what is asynchronous on an event loop of its own, so that Hypothesis can talk to it."""
+    """Runs asynchronous code on an event loop of its own, so that Hypothesis can use it."""
     started: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     async def run() -> None:

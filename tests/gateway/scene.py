@@ -50,7 +50,7 @@ def script(server: ScriptedServer) -> ScriptedServer:
 
 
 class Curled(NamedTuple):
-    """What curl printed."""
+    """The output of curl."""
 
     status: int
     headers: Mapping[str, str]
@@ -81,7 +81,7 @@ def curl(process: ServerProcess, path: str, *arguments: str, body: object = None
 
 
 def events(body: bytes) -> list[Any]:
-    """The events of a stream, the last of which says that it is done."""
+    """Returns the events of a stream, the last of which ends it."""
     blocks = body.decode().split("\n\n")
     assert blocks[-2:] == ["data: [DONE]", ""]
     assert all(block.startswith("data: ") for block in blocks[:-1])

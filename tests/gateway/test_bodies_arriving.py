@@ -1,4 +1,4 @@
-"""Bodies on their way in: what they may take, and which of them make room."""
+"""Bodies on their way in: their memory, and which of them make room."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_shares_are_never_more_than_there_is() -> None:
 
 
 def sent(*parts: bytes, then: asyncio.Event | None = None) -> Receive:
-    """A body in these parts; what comes after them comes when the event is set."""
+    """Sends a body in these parts; those after them come when the event is set."""
     left = list(parts)
 
     async def receive() -> Message:

@@ -1,4 +1,4 @@
-"""Connections by themselves, in this process: which of them end, and what a caller hears while it waits."""
+"""Connections alone, in this process: which of them end, and what a waiting caller receives."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import openai
 import pytest
-from quire import AllocatorClient, Client
+from quire import Allocator, Client
 from quire.local import LocalStack, ServerProcess
 from transformers import AutoTokenizer
 
@@ -307,7 +307,7 @@ def test_leaving_a_stream_frees_its_blocks(served: ServerProcess, stack: LocalSt
     body = json.dumps(ask).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     before = left_count(served)
-    with AllocatorClient(stack.allocator_address) as allocator:
+    with Allocator(stack.allocator_address) as allocator:
         eventually(lambda: held_block_count(allocator) == 0, "nothing is held before")
         for left_early in (True, False):
             with socket.create_connection(served.address.split(":")) as connection:  # type: ignore[arg-type]
@@ -389,5 +389,5 @@ def test_a_stream_that_outlasts_the_drain_is_cancelled(stack: LocalStack, tmp_pa
         with pytest.raises(openai.APIConnectionError):
             list(stream)
         assert other.process.wait(30) == 0
-    with AllocatorClient(stack.allocator_address) as allocator:
+    with Allocator(stack.allocator_address) as allocator:
         eventually(lambda: held_block_count(allocator) == 0, "its blocks are free")

@@ -13,8 +13,8 @@ from pathlib import Path
 import openai
 import pytest
 import structlog
+from quire import AsyncClient
 from quire._transport.messages import worker_status
-from quire.aio import AsyncClient
 from quire.cli.app import app as cli
 from quire.errors import Reason, UnavailableError, UsageError
 from quire.local import ServerFailedError
@@ -341,7 +341,7 @@ def test_bodies_have_a_limit_whether_or_not_they_say_their_length(worker: Script
 
 
 def test_headers_have_a_limit_too(worker: ScriptedServer, tmp_path: Path) -> None:
-    """However small the pieces are in which they come; those of a body count as none."""
+    """Headers are limited however small their pieces are; those of a body do not count."""
     body = json.dumps({**ASK, "prompt": "p" * 100_000}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: quire\r\nContent-Type: application/json\r\nConnection: close\r\n"
     with gateway(tmp_path, "--worker", worker.address) as served:

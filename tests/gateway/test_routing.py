@@ -1,23 +1,16 @@
-"""Which of several workers is asked."""
+"""The choice among several workers."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
 
-from quire import (
-    AllocatorClient,
-    AsyncClient,
-    BlocksStored,
-    Client,
-    IndexCleared,
-    PoolSpec,
-    PrefixMirror,
-    SnapshotEnd,
-)
+from quire import Allocator, AsyncClient, Client, PoolSpec
 from quire._transport.messages import worker_status
+from quire.events import BlocksStored, IndexCleared, SnapshotEnd
 from quire.hashing import prompt_digests, root_digest
 from quire.local import LocalStack, ServerProcess
+from quire.mirror import PrefixMirror
 from quire.v1 import worker_pb2 as pb
 from quire_gateway.fleet import Backend
 from quire_gateway.routing import SLACK, SLACK_SHARE, Standing, best
@@ -79,7 +72,7 @@ async def test_a_prefix_counts_for_its_own_namespace_and_adapter_alone() -> None
 
 
 def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
-    """Two workers of one allocator; what one of them has computed for somebody else is found through its pool."""
+    """Two workers of one allocator: blocks that one of them has computed are found through its pool."""
     with LocalStack(DEMO, worker_arguments=["--blocks", "256", "--pool", "first"]) as stack:
         allocator = ["--allocator", stack.allocator_address]
         arguments = ["--model", str(DEMO), *allocator, "--listen", "127.0.0.1:0", "--blocks", "256", "--pool", "second"]
@@ -87,7 +80,7 @@ def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
             workers = ["--worker", stack.worker_address, "--worker", second.address]
             with Client(second.address) as direct:
                 direct.generate(PREFIX * 4, max_tokens=1)
-            with AllocatorClient(stack.allocator_address) as pools:
+            with Allocator(stack.allocator_address) as pools:
                 eventually(lambda: pools.get_pool("second").cached_block_count >= 5, "the prefix is published")
                 told = 0  # to watchers, which is when the worker's next heartbeat has said that it heard of it
                 for event in pools.watch_events("second"):

@@ -1,4 +1,4 @@
-"""Finding secrets where they do not belong, in any form in which they could get there."""
+"""Finding secrets where they do not belong, in every form in which they could get there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TOKENS_WINDOW = 6  # the same of a list of token ids
 
 
 def forms_of_text(text: str) -> Iterator[str]:
-    """Every stretch of a text that gives it away, as it is and as Python and JSON would quote it."""
+    """Yields every stretch of a text that gives it away, as it is and as Python and JSON would quote it."""
     for start in range(max(1, len(text) - TEXT_WINDOW + 1)):
         stretch = text[start : start + TEXT_WINDOW]
         yield stretch
@@ -57,7 +57,7 @@ class Canaries:
 
     def found_in(self, output: str | bytes) -> list[str]:
         """Names of the secrets that an output gives away."""
-        # Both are compared as Latin-1, in which every byte is a character.
+        # Both are compared as Latin-1, which maps every byte to a character.
         text = (output.encode() if isinstance(output, str) else output).decode("latin-1").lower()
         return [name for name, forms in self._forms.items() if any(_wire(form) in text for form in _long(forms))]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 
 def quire_certs(folder: Path, *arguments: str) -> str:
-    """What the command prints."""
+    """Returns the output of the command."""
     done = CliRunner().invoke(app, ["certs", str(folder), *arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
@@ -31,11 +31,11 @@ class Certificates:
         return str(self.folder / "ca.pem")
 
     def client(self, name: str = "client") -> Tls:
-        """What a caller shows who has this certificate."""
+        """Returns the credentials of a caller with this certificate."""
         return Tls(self.ca, self.folder / f"{name}.pem", self.folder / f"{name}.key")
 
     def anonymous(self) -> Tls:
-        """What a caller without a certificate shows."""
+        """Returns the credentials of a caller without a certificate."""
         return Tls(self.ca)
 
     def add(self, name: str, *permissions: str) -> Tls:
@@ -44,13 +44,13 @@ class Certificates:
         return self.client(name)
 
     def server_options(self, *, mutual: bool = True) -> list[str]:
-        """Of a server: its certificate, and if `mutual` those of its callers are asked for."""
+        """Returns a server's options: its certificate, and if `mutual` those of its callers' authority."""
         options = ["--tls-cert", str(self.folder / "server.pem"), "--tls-key", str(self.folder / "server.key")]
         return [*options, *(["--tls-client-ca", self.ca] if mutual else [])]
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """An authority, a server, callers who may do everything, and callers nobody should let in."""
+    """Makes an authority, a server, callers with all permissions, and callers without any."""
     quire_certs(folder, "--host", "worker.example")
     stranger = folder / "other"
     quire_certs(stranger)

@@ -1,4 +1,4 @@
-"""What the tests of security share."""
+"""The common parts of the security tests."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ TOKEN = "canary-token-6b1f0c9e"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls: a certificate or none, or no TLS at all (`tls` is None), and a token or none."""
+    """A caller: a certificate or none, or no TLS at all (`tls` is None), and a token or none."""
 
     tls: Tls | None
     token: str | None = TOKEN
@@ -34,7 +34,7 @@ class Caller:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of each call."""
+        """metadata: sent with each call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
 
@@ -52,7 +52,7 @@ class Deployment:
 def deployed(
     certificates: Certificates, folder: Path, *options: str, allocator_options: Sequence[str] = ()
 ) -> Iterator[Deployment]:
-    """Runs both, with `options` for both; the certificate `worker` is what the worker shows the allocator."""
+    """Runs both, with `options` for both; the worker shows the certificate `worker` to the allocator."""
     token_file = str(secret_file(folder / "token", TOKEN))
     common = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--token-file", token_file, *options]
     common += certificates.server_options()

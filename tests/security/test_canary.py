@@ -1,7 +1,7 @@
 """No token, prompt, text, key or whole digest comes out where it does not belong: logs, errors, metrics.
 
-Both servers run at log level debug, are used, and are made to refuse everything that they can refuse. What they have
-written and answered is then searched for secrets that were given to them.
+Both servers run at log level debug, are used, and are made to refuse everything that they can refuse. All their output
+and answers are then searched for secrets that were given to them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import AllocatorClient, Client, QuireError, Tls, prompt_digests, root_digest
+from quire import Allocator, Client, QuireError, Tls
+from quire.hashing import prompt_digests, root_digest
 from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -35,7 +36,7 @@ WRONG_TOKEN = "canary-guess-0f8e1a77b2"
 
 
 class Outcome:
-    """What came out of the deployment."""
+    """The outputs of the deployment."""
 
     def __init__(self) -> None:
         self.canaries = Canaries()
@@ -78,7 +79,7 @@ def use(deployment: Deployment, outcome: Outcome) -> None:
     tls = deployment.certificates.client()
     with (
         Client(deployment.worker.address, token=TOKEN, tls=tls) as client,
-        AllocatorClient(deployment.allocator.address, token=TOKEN, tls=tls) as allocator,
+        Allocator(deployment.allocator.address, token=TOKEN, tls=tls) as allocator,
     ):
         status = client.status()
         for _ in range(2):
@@ -135,12 +136,12 @@ def misuse_worker(
 
 
 def secret_digests() -> bytes:
-    """Of the prompt under another root, so that they are of nothing that is there."""
+    """Returns digests of the prompt under another root, so that no cached block has them."""
     return b"".join(prompt_digests(bytes(32), Tokenizer(DEMO).encode(PROMPT), 4))
 
 
 def misuse_allocator(stub: Any, metadata: Any, outcome: Outcome, *, is_let_in: bool = False) -> None:
-    """Unary calls; who is let in gets a session first."""
+    """Makes unary calls; an admitted caller gets a session first."""
     digests = secret_digests()
     outcome.canaries.add_bytes("digest of a refused call", digests[:32])
 

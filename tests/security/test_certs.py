@@ -1,4 +1,4 @@
-"""`quire certs`: what it makes, and what it refuses."""
+"""`quire certs`: its certificates, and its refusals."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def shortened(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
 
 
 def made_earlier(folder: Path, *, days_ago: int, days: int = 90) -> None:
-    """Makes what `SERVICE` asks for in `folder`/service, as it was some days ago."""
+    """Makes the files of `SERVICE` in `folder`/service, as they were some days ago."""
     with pytest.MonkeyPatch.context() as patch:
         shortened(patch, days_ago)
         authority = _certs.make_authority(folder / "ca", days=days)
@@ -274,7 +274,7 @@ def test_two_authorities_in_one_bundle_are_both_trusted(tmp_path: Path) -> None:
 
 
 def test_a_strict_context_of_python_trusts_them(tmp_path: Path) -> None:
-    """As `ssl.create_default_context` is from Python 3.13 on."""
+    """A context as `ssl.create_default_context` makes it from Python 3.13 on."""
     quire_certs(tmp_path)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")

@@ -1,4 +1,4 @@
-"""Who has which secret in docker-compose.yml, how long it is good for, and what it opens. No Docker is needed: the
+"""The secrets of each service in docker-compose.yml, their lifetime, and what they open. No Docker is needed: the
 script of the service `certs` runs here, and so do the servers, with the command lines that are composed."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 from cryptography import x509
-from quire import AllocatorClient, Client, Tls, UnavailableError
+from quire import Allocator, Client, Tls, UnavailableError
 from quire.errors import PermissionDeniedError
 from quire.local import ServerProcess
 
@@ -30,10 +30,10 @@ from tests.e2e.stack import DEMO, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "/run/quire"
-LIFE_MAX = datetime.timedelta(days=90, minutes=10)  # and what clocks may differ by
+LIFE_MAX = datetime.timedelta(days=90, minutes=10)  # and the difference of clocks
 METRICS_TOKEN = "metrics-token"
 EVERYTHING = {"quire://pool/*", "quire://observe/*", "quire://namespace/*"}
-# What each folder lets its service do.
+# The permissions of each folder's service.
 PERMISSIONS = {
     "allocator": set[str](),
     "worker": {"quire://pool/default", "quire://namespace/*"},
@@ -64,7 +64,7 @@ def mounted(compose: dict[str, Any]) -> dict[str, list[tuple[str, str, bool]]]:
 
 
 def run_certs(folder: Path, *, tools_first: Path | None = None) -> str:
-    """What the service `certs` prints."""
+    """Returns the output of the service `certs`."""
     first = [] if tools_first is None else [str(tools_first)]
     tools = os.pathsep.join([*first, str(Path(sys.executable).parent), os.environ["PATH"]])
     command = ["sh", "-eu", str(ROOT / "deploy" / "certs.sh"), str(folder)]
@@ -89,7 +89,7 @@ def make_folders(compose: dict[str, Any], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def made(compose: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `certs` makes, each volume a folder; it is run twice, and the second time finds everything there."""
+    """Returns the files of `certs`, each volume a folder. It runs twice, and finds everything there the second time."""
     folder = tmp_path_factory.mktemp("credentials")
     make_folders(compose, folder)
     assert "ca.key" in run_certs(folder)
@@ -177,7 +177,7 @@ def test_no_service_takes_a_secret_from_its_command_line_or_environment(compose:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The three servers, and the folders of what each service has."""
+    """The three servers, and the folders of each service."""
 
     credentials: Path
     allocator: ServerProcess
@@ -185,7 +185,7 @@ class Running:
     gateway: ServerProcess
 
     def tls(self, service: str) -> Tls:
-        """What a service shows."""
+        """Returns the credentials of a service."""
         folder = self.credentials / service
         return Tls(folder / "ca.pem", folder / "client.pem", folder / "client.key")
 
@@ -200,7 +200,7 @@ def here(address: str) -> str:
 
 @pytest.fixture(scope="module")
 def aged(compose: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `certs` made 61 days ago: still valid, and to be renewed."""
+    """Returns the files that `certs` made 61 days ago: still valid, and to be renewed."""
     folder, tools = tmp_path_factory.mktemp("aged"), tmp_path_factory.mktemp("bin")
     then = "import datetime as d; from quire import _certs; from quire.cli.app import run;"
     then += " now = _certs._now(); _certs._now = lambda: now - d.timedelta(days=61); run()"
@@ -213,7 +213,7 @@ def aged(compose: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def running(compose: dict[str, Any], aged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """What is composed, except for ports, names and where the model lies."""
+    """Runs the composed services, except for ports, names and the model's place."""
     folder = tmp_path_factory.mktemp("servers")
     known: dict[str, ServerProcess] = {}
     with contextlib.ExitStack() as undo:
@@ -285,7 +285,7 @@ class TestRunning:
         ):
             worker.status()
         with (
-            AllocatorClient(here(running.allocator.address), tls=anonymous, token=key, timeout_s=5) as allocator,
+            Allocator(here(running.allocator.address), tls=anonymous, token=key, timeout_s=5) as allocator,
             pytest.raises(UnavailableError),
         ):
             allocator.list_pools()
@@ -308,7 +308,7 @@ class TestRunning:
         tls = running.tls(service)
         for process in (running.allocator, running.worker):
             assert fetch(f"https://{here(process.metrics_address)}/metrics", tls=tls) == 403
-        with AllocatorClient(here(running.allocator.address), tls=tls, timeout_s=10) as allocator:
+        with Allocator(here(running.allocator.address), tls=tls, timeout_s=10) as allocator:
             assert allocator.list_pools() == ()
             with pytest.raises(PermissionDeniedError):
                 allocator.get_pool("default")
@@ -330,7 +330,7 @@ class TestRunning:
         assert (done.returncode, done.stdout) == (0, "server=SERVING\n"), done.stderr
 
     def test_the_operator_sees_the_pool_and_may_forget_what_is_cached(self, running: Running) -> None:
-        with AllocatorClient(here(running.allocator.address), tls=running.tls("operator"), timeout_s=10) as allocator:
+        with Allocator(here(running.allocator.address), tls=running.tls("operator"), timeout_s=10) as allocator:
             assert [pool.pool for pool in allocator.list_pools()] == ["default"]
             allocator.drop_cache("default")
 
@@ -346,7 +346,7 @@ class TestRunning:
             assert (folder / path).read_bytes() != (kept / path).read_bytes()
         old = kept / "operator"
         for tls in (running.tls("operator"), Tls(folder / "operator/ca.pem", old / "client.pem", old / "client.key")):
-            with AllocatorClient(here(running.allocator.address), tls=tls, timeout_s=10) as allocator:
+            with Allocator(here(running.allocator.address), tls=tls, timeout_s=10) as allocator:
                 assert [pool.pool for pool in allocator.list_pools()] == ["default"]
             with Client(here(running.worker.address), tls=tls, timeout_s=10) as worker:
                 assert worker.status().allocator_connected

@@ -23,7 +23,7 @@ def deployment(certificates: Certificates, tmp_path_factory: pytest.TempPathFact
 
 
 def environment(deployment: Deployment, who: str) -> dict[str, str]:
-    """What the command needs to call both as somebody."""
+    """Returns the environment of a command that calls both as this caller."""
     tls = deployment.certificates.client(who)
     return {
         "QUIRE_ALLOCATOR": deployment.allocator.address,

@@ -1,7 +1,7 @@
 """The doors of allocator and worker: while one caller does its worst within its permissions, another one is served.
 
-Real servers and sockets. The attacker has a certificate of its own, and the token; a stranger has neither. What both
-try is generated from the protocol: every call held half-sent, every wait held as often as it can be.
+Real servers and sockets. The attacker has a certificate of its own, and the token; a stranger has neither. The attempts
+on both are generated from the protocol: every call held half-sent, every wait held as often as possible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from quire import AsyncAllocatorClient, AsyncClient, PoolSpec, ResourceExhaustedError
+from quire import AsyncAllocator, AsyncClient, PoolSpec, ResourceExhaustedError
 from quire._serving.calls import MESSAGE_S
 from quire._serving.server import HANDSHAKE_S
 from quire.v1 import allocator_pb2 as pb
@@ -35,7 +35,7 @@ from tests.security.deployment import TOKEN, Caller, Deployment, deployed
 
 LIVENESS_S = 1.0  # within which liveness answers another caller
 FIRST_TOKEN_S = 2.0  # and a worker begins to
-MEMORY_BYTES = 256 << 20  # by which a server may grow
+MEMORY_BYTES = 256 << 20  # a server may grow by this
 CALLS = 200  # of each method at a time
 NUMBERS = itertools.count()
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
@@ -74,7 +74,7 @@ def metadata(token: str | None = TOKEN) -> tuple[tuple[str, str], ...]:
 
 
 def half_sent(connection: aio.Channel, method: str, count: int, token: str | None = TOKEN) -> list[Any]:
-    """Calls whose messages never come."""
+    """Makes calls whose messages never come."""
     opened = connection.stream_stream(method)
     return [opened(metadata=metadata(token)) for _ in range(count)]
 
@@ -86,12 +86,13 @@ async def assert_others_are_served(deployment: Deployment) -> None:
             await honest.channel_ready()
             health = health_pb2_grpc.HealthStub(honest)
             request = health_pb2.HealthCheckRequest(service="liveness")
-            await health.Check(request, metadata=metadata(), timeout=30)  # until what was thrown at it has arrived
+            await health.Check(request, metadata=metadata(), timeout=30)  # until the thrown messages have arrived
             answer = await health.Check(request, metadata=metadata(), timeout=LIVENESS_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
     tls = deployment.certificates.client("honest")
-    async with AsyncAllocatorClient(deployment.allocator.address, token=TOKEN, tls=tls) as client:
-        session = await client.open_session(f"honest-{next(NUMBERS)}", SPEC, keep_alive=False)
+    async with AsyncAllocator(deployment.allocator.address, token=TOKEN, tls=tls) as client:
+        session = client.session(f"honest-{next(NUMBERS)}", SPEC, transport="calls", keep_alive=False)
+        await session.open()
         assert (await session.allocate(1, 4, namespace="honest")).ok
         await session.close()
     async with AsyncClient(deployment.worker.address, token=TOKEN, tls=tls) as client:
@@ -258,7 +259,7 @@ async def test_streams_that_never_attach_leave_places_for_others(deployment: Dep
         await asyncio.gather(*(call.wait_for_connection() for call in calls), return_exceptions=True)
         await assert_others_are_served(deployment)
         tls = deployment.certificates.client("honest")
-        async with AsyncAllocatorClient(deployment.allocator.address, token=TOKEN, tls=tls) as client:
+        async with AsyncAllocator(deployment.allocator.address, token=TOKEN, tls=tls) as client:
             async with asyncio.timeout(5):
                 session = client.session(f"honest-{next(NUMBERS)}", SPEC)
                 await session.open()

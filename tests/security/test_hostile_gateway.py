@@ -1,7 +1,7 @@
 """One caller does its worst to a gateway, within its permissions, and another one is served meanwhile.
 
-The gateway is a process, its callers are sockets. What the hostile one sends is generated from the gateway's own
-description of its routes and fields, so that what is added there is tried here.
+The gateway is a process, its callers are sockets. The attacks are generated from the gateway's own description of its
+routes and fields, so that additions there are tried here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def worker() -> Iterator[ScriptedServer]:
 
 
 def as_many(asked: Any, context: Any) -> Iterator[Any]:
-    """The script, of one sample for whoever asks for one."""
+    """Yields a script of one sample per request."""
     answers = two_samples(asked, context)
     return answers if asked.sampling.n == 2 else (each for each in answers if each.sample == 0)
 
@@ -278,7 +278,7 @@ def curl_post(served: ServerProcess, path: str, body: object) -> dict[str, Any]:
 
 
 def test_places_and_bodies_of_one_are_not_those_of_another(served: ServerProcess, worker: ScriptedServer) -> None:
-    """A caller that has as many answers as it gets, none of which it reads, and bodies for as many more."""
+    """One caller has as many answers as it gets, reads none of them, and sends bodies for as many more."""
     body = json.dumps({"prompt": "p", "n": 2, "stream": True}).encode()
 
     def answer(asked: Any, context: Any) -> Any:

@@ -131,7 +131,7 @@ def served(folder: Path) -> Iterator[LocalStack]:
 @pytest.fixture(scope="module")
 def stack(folder: Path) -> Iterator[LocalStack]:
     with served(folder) as stack:
-        with Client(stack.worker_address) as client:  # what is there once, whoever calls
+        with Client(stack.worker_address) as client:  # memory that is there once, whoever calls
             client.generate("The", max_tokens=2, regex="[a-z]+ b?")
             client.tokenize([{"role": "user", "content": "x"}])
         yield stack
@@ -139,7 +139,7 @@ def stack(folder: Path) -> Iterator[LocalStack]:
 
 @contextmanager
 def attacked(stack: LocalStack, attack: Attack, *, at_once: int = 4) -> Iterator[list[QuireError]]:
-    """Repeats an attack, several at a time; yields what the attacker is told."""
+    """Repeats an attack, several at a time; yields the attacker's answers."""
     is_over, refusals = threading.Event(), list[QuireError]()
 
     def go_on(first: int) -> None:
@@ -206,7 +206,7 @@ def assert_served_meanwhile(stack: LocalStack, attack: Attack, *, at_once: int) 
         first_s = sorted(first_token_s(honest) for _ in range(HONEST_COUNT))
         live_s = sorted(liveness_s(stack) for _ in range(HONEST_COUNT))
         grown = resident_mib(pid) - before
-    # The machine of a test has other things to do: what counts is that most calls are on time.
+    # The test's machine has other work: most calls must be on time.
     assert first_s[HONEST_COUNT // 2] <= FIRST_TOKEN_S_MAX, first_s
     assert live_s[HONEST_COUNT // 2] <= LIVENESS_S_MAX, live_s
     assert grown <= GROWN_MIB_MAX

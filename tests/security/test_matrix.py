@@ -25,7 +25,7 @@ NAMES = (f"fresh/{number}" for number in itertools.count())
 IDS = (f"request {number}" for number in itertools.count())
 SEQUENCES = itertools.count(100)
 
-# Callers: their certificate's options, or what is wrong with them.
+# Callers: their certificate's options, or its fault.
 PERMITTED = {
     "everything": ["--pool", "*", "--namespace", "*"],
     "nothing": [],
@@ -171,7 +171,7 @@ def get_status(scene: Scene, who: str) -> Any:
 
 
 def of_adapters(method: str, answer: Reason | None = None, **fields: Any) -> Callable[[Scene, str], Any]:
-    """A call about the worker's adapters, of which it has none; whoever may call is answered that."""
+    """Returns a call about the worker's adapters. It has none, and a permitted caller gets that answer."""
 
     def call(scene: Scene, who: str) -> Any:
         request = getattr(worker_pb, f"{method}Request")(**fields)
@@ -229,7 +229,7 @@ def free_a_child(scene: Scene, who: str) -> Any:
 
 
 def close_another(scene: Scene, who: str) -> Any:
-    """Closes the session of a pool that somebody else has opened, and which lives on if the caller may not."""
+    """Closes another caller's session of a pool, which survives if the caller is not permitted."""
     opened = scene.call("everything", "OpenSession", request_id=next(IDS), pool=next(NAMES), spec=spec())
     try:
         return scene.call(who, "CloseSession", session_id=opened.session_id)
@@ -246,7 +246,7 @@ def prefill(scene: Scene, who: str) -> Any:
 
 
 def of_branch(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
-    """A call on a branch in `red`, made by somebody who may."""
+    """Calls on a branch in `red` of a permitted caller."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
@@ -257,7 +257,7 @@ def of_branch(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
 
 
 def of_branches(method: str) -> Callable[[Scene, str], Any]:
-    """A call that names branches, of which it leaves alone those that the caller may not use."""
+    """Returns a call that names branches, and that must not touch those that the caller may not use."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
@@ -274,8 +274,8 @@ def of_branches(method: str) -> Callable[[Scene, str], Any]:
 
 OWNING = Reason.POOL_FORBIDDEN
 USING = Reason.NAMESPACE_FORBIDDEN
-UNKNOWN = Reason.BRANCH_UNKNOWN  # also of those that there are, for who may not use their namespace
-# Of each RPC: how it is called; then what an observer of all pools, and who may use another namespace, is answered.
+UNKNOWN = Reason.BRANCH_UNKNOWN  # also for existing ones, for callers without their namespace
+# For each RPC: its call; then the answers to an observer of all pools, and to a caller with another namespace.
 CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None]] = {
     "Session": (session, OWNING, None),
     "OpenSession": (open_and_close, OWNING, None),
@@ -307,7 +307,7 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "health of the allocator": (health("allocator"), None, None),
     "health of the worker": (health("worker"), None, None),
 }
-# What needs no pool that the caller names, and so is answered whatever pools it may touch.
+# Calls without a pool of the caller's choice, which are answered whatever its pools.
 WITHOUT_POOL = {
     "MatchPrefix",
     "ListPools",

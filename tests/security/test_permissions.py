@@ -1,4 +1,4 @@
-"""Permissions as values: what URIs in a certificate mean."""
+"""Permissions as values: the meaning of URIs in a certificate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = TEXT.filter(lambda name: not name.endswith("*"))
 
 
 def allowed(uri: str, name: str) -> list[str]:
-    """What one URI permits to do with one name."""
+    """Returns the actions that one URI permits with one name."""
     permissions = permissions_of([uri])
     answers = {
         "own": permissions.may_own(name),

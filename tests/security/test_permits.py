@@ -1,4 +1,4 @@
-"""Permissions inside a session: where namespaces come into a stream, and what a reader is shown."""
+"""Permissions inside a session: the places where namespaces enter a stream, and a reader's view."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.machine import SessionMachine, pool_digest
 from quire_allocator.session.registry import SessionRegistry
 
-from tests.allocator.service.harness import Allocator, UnaryOwner, d, running_allocator
+from tests.allocator.service.harness import RunningAllocator, UnaryOwner, d, running_allocator
 from tests.allocator.session.test_machine import run
 from tests.simulation.histories import pool_spec
 from tests.simulation.world import Quiet
@@ -55,7 +55,7 @@ def ask(machine: SessionMachine, side: PoolOwner, step: StepBuilder) -> None:
 
 
 def grown(machine: SessionMachine, side: PoolOwner, step: StepBuilder, now: float = 0.0) -> list[Result]:
-    """What its grows are answered."""
+    """Returns the results of its grows."""
     side.submit(step)
     (reply,) = machine.receive(side.outbox.popleft(), now)
     answer = side.receive(reply, now)
@@ -229,7 +229,7 @@ def test_an_owner_takes_a_refused_report_for_final_and_keeps_what_it_knows() -> 
 # -- what a reader is shown --------------------------------------------------------------------------------------------
 
 
-async def a_red_and_a_blue_prefix(allocator: Allocator, pool: str) -> None:
+async def a_red_and_a_blue_prefix(allocator: RunningAllocator, pool: str) -> None:
     """A sequence of two committed blocks in each namespace."""
     opened = await UnaryOwner.open(allocator, pool, block_count=32)
     for number, namespace in ((1, "red"), (2, "blue")):

@@ -1,4 +1,5 @@
-"""TLS: what a server refuses to start with, whom it lets in, and what a client refuses to send."""
+"""TLS: options that a server refuses at its start, callers that it admits, and credentials that a client refuses to
+send."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from prometheus_client import CollectorRegistry
-from quire import AllocatorClient, AsyncAllocatorClient, Tls, UnauthenticatedError, UnavailableError, UsageError
+from quire import Allocator, AsyncAllocator, Tls, UnavailableError
 from quire._serving.server import Server, add_arguments
+from quire.errors import UnauthenticatedError, UsageError
 from quire.local import ServerFailedError, ServerProcess
-from quire_worker.server import parse_arguments
+from quire_worker.process.server import parse_arguments
 
 from tests.client.servers import allocator_process, quire, secret_file
 from tests.security.certificates import Certificates, quire_certs
@@ -34,7 +36,7 @@ def token_file(tmp_path: Path) -> str:
 
 
 def server(*arguments: str) -> Server:
-    """As a process makes it of its command line; nothing is bound yet."""
+    """Makes a server as a process does from its command line; nothing is bound yet."""
     parser = argparse.ArgumentParser()
     add_arguments(parser, listen="127.0.0.1:0", metrics="127.0.0.1:0")
     return Server(parser.parse_args(arguments), service_name=SERVICE)
@@ -169,13 +171,13 @@ def mutual(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_a_caller_that_our_authority_knows_is_served(certificates: Certificates, mutual: ServerProcess) -> None:
-    with AllocatorClient(mutual.address, tls=certificates.client()) as client:
+    with Allocator(mutual.address, tls=certificates.client()) as client:
         assert client.health()
         assert client.list_pools() == ()
 
 
 async def test_an_asyncio_caller_is_served_too(certificates: Certificates, mutual: ServerProcess) -> None:
-    async with AsyncAllocatorClient(mutual.address, tls=certificates.client()) as client:
+    async with AsyncAllocator(mutual.address, tls=certificates.client()) as client:
         assert await client.list_pools() == ()
 
 
@@ -185,12 +187,12 @@ async def test_any_other_caller_is_turned_away_and_told_how_it_came(
 ) -> None:
     tls = certificates.anonymous() if who == "nobody" else None if who == "plain" else certificates.client(who)
     how = {"nobody": "TLS, no client certificate", "plain": "not encrypted"}.get(who, f"TLS, {tls and tls.cert}")
-    with AllocatorClient(mutual.address, tls=tls) as client, pytest.raises(UnavailableError) as raised:
+    with Allocator(mutual.address, tls=tls) as client, pytest.raises(UnavailableError) as raised:
         client.list_pools()
     assert raised.value.reason is None
     assert raised.value.message.startswith(f"no answer from {mutual.address}: ")
     assert raised.value.message.endswith(f" [{how}]")
-    async with AsyncAllocatorClient(mutual.address, tls=tls) as there:
+    async with AsyncAllocator(mutual.address, tls=tls) as there:
         with pytest.raises(UnavailableError):
             await there.list_pools()
 
@@ -201,7 +203,7 @@ def test_a_server_that_another_authority_signed_is_not_talked_to(
     tls = certificates.client()
     distrustful = Tls(certificates.folder / "other" / "ca.pem", tls.cert, tls.key)
     with (
-        AllocatorClient(mutual.address, tls=distrustful) as client,
+        Allocator(mutual.address, tls=distrustful) as client,
         pytest.raises(UnavailableError, match="handshake failed"),
     ):
         client.list_pools()
@@ -212,7 +214,7 @@ def test_a_server_under_a_name_that_its_certificate_does_not_have_is_not_talked_
 ) -> None:
     with (
         allocator_process(tmp_path, "--listen", "127.0.0.2:0", *certificates.server_options()) as process,
-        AllocatorClient(process.address, tls=certificates.client()) as client,
+        Allocator(process.address, tls=certificates.client()) as client,
         pytest.raises(UnavailableError, match="Hostname Verification Check failed"),
     ):
         client.list_pools()
@@ -222,7 +224,7 @@ def test_a_socket_is_served_encrypted_too(certificates: Certificates, tmp_path: 
     listen = f"unix://{tmp_path}/s"
     with (
         allocator_process(tmp_path, "--listen", listen, *certificates.server_options()) as process,
-        AllocatorClient(process.address, tls=certificates.client()) as client,
+        Allocator(process.address, tls=certificates.client()) as client,
     ):
         assert client.list_pools() == ()
 
@@ -233,15 +235,15 @@ def test_with_a_token_over_tls_both_have_to_be_right(
     options = ["--listen", "0.0.0.0:0", *certificates.server_options(mutual=False), "--token-file", token_file]
     with allocator_process(tmp_path, *options) as process:
         address = process.address.replace("0.0.0.0", "127.0.0.1")
-        with AllocatorClient(address, token=TOKEN, tls=certificates.anonymous()) as client:
+        with Allocator(address, token=TOKEN, tls=certificates.anonymous()) as client:
             assert client.list_pools() == ()
         for token in (None, TOKEN[::-1]):
             with (
-                AllocatorClient(address, token=token, tls=certificates.anonymous()) as client,
+                Allocator(address, token=token, tls=certificates.anonymous()) as client,
                 pytest.raises(UnauthenticatedError),
             ):
                 client.list_pools()
-        with AllocatorClient(address, token=TOKEN) as client, pytest.raises(UnavailableError):
+        with Allocator(address, token=TOKEN) as client, pytest.raises(UnavailableError):
             client.list_pools()
         ca = ["--tls-ca", certificates.ca]
         assert quire("pools", "--allocator", address, *ca, "--token-file", token_file).returncode == 0
@@ -257,16 +259,16 @@ def test_with_a_token_over_tls_both_have_to_be_right(
 async def test_a_token_is_never_sent_to_another_machine_unencrypted(
     certificates: Certificates, address: str, monkeypatch: pytest.MonkeyPatch, token_file: str
 ) -> None:
-    for client in (AllocatorClient, AsyncAllocatorClient):
+    for client in (Allocator, AsyncAllocator):
         with pytest.raises(UsageError, match=r"a token is not sent to .* unencrypted: give --tls-ca"):
             client(address, token=TOKEN)
-    AllocatorClient(address, token=TOKEN, tls=certificates.anonymous()).close()
-    AllocatorClient(address).close()
+    Allocator(address, token=TOKEN, tls=certificates.anonymous()).close()
+    Allocator(address).close()
     monkeypatch.setenv("QUIRE_TOKEN_FILE", token_file)
     with pytest.raises(UsageError):
-        AllocatorClient(address)
+        Allocator(address)
     monkeypatch.setenv("QUIRE_TLS_CA", certificates.ca)
-    AllocatorClient(address).close()
+    Allocator(address).close()
 
 
 def test_files_of_a_client_that_cannot_be_used_are_named(certificates: Certificates, tmp_path: Path) -> None:
@@ -279,7 +281,7 @@ def test_files_of_a_client_that_cannot_be_used_are_named(certificates: Certifica
         (Tls(certificates.ca, cert, tmp_path / "open.key"), "its mode 0644"),
     ):
         with pytest.raises(UsageError, match=message):
-            AllocatorClient("127.0.0.1:1", tls=tls)
+            Allocator("127.0.0.1:1", tls=tls)
     result = quire("pools", "--tls-cert", str(cert))
     assert (result.returncode, "needs --tls-ca" in result.stderr) == (2, True)
 
@@ -288,7 +290,7 @@ def test_files_of_a_client_that_cannot_be_used_are_named(certificates: Certifica
 
 
 def scrape(address: str, certificates: Certificates, tls: Tls | None, token: str | None = None) -> int | str:
-    """Status of GET /metrics over HTTPS, or the name of what went wrong."""
+    """Returns the status of GET /metrics over HTTPS, or the name of the error."""
     context = ssl.create_default_context(cafile=certificates.ca)
     if tls is not None and tls.cert is not None:
         context.load_cert_chain(tls.cert, tls.key)
@@ -328,7 +330,7 @@ def test_metrics_over_https_ask_for_the_token(certificates: Certificates, tmp_pa
 
 
 def served_serial(address: str, certificates: Certificates) -> int:
-    """Serial number of the certificate that a server shows now, to a caller who shows one."""
+    """Returns the serial number of the certificate that a server shows now to a caller with one."""
     host, port = address.split(":")
     context = ssl.create_default_context(cafile=certificates.ca)
     tls = certificates.client()

@@ -1,4 +1,4 @@
-"""`python -m tests.simulation --steps N --seed S`: simulates the session protocol, and says what was seen.
+"""`python -m tests.simulation --steps N --seed S`: simulates the session protocol, and prints its counts.
 
 The steps are dealt out to as many pools as are asked for, each of other groups, size and window, under seeds from S on;
 one that fails is replayed by `--seed` with `--pools 1`. `--bug NAME` plants a bug first, one of those of `--bugs`.

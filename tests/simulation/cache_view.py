@@ -1,4 +1,4 @@
-"""What an owner knows of the index of its pool by the answers to its steps alone, for groups of full attention."""
+"""An owner's view of its pool's index, from the answers to its steps alone, for groups of full attention."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Key = tuple[int, str, bytes]  # group, namespace, digest
 
 
 class CacheView:
-    """Follows what is stored by commits, and what answers say has left.
+    """Follows stores by commits, and removals by answers.
 
     Attributes:
-        keys: what can be hit; None where it is not known, after a report.
-        dropped: what an operator has dropped and nobody has computed again since.
+        keys: all that can be hit; None if unknown, after a report.
+        dropped: digests that an operator has dropped and that were not computed again since.
     """
 
     def __init__(self, spec: pb.PoolSpec) -> None:
@@ -34,7 +34,7 @@ class CacheView:
         return group in self._strides
 
     def lose(self) -> None:
-        """The allocator was told of the pool anew, and may have lost what nobody was told of."""
+        """Forgets the view: the allocator got the pool in a report, and may have lost unreported blocks."""
         self.keys = None
         self.dropped.clear()
 

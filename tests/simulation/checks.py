@@ -1,4 +1,4 @@
-"""What is compared when nothing is under way: the owner's ledger, its pages, and the allocator's pool, all of each."""
+"""Comparisons when nothing is under way: the owner's ledger, its pages, and the allocator's pool, each as a whole."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def compare(worker: Worker, allocator: Allocator) -> None:
-    """Everything that both sides know, and what the pages hold."""
+    """Compares everything that both sides know, and the contents of the pages."""
     link, owner = worker.link, worker.owner
     assert link is not None
     held = link.machine.owner
@@ -47,7 +47,7 @@ def compare(worker: Worker, allocator: Allocator) -> None:
 
 
 def compare_pool(pool: Pool, ledger: Ledger, *, is_told: bool = True) -> None:
-    """Sequences, tables, holds, and what is published where."""
+    """Compares sequences, tables, holds, and publications."""
     try:
         invariants.check(pool)
     except AssertionError as error:
@@ -60,7 +60,7 @@ def compare_pool(pool: Pool, ledger: Ledger, *, is_told: bool = True) -> None:
         ours = (known.token_count, known.committed_token_count, known.namespace, known.priority)
         require(counts == ours, f"sequence {sequence_id}: {counts} there, {ours} here")
         require(list(pool.tables(sequence)) == known.tables, f"sequence {sequence_id} has another table")
-        require(sequence.stops == known.stops, f"sequence {sequence_id} has other stops")
+        require(sequence.stops.token_counts == known.stops, f"sequence {sequence_id} has other stops")
         prompt = known.prompt_token_count if known.prompt_token_count > known.chunk_token_count else 0
         require(sequence.prompt_token_count == prompt, f"sequence {sequence_id} has another prompt to come")
         require((sequence_id in pool.holds) == (known.hold_until is not None), f"{sequence_id}: hold or no hold")
@@ -73,14 +73,14 @@ def compare_pool(pool: Pool, ledger: Ledger, *, is_told: bool = True) -> None:
             mine is not None and (mine.group, mine.namespace, mine.position, mine.digest) == what,
             f"block {block} is published there as what it does not carry here",
         )
-    is_told = is_told and pool.admission.limits_cache  # the owner knows then what is empty
+    is_told = is_told and pool.admission.limits_cache  # the owner knows the empty blocks then
     for block in here:
         is_known = block in carried or (block in empty and not is_told)
         require(is_known, f"block {block} carries a digest here, and is something else there")
 
 
 def check_view(pool: Pool, worker: Worker) -> None:
-    """What was dropped is gone, and the answers have told of everything that left the index."""
+    """Checks that drops took effect, and that the answers reported every removal from the index."""
     view, ledger = worker.view, worker.owner.ledger
     held = ledger.held_blocks()
     mine = {(what.group, what.namespace, what.digest) for b, what in ledger.pages.carried().items() if b not in held}
@@ -91,7 +91,7 @@ def check_view(pool: Pool, worker: Worker) -> None:
 
 
 def carried_by(pool: Pool) -> Carried:
-    """What every published block of a pool is published as."""
+    """Returns the publication of every published block of a pool."""
     carried: Carried = {}
     for space in pool.blocks.namespaces.values():
         for manager, scope in zip(pool.managers, space.scopes, strict=True):
@@ -112,7 +112,7 @@ def carried_by(pool: Pool) -> Carried:
 
 
 def check_pages(pool: Pool, history: History, ledger: Ledger) -> None:
-    """Live sequences read back their own tokens, published blocks are what their digests say."""
+    """Checks that live sequences read back their own tokens, and published blocks the ones of their digests."""
     try:
         history.check(ledger)
     except AssertionError as error:
@@ -144,7 +144,7 @@ def check_order(held: Ownership, owner: PoolOwner, now: float) -> None:
 
 
 def cached_order(pool: Pool) -> list[tuple[int, str, int, bytes]]:
-    """What is cached, in the order in which it leaves; for the policy "lru"."""
+    """Returns the cached blocks in order of eviction, for the policy "lru"."""
     carried = carried_by(pool)
     entries = []
     for space in pool.blocks.namespaces.values():
@@ -155,7 +155,7 @@ def cached_order(pool: Pool) -> list[tuple[int, str, int, bytes]]:
             else:
                 units = scope.units()  # type: ignore[attr-defined]
                 entries += [(unit.released, list(reversed(unit.blocks))) for unit in units if not unit.live]
-                # Of one that was cut, the part that was deeper leaves first.
+                # Of a cut stretch, the deeper part leaves first.
                 stretches = getattr(scope, "stretches", {}).values()
                 deepest_first = sorted(stretches, key=lambda stretch: -stretch.first_position)
                 entries += [(stretch.released, list(reversed(stretch.blocks))) for stretch in deepest_first]
@@ -163,7 +163,7 @@ def cached_order(pool: Pool) -> list[tuple[int, str, int, bytes]]:
 
 
 def check_all_taken_over(worker: Worker) -> None:
-    """Right after a report: every block whose ancestors are there too can be hit."""
+    """Checks right after a report that every block can be hit whose ancestors are there too."""
     link, ledger = worker.link, worker.owner.ledger
     assert link is not None
     assert link.machine.owner is not None
@@ -188,7 +188,7 @@ def check_all_taken_over(worker: Worker) -> None:
 
 
 def check_expiries(allocator: Allocator, now: float) -> None:
-    """No pool was dropped whose owner was heard within a lease."""
+    """Checks that no pool was dropped whose owner was heard within a lease."""
     for owner in allocator.observer.expired_pools:
         heard = allocator.heard.get(id(owner), now)
         require(now - heard >= LEASE_S, f"a pool was dropped {now - heard:.1f} s after its owner was heard")
@@ -204,7 +204,7 @@ def check_leases(allocator: Allocator, now: float) -> None:
 
 
 def check_events(worker: Worker, allocator: Allocator) -> None:
-    """Nothing is told of a step that its owner has not acknowledged."""
+    """Checks that no event shows a step that its owner has not acknowledged."""
     link = worker.link
     if link is None or link.machine.owner is None or link.machine.owner.session_id != worker.owner.session_id:
         return

@@ -62,7 +62,7 @@ class Text:
     granted: int
     prompt: int  # tokens to compute before anything is sampled
     is_hold: bool = False
-    is_leaving: bool = False  # this and what follows: once the steps that are unanswered are answered
+    is_leaving: bool = False  # this and later steps: once the unanswered steps are answered
     committing: int = 0
     growing: int = 0
     cuts: tuple[int, ...] = ()  # where passes end: at the junction or early end, and at ends of its answer
@@ -91,7 +91,7 @@ class Device:
 
 
 class History:
-    """An owner at random: `make` says what to ask for next, `take` acts on the answer."""
+    """An owner at random: `make` returns the next requests, `take` applies the answer."""
 
     def __init__(self, spec: pb.PoolSpec, rng: random.Random) -> None:
         self.spec = spec
@@ -108,7 +108,7 @@ class History:
     # -- asking --------------------------------------------------------------------------------------------------------
 
     def make(self, *, ahead: bool = False) -> StepBuilder:
-        """A step on what is known now: `ahead` of the answers to earlier ones, or after all of them."""
+        """Makes a step from the current knowledge: `ahead` of the answers to earlier ones, or after all of them."""
         rng, step = self.rng, StepBuilder()
         if not ahead:
             for text in self.texts.values():
@@ -134,7 +134,7 @@ class History:
         return step
 
     def some_drop(self) -> tuple[str | None, list[bytes], int]:
-        """What to forget: all, a namespace, or what is behind a place of some prompt."""
+        """Returns a drop: of all, of a namespace, or after a place of some prompt."""
         rng = self.rng
         namespace = rng.choice([None, "", "tenant"])
         if namespace is None or rng.random() < 0.3:
@@ -149,8 +149,8 @@ class History:
         return step
 
     def _commit(self, step: StepBuilder, *, ahead: bool) -> None:
-        """What is in the pages. Ahead of answers nothing is cut off that they may have granted, and a state, which goes
-        on with what they grant, is committed by none."""
+        """Commits the tokens in the pages. While answers are outstanding nothing is cut off that they may have granted,
+        and a state is not committed, because it continues with their grants."""
         if ahead and self.has_states:
             return
         rng = self.rng
@@ -185,7 +185,7 @@ class History:
     # -- acting --------------------------------------------------------------------------------------------------------
 
     def take(self, step: pb.Step, outcome: StepOutcome, ledger: Ledger, *, fails: bool = False) -> None:
-        """Does what the answer allows: copies, then writes; with `fails` the device does not get to the writes."""
+        """Applies the answer: copies, then writes; with `fails` the device does not get to the writes."""
         for sequence_id in outcome.expired_holds:
             del self.texts[sequence_id]
         committed = unpack_uint64(step.commits.sequences), unpack_uint32(step.commits.token_counts)
@@ -250,7 +250,7 @@ class History:
         text.written = end
 
     def check(self, ledger: Ledger) -> None:
-        """Every sequence reads back its own tokens; every published block is what its digest says."""
+        """Checks that every sequence reads back its own tokens, and every published block those of its digest."""
         assert sorted(self.texts) == sorted(ledger.sequences), "the ledger has other sequences than there are"
         for sequence_id, text in self.texts.items():
             known = ledger.sequences[sequence_id]

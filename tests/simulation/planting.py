@@ -1,7 +1,7 @@
-"""How a bug is planted: a method or function of the product is replaced by one that forgets something.
+"""Planting bugs: a method or function of the product is replaced by one that forgets something.
 
-`plant` registers what it decorates under its name, in `BUGS` unless told otherwise: a context manager that plants the
-bug and takes it out again. The replacement gets the original first, then what it is called with.
+`plant` registers a context manager under its name, in `BUGS` unless told otherwise. It plants the bug and takes it out
+again. The replacement gets the original first, then the arguments of the call.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ SMALL_CHUNKS = {
     "REPORT_CHUNK_BYTES_MAX": 248,  # the fixed bytes of a sequence with all ends of its answer fit
     "HEADS_MAX": 4,
 }  # so that all is cut in two
-STUCK_STEPS = 2000  # without an answer, although the owner goes on trying
+STUCK_STEPS = 2000  # without an answer, although the owner keeps trying
 FAULTS = {
     "stream lost": 6,
     "stream lost, server notices late": 6,
@@ -50,10 +50,10 @@ FAULTS = {
 
 @dataclass
 class Outcome:
-    """What a run did.
+    """The result of a run.
 
     Attributes:
-        violation: what must never happen and did, with the number of its step; empty if nothing.
+        violation: the broken rule, with the number of its step; empty if none.
     """
 
     seed: int
@@ -89,7 +89,7 @@ class Simulation:
         self.dead_links: list[Link] = []
 
     def run(self, steps: int) -> Outcome:
-        """So many events, or as many as it takes to find a violation."""
+        """Runs this many events, or until a violation."""
         outcome = self.outcome
         with mock.patch.multiple(block_report, **SMALL_CHUNKS):
             for number in range(steps):
@@ -174,7 +174,7 @@ class Simulation:
             self.outcome.comparisons += 1
 
     def _operator_drops(self) -> None:
-        """Somebody else than the owner has a pool's cache forgotten."""
+        """An operator drops a pool's cache."""
         worker, link = self.worker, self.worker.link
         for allocator in self.allocators:
             for owner in allocator.directory.open_pools():
@@ -200,7 +200,7 @@ class Simulation:
         return True
 
     def _stream_lost(self) -> bool:
-        """Both sides learn of it at once; what was under way is gone."""
+        """Both sides learn of it at once; messages under way are gone."""
         link = self.worker.link
         if link is None:
             return False
@@ -210,7 +210,7 @@ class Simulation:
         return True
 
     def _stream_lost_server_notices_late(self) -> bool:
-        """The client leaves; of what it sent, any part may still arrive, at any time."""
+        """The client leaves; any part of its messages may still arrive, at any time."""
         link = self.worker.link
         if link is None:
             return False
@@ -299,7 +299,7 @@ class Simulation:
         return True
 
     def _lease_ends(self) -> bool:
-        """Nobody was heard for the length of a lease, although the owner lives."""
+        """The owner lives, and nothing of it was heard for the length of a lease."""
         allocator = self.rng.choice(self.allocators)
         self.clock.now += LEASE_S + 0.1
         for owner in allocator.directory._owners.values():
@@ -308,7 +308,7 @@ class Simulation:
         return True
 
     def _server_stands_still(self) -> None:
-        """For longer than a lease; it notices, and holds it against nobody."""
+        """The server stands still for longer than a lease, notices, and ends no lease for it."""
         self.clock.now += 30.0
         for allocator in self.allocators:
             allocator.directory.extend_leases(30.0)

@@ -1,7 +1,7 @@
 """The product's own state machines between a faulty transport, a virtual clock and one seeded scheduler.
 
-What is real: `quire_allocator.session.machine` with its pool, `quire.session.owner` with its ledger. What is
-made up: streams (`Link`), processes that die, time, and an engine that writes tokens into pages and reads them back
+Real parts: `quire_allocator.session.machine` with its pool, `quire.session.owner` with its ledger. Pretended parts:
+streams (`Link`), processes that die, time, and an engine that writes tokens into pages and reads them back
 (`histories`).
 
 Every message is serialized when it is sent, so that a stream that is long dead can still deliver it.
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Quiet:
-    """An observer who remembers what the checks ask for."""
+    """Remembers the events that the checks read."""
 
     def __init__(self) -> None:
         self.quarantined_pools: list[tuple[str, Exception]] = []
@@ -151,7 +151,7 @@ class Worker:
     """One life of the process that has the pages.
 
     Attributes:
-        answered: steps whose answers were taken in.
+        answered: steps whose answers were applied.
         waits_until: nothing is tried before.
         heard_at: when the current stream brought anything last.
     """
@@ -182,7 +182,7 @@ class Worker:
         )
 
     def connect(self, allocator: Allocator) -> None:
-        """A new stream, to whoever the name leads to."""
+        """Opens a new stream to the process behind the name."""
         self.leave()
         self.link = Link(allocator, self.clock)
         self.heard_at = self.clock.now
@@ -198,7 +198,7 @@ class Worker:
             self.owner.lose_stream()
 
     def flush(self) -> None:
-        """Sends what is in the outbox."""
+        """Sends the messages of the outbox."""
         while self.owner.outbox and self.link is not None:
             self.link.to_server.append(self.owner.outbox.popleft().SerializeToString())
 

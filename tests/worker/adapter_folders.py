@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them, and what PEFT makes of them: the other side of every comparison."""
+"""Adapters as PEFT saves them, and PEFT's own results: the other side of every comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def write_adapter(folder: Path, base: Path, *, seed: int, targets: Any = LINEARS, **options: Any) -> Path:
-    """Writes an adapter of random weights, strong enough to change what is said."""
+    """Writes an adapter of random weights, strong enough to change the text."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

@@ -31,7 +31,7 @@ def implementation(name: str, device: torch.device) -> PagedAttention:
         library = load()
         return CpuPagedAttention(library) if isinstance(library, Library) else pytest.skip(library.reason)
     pytest.importorskip("triton")
-    from quire_worker.attention import TritonPagedAttention
+    from quire_worker.attention.triton_path import TritonPagedAttention
 
     return TritonPagedAttention(device, workspace_bytes=8 << 20)
 
@@ -42,13 +42,13 @@ def decoding(*, is_gathered: bool) -> contextlib.AbstractContextManager[object]:
 
 
 def device_of(attention: PagedAttention) -> torch.device:
-    """Where an implementation wants its tensors."""
+    """Returns the device of an implementation's tensors."""
     on_gpu = not isinstance(attention, ON_CPU) and torch.cuda.is_available()
     return torch.device("cuda" if on_gpu else "cpu")
 
 
 class Scene:
-    """Sequences whose earlier keys lie in scattered pages of a pool that is NaN everywhere else."""
+    """Sequences whose earlier keys are in scattered pages of a pool that is NaN everywhere else."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Scene:
         kv_heads: int = 2,
         head_dim: int = 32,
         dtype: torch.dtype = torch.float32,
-        layers_between: int = 0,  # whose pages lie between two of this layer's
+        layers_between: int = 0,  # its pages lie between two of this layer's
         latent_dim: int | None = None,
         shared: list[int] | None = None,  # per sequence: first tokens that lie in pages of the sequence before it
         seed: int = 0,

@@ -1,4 +1,4 @@
-"""Calls on branches as the service makes them, and what transformers says of their scores."""
+"""Calls on branches as the service makes them, and transformers' scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from quire.errors import QuireError
 from quire.protocol.permissions import EVERYTHING
-from quire_worker.branches import Branch, Branches
+from quire_worker.calls.branches import Branch, Branches
 from quire_worker.sampling.params import SamplingParams
 
 from tests.worker.engine_harness import Harness, prompt, reference_model, reference_text
@@ -39,7 +39,7 @@ async def generate(branches: Branches, branch: Branch, max_tokens: int, **sampli
 
 
 def reference_logprobs(folder: Path, tokens: Sequence[int], candidate: Sequence[int]) -> list[float]:
-    """Of each token of the candidate, by transformers' own forward pass over everything."""
+    """Returns the logprob of each token of the candidate, by transformers' own forward pass over everything."""
     with torch.no_grad():
         logits = reference_model(folder)(torch.tensor([[*tokens, *candidate]])).logits[0].double()
     rows = logits[len(tokens) - 1 : -1].log_softmax(dim=-1)

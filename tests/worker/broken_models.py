@@ -50,7 +50,7 @@ def break_encoder(folder: Path) -> None:
 
 
 def single_character_token(text: Sequence[int], spared: set[int], decode: Callable[[list[int]], str]) -> int | None:
-    """Where in a text a token of one printable character is that is none of the spared ones."""
+    """Returns a place in a text where one printable character is a token of its own, and not one of the spared ones."""
     for place, token in enumerate(text):
         piece = decode([token])
         if token not in spared and len(piece) == 1 and piece.isascii() and piece > " ":

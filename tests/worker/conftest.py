@@ -1,4 +1,4 @@
-"""Where kernels run in tests: on the GPU if there is one, else in Triton's interpreter, on CPU tensors.
+"""The device of kernels in tests: the GPU if there is one, else Triton's interpreter, on CPU tensors.
 
 The interpreter is chosen when a function is decorated, so this must happen before the first kernel is imported. Another
 test of the same process may have imported Triton by then (transformers does), with its own library compiled: those
@@ -63,11 +63,11 @@ if triton is not None and not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where the tensors of a kernel's test live."""
+    """Returns the device of the tensors of a kernel's test."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(params=["torch", "cpu", "triton"])
 def attention(request: pytest.FixtureRequest, device: torch.device) -> PagedAttention:
-    """Every implementation of the worker's attention: what a test asks of it holds for all."""
+    """Yields every implementation of the worker's attention; a test holds for all."""
     return implementation(request.param, device)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from grpc import aio
-from quire import AsyncAllocatorClient, PoolSpec
+from quire import AsyncAllocator, PoolSpec
 from quire.errors import QuireError
 from quire.protocol.permissions import EVERYTHING, Permissions
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -23,14 +23,16 @@ from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.engine import Engine
-from quire_worker.execution.drafter import Drafter
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import SamplingParams
-from quire_worker.scheduling.drafts import Drafting, Proposals
+from quire_worker.scheduling.drafts import Drafting
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request
 from quire_worker.scheduling.scheduler import Scheduler
+from quire_worker.speculation.drafter import Drafter
+from quire_worker.speculation.lookup import Proposals
 from quire_worker.telemetry import WorkerTelemetry
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +40,7 @@ BLOCK_SIZE = 16
 
 
 def prompt(length: int, *, seed: int = 0) -> list[int]:
-    """Random tokens, none of which ends a text."""
+    """Returns random tokens, none of which ends a text."""
     dice = random.Random(seed)
     return [dice.randrange(1, 320) for _ in range(length)]
 
@@ -51,7 +53,7 @@ def paged_model(folder: Path) -> PagedModel:
 
 @cache
 def reference_model(folder: Path) -> Any:
-    """The model as transformers runs it, without SDPA, for which releases before 5.21 forget soft caps."""
+    """Loads the model as transformers runs it, without SDPA, where releases before 5.21 forget soft caps."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
@@ -71,7 +73,7 @@ def reference_text(folder: Path, prompt: tuple[int, ...], max_tokens: int) -> tu
 
 @dataclass
 class Output:
-    """What a request gave: tokens, text and reason per sample."""
+    """The output of a request: tokens, text and reason per sample."""
 
     tokens: list[tuple[int, ...]]
     texts: list[str]
@@ -84,7 +86,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Played:
-    """Prompts and what `Harness.play` got for them.
+    """Prompts and their outputs from `Harness.play`.
 
     Attributes:
         max_tokens: that each text had.
@@ -99,7 +101,7 @@ class Played:
     again: list[Output]
 
     def assert_text_of_transformers(self, folder: Path) -> None:
-        """Compares all texts, and of those asked for again, what was found in the cache."""
+        """Compares all texts with transformers', and for repeated ones the number of cached tokens."""
         for tokens, output, hit in zip(self.prompts, self.outputs, self.again, strict=True):
             expected = reference_text(folder, tuple(tokens), self.max_tokens)
             assert output.tokens[0] == expected, f"prompt of {len(tokens)}"
@@ -143,7 +145,7 @@ class AllocatorServer:
 
 
 class Harness:
-    """Submits prompts and collects what comes."""
+    """Submits prompts and collects outputs."""
 
     def __init__(self, engine: CheckedEngine, allocator: AllocatorServer, task: asyncio.Task[None]) -> None:
         self.engine = engine
@@ -210,8 +212,8 @@ class Harness:
     async def replace_allocator(self) -> None:
         """Puts an empty one in the allocator's place and returns once the engine has a session with it.
 
-        Texts go on meanwhile. That a session is up says nothing by itself: the loss of the old stream may not be seen
-        yet.
+        Texts continue meanwhile. That a session is up says nothing by itself: the loss of the old stream may not be
+        seen yet.
         """
         changes: list[bool] = []
         self.engine.session.on_change = changes.append
@@ -221,7 +223,7 @@ class Harness:
             await asyncio.sleep(0)
 
     async def free_block_count(self) -> int:
-        """As the allocator sees it once everything asked for so far has been applied."""
+        """Returns the allocator's count once all requests so far have been applied."""
         while self.engine.scheduler.roster.has_work or self.engine.in_turn:
             await asyncio.sleep(0)
         return self.allocator.directory.pool("test").pool.blocks.free_count
@@ -257,15 +259,15 @@ async def running(
         for buffer in drafter.cache.buffers:
             buffer.fill_(NAN_BYTE)
     for buffer in kv_cache.buffers:
-        buffer.fill_(NAN_BYTE)  # what was never written must never be read
+        buffer.fill_(NAN_BYTE)  # unwritten places must never be read
     graphs = None
-    if graph_batch_max:  # on a GPU: whoever imports this has not chosen yet where kernels run
+    if graph_batch_max:  # on a GPU: the importing test has not chosen yet where kernels run
         from quire_worker.execution.decode_graphs import decode_graphs_of
 
         graphs = decode_graphs_of(model, kv_cache, graph_batch_max)
     allocator = AllocatorServer(permissions)
     await allocator.start()
-    async with AsyncAllocatorClient(f"127.0.0.1:{allocator.port}") as client:
+    async with AsyncAllocator(f"127.0.0.1:{allocator.port}") as client:
         session = client.session("test", PoolSpec(blocks, model.cache_spec.groups))
         await session.open()
         engine = CheckedEngine(
@@ -286,7 +288,7 @@ async def running(
             waiting_max=waiting_max,
             stream_interval_s=stream_interval_s,
             shortcut=None if graphs is None else graphs.logits_of,
-            drafter=drafter,
+            propose=None if drafter is None else drafter.propose,
             clock=clock,
         )
         task = asyncio.create_task(engine.run())

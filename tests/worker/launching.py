@@ -9,12 +9,12 @@ from quire_worker.sampling.choice import are_finite
 
 
 def likeliest(_: CpuPagedAttention, logits: torch.Tensor) -> torch.Tensor:
-    """What `PagedAttention.likeliest` describes."""
+    """Returns the likeliest tokens as `PagedAttention.likeliest` describes."""
     if len(logits) == 0:
         return torch.empty(0, dtype=torch.int32)
     return torch.where(are_finite(logits), logits.argmax(dim=-1), -1).to(torch.int32)
 
 
 def launch_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has engines that are made from now on launch what can be launched."""
+    """Makes new engines launch every pass that can be launched ahead."""
     monkeypatch.setattr(CpuPagedAttention, "likeliest", likeliest)

@@ -23,6 +23,7 @@ from quire_allocator.core import spec
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.wire import step_apply, step_checks
+from quire_worker.encoding import step_of
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason, Request, Sample
@@ -153,8 +154,8 @@ class PretendedWorker:
         return request
 
     def ask(self, plan: Plan) -> StepOutcome:
-        """What the allocator's server does with a step."""
-        message, reply = plan.step.message, pb.StepReply()
+        """Does the work of the allocator's server for a step."""
+        message, reply = step_of(plan).message, pb.StepReply()
         self.commit_block_counts.append(len(message.commits.digests) // DIGEST_BYTES)
         step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), 0.0, reply)
         invariants.check(self.pool)
@@ -178,7 +179,7 @@ class PretendedWorker:
             self._check_pool()
         if self._asks_ahead and self._asked is None:
             plan = self.scheduler.plan_ahead(current.batch.work, may_wait=self.may_wait)
-            self.asks.append(plan.grows)
+            self.asks.append([(each.sample, each.token_count) for each in plan.grows])
             self._asked = plan, self.ask(plan)
         self._under_way = self._behind(current.batch.work) if self._is_pipelined and self._asks_ahead else None
         self._compute(current)
@@ -215,7 +216,7 @@ class PretendedWorker:
         goes_on = self.is_silent and bool(ready.wanted)
         if self._asked is None:
             self.plan_count += 1
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(ready.chosen)
             outcome = self.ask(plan)
             if not goes_on:
                 return plan, outcome

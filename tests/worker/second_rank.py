@@ -1,7 +1,7 @@
-"""Rank 1 of a crew whose rank 0 is a test: `python -m tests.worker.second_rank RENDEZVOUS`.
+"""Rank 1 of a crew, with a test as rank 0: `python -m tests.worker.second_rank RENDEZVOUS`.
 
-Each line on standard input names a model's folder, blocks and a token, if any, on which this rank's part is to fail; it
-is loaded, and follows rank 0 until that says stop. The end of input ends the process.
+Each line on standard input names a model's folder, blocks and optionally a token on which this rank's part fails. The
+rank loads it, and follows rank 0 until that says stop. The end of input ends the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.execution.follower import follow
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.checkpoint import ModelError
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.ranks.crew import Crew
 from quire_worker.ranks.place import Place
 

@@ -1,10 +1,10 @@
-"""Run by `test_warm_up.py` in a process of its own: what Triton would compile for sm_90, found without a GPU.
+"""Run by `test_warm_up.py` in a process of its own: Triton's compilations for sm_90, found without a GPU.
 
     python -m tests.worker.specialisations FOLDER DTYPE [LADDER]
 
 Every launch is noted by the key that Triton compiles it under (dtypes, alignments, compile-time values, options), and
-left out: results are whatever the memory holds, which nothing on the host depends on. Prints as JSON what warming up
-launches, and what random batches of serving then launch in addition.
+left out: results are whatever the memory holds, which nothing on the host depends on. Prints as JSON the launches of
+warming up, and the additional ones of random batches afterwards.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import triton
 from quire_kernels.shared import launch
-from quire_worker.attention import TritonPagedAttention
+from quire_worker.attention.triton_path import TritonPagedAttention
 from quire_worker.cache import KVCache
 from quire_worker.execution import warm_up
 from quire_worker.model.batch import Chunk, build_batch
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.choice import sample
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.sampling.random_numbers import new_generator

@@ -1,4 +1,4 @@
-"""Requests that a draft could change in every way, and the comparison of what came of them."""
+"""Requests that a draft could change in every way, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.worker.engine_harness import Harness, Output, prompt
 
-# What a token depends on in every way: tokens before it, random numbers, the number of tokens.
+# Everything that a token can depend on: tokens before it, random numbers, the number of tokens.
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.4, "seed": 3},

@@ -34,8 +34,8 @@ _GATED_DELTA: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
 }
 
-# By the start of the classes' names, what is changed in the shape that all have. Numbers of layers, groups and heads
-# differ, so that states lie in one page, in several, or several in one.
+# By the start of the classes' names, the changes of the common shape. Numbers of layers, groups and heads differ, so
+# that states lie in one page, in several, or several in one.
 STATE_FAMILIES: dict[str, dict[str, Any]] = {
     "Bamba": _MAMBA2 | {"num_hidden_layers": 4, "attn_layer_indices": [1]},
     "Jamba": {
@@ -79,7 +79,7 @@ STATE_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Other types with states, which are served because of what they are made of.
+# Other types with states, which are served because their parts are known.
 FURTHER: dict[str, dict[str, Any]] = {
     "KimiLinear": {
         "num_hidden_layers": 4,

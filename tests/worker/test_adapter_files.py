@@ -12,9 +12,9 @@ import pytest
 import torch
 from peft import LoraConfig
 from quire.errors import QuireError, Reason
-from quire_worker.adapters import LIMITS, Adapters
 from quire_worker.model.adapters import peft_folder
 from quire_worker.model.adapters.peft_folder import AdapterError
+from quire_worker.requests.adapters import LIMITS, Adapters
 
 from tests.worker.adapter_folders import CONFIG, WEIGHTS, change_config, write_adapter
 from tests.worker.engine_harness import paged_model

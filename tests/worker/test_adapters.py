@@ -12,11 +12,11 @@ import pytest
 import structlog
 import torch
 from quire.errors import QuireError, Reason
-from quire_worker.adapters import LIMITS, Adapters
 from quire_worker.model.adapters.peft_folder import AdapterError, AdapterLimits, read_adapter
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.rewrites.decoder import Decoder
 from quire_worker.model.rewrites.gated_mlp import GatedMlp
+from quire_worker.requests.adapters import LIMITS, Adapters
 from safetensors.torch import load_file, save_file
 
 from tests.worker.adapter_folders import CONFIG, LINEARS, WEIGHTS, adapted_text, change_config, write_adapter
@@ -162,7 +162,7 @@ async def test_adapters_survive_that_the_allocator_is_replaced_by_an_empty_one(l
 
 
 def test_the_kernels_of_a_cpu_stay_in_place(llama: Model) -> None:
-    """What the texts of Llama are worth: the model has merged linears and a decoder in C."""
+    """The texts of Llama count, because the model has merged linears and a decoder in C."""
     kinds = {type(module) for module in paged_model(llama.base).module.modules()}
     assert {Decoder, GatedMlp} <= kinds
 
@@ -327,7 +327,7 @@ def test_what_cannot_be_served_is_refused_by_name(llama: Model, tmp_path: Path, 
 
 
 def test_layers_that_latent_attention_does_not_call_are_refused(models: dict[str, Model], tmp_path: Path) -> None:
-    """Of DeepSeek, `kv_b_proj` is taken into the queries: a change of it would be lost without a word."""
+    """DeepSeek's `kv_b_proj` is merged into the queries: a change of it would be lost silently."""
     model = models["deepseek_v3"]
     folder = write_adapter(tmp_path / "adapter", model.base, seed=1, targets=["kv_b_proj"])
     with pytest.raises(AdapterError, match="kv_b_proj, which is no layer of this model that an adapter can change"):

@@ -1,12 +1,12 @@
-"""Room that is granted ahead: how much, when it is asked for, and that nobody pays for it."""
+"""Room that is granted ahead: how much, when it is requested, and that it costs other samples nothing."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
+from quire_worker.process.server import parse_arguments
 from quire_worker.scheduling.request import FinishReason, Request
-from quire_worker.server import parse_arguments
 
 from tests.worker.pretended_worker import PretendedWorker, expected_output, lasting_prompts, numbers
 
@@ -24,7 +24,7 @@ def worker_of(block_count: int, *, ahead_tokens: int, running_max: int = 8) -> P
 
 
 def decoding(worker: PretendedWorker, prompt: list[int], **sampling: int) -> Request:
-    """A request whose prompt has been computed, and that has the answer to what it asked for meanwhile."""
+    """Returns a request whose prompt has been computed, and that has the answer to its request for room."""
     request = worker.submit(prompt, **sampling)
     worker.turn()
     worker.take_in()
@@ -356,7 +356,7 @@ def test_nobody_is_let_in_ahead_on_blocks_that_the_running_will_need() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_room_ahead_costs_nobody_a_place(seed: int) -> None:
-    """Who runs, turn by turn, is the same with it and without, in pools that are too small for everybody."""
+    """The running samples, turn by turn, are the same with and without it, in pools that are too small for all."""
     histories = []
     for ahead_tokens in (0, 40):
         dice = random.Random(seed)

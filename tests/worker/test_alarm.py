@@ -1,11 +1,11 @@
-"""When an alarm rings: at the earliest time, and not before a loop that stood still has read what came meanwhile."""
+"""The time of an alarm: the earliest one, and not before a loop that stood still has read its messages."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from quire_worker.alarm import LATE_S, Alarm
+from quire_worker.calls.alarm import LATE_S, Alarm
 
 
 async def test_it_rings_once_at_the_earliest_of_its_times() -> None:
@@ -15,7 +15,7 @@ async def test_it_rings_once_at_the_earliest_of_its_times() -> None:
     for later_s in (30.0, 0.05, 0.1):
         alarm.set(begun_s + later_s)
     assert begun_s + 0.05 <= await asyncio.wait_for(rung.get(), 20) < begun_s + 20
-    alarm.set(begun_s + 0.2)  # it is set anew by who hears it; what it was set to before has passed
+    alarm.set(begun_s + 0.2)  # its callback sets it anew, after the earlier time has passed
     assert await asyncio.wait_for(rung.get(), 20) >= begun_s + 0.2
     alarm.set(begun_s)
     await asyncio.wait_for(rung.get(), 20)

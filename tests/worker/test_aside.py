@@ -1,4 +1,4 @@
-"""What is computed beside the event loop: within its limits, in its turn, and without holding up the end."""
+"""Work beside the event loop: within its limits, in its turn, and without delaying the end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from quire.errors import QuireError, Reason
 from quire_worker.aside.bench import Bench, Limits, OverLimitError
 from quire_worker.aside.threads import Threads
+from quire_worker.calls.structures import StructureCompiler
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampling.params import Structure, StructureKind
-from quire_worker.structures import StructureCompiler
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 FOR_EVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -1,8 +1,8 @@
 """The worker's attention, on a CPU and through the kernels, against a plain float64 softmax per query.
 
 Every case runs over all implementations: plain torch where keys lie and gathered, the kernels for CPUs, and those in
-Triton, which are interpreted where there is no GPU. Batches are as small as what they test allows; larger ones, for the
-CPU's two alone, are in `test_torch_attention.py` and `test_cpu_attention.py`.
+Triton, which are interpreted where there is no GPU. Batches are as small as the tests allow; larger ones, for the CPU's
+two alone, are in `test_torch_attention.py` and `test_cpu_attention.py`.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def test_queries_keys_and_values_may_have_any_strides(attention: PagedAttention)
     plan = attention.plan(scene.batch, scene.spec)
     plan.append(key, value, scene.pages)
     output = plan.attend(query, scene.pages, scale=0.2).cpu()
-    # Of the same numbers by the same implementation: far closer than either has to be to the reference.
+    # Equal numbers by the same implementation: far closer than either has to be to the reference.
     torch.testing.assert_close(output, expected, rtol=2e-6, atol=2e-6)
 
 

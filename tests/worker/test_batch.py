@@ -1,4 +1,4 @@
-"""How chunks become one flat batch."""
+"""The flat batch of several chunks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.beams.search import BeamSearch, Hypothesis, Rule, row_count
+from quire_worker.sampling.beam_search import BeamSearch, Hypothesis, Rule, row_count
 from quire_worker.sampling.logprobs import likeliest
 from quire_worker.sampling.params import EarlyStopping, SamplingParams
 from quire_worker.scheduling.request import FinishReason, Sample
@@ -54,7 +54,7 @@ def found_by_transformers(folder: Path, tokens: list[int], rule: Rule, n: int) -
 
 
 def found_by_search(folder: Path, tokens: list[int], rule: Rule) -> list[Hypothesis]:
-    """What the search finds where a model of transformers tells it of the likeliest tokens."""
+    """Returns the search's result where a model of transformers gives it the likeliest tokens."""
     search, texts, rows = BeamSearch(rule), [tokens], row_count(rule.beam_count, rule.end_token_ids)
     while texts:
         with torch.inference_mode():

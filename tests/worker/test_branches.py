@@ -1,4 +1,4 @@
-"""Branches on a real model and a real allocator: their text and scores against transformers, and who holds what."""
+"""Branches on a real model and a real allocator: their text and scores against transformers, and their blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import EVERYTHING
-from quire_worker.branches import Branches
+from quire_worker.calls.branches import Branches
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Delivery
 

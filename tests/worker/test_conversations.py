@@ -1,4 +1,4 @@
-"""Conversations as chat templates take them, and what callers' texts may not do to them."""
+"""Conversations as chat templates take them, and the limits of callers' texts."""
 
 from __future__ import annotations
 
@@ -89,6 +89,21 @@ def test_more_messages_than_a_template_should_look_at_are_refused() -> None:
     messages = json.dumps([{"role": "user"}] * (MESSAGE_COUNT_MAX + 1))
     with pytest.raises(ConversationError, match="messages must be at most 16,384, not 16,385"):
         read_conversation(messages, "", "", with_generation_prompt=True)
+
+
+@pytest.mark.parametrize("depth", [110, 400, 900, 100_000])
+@pytest.mark.parametrize("name", ["messages", "tools", "variables"])
+def test_what_is_nested_deeper_than_programs_go_is_refused(name: str, depth: int) -> None:
+    def given(depth: int) -> list[str]:
+        deep = {"role": "user", "x": 0}
+        texts = {"messages": [deep], "tools": [deep], "variables": deep}
+        inside = "[" * (depth - 2) + "]" * (depth - 2)
+        return [json.dumps(texts[each]).replace("0", inside if each == name else "0") for each in texts]
+
+    read_conversation(*given(90), with_generation_prompt=True)
+    with pytest.raises(ConversationError, match="nested") as caught:
+        read_conversation(*given(depth), with_generation_prompt=True)
+    assert caught.value.field == name
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The kernels of `quire_cpu` for attention, on every instruction set that this CPU has.
 
-Cases that hold for every implementation are in `test_attention.py`; these are longer, or are about what only these
-kernels have: blocks of keys, tiles of queries, vectors of several widths.
+Cases that hold for every implementation are in `test_attention.py`. These are longer, or are about parts that only
+these kernels have: blocks of keys, tiles of queries, vectors of several widths.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_several_threads_give_the_bits_of_one(dtype: torch.dtype) -> None:
 def test_a_nan_reaches_the_result_of_its_own_sequence_and_no_other(
     new: int, part: str, attention: CpuPagedAttention
 ) -> None:
-    """A worker finds requests whose numbers are lost by their logits, so attention must not hide them."""
+    """A worker finds requests with NaN by their logits, so attention must not hide them."""
     scene = Scene([(70, new), (70, new)])
     tensors = scene.keys if part == "key" else scene.values
     tensors[0][70:] = float("nan")
@@ -137,7 +137,7 @@ def test_a_nan_reaches_the_result_of_its_own_sequence_and_no_other(
 
 @pytest.mark.parametrize("new", [1, 40])
 def test_pages_may_lie_apart(new: int, attention: CpuPagedAttention) -> None:
-    """As those of layers that share a slot do."""
+    """Pages may be apart, as those of layers that share a slot are."""
     scene = Scene([(70, new), (3, new)])
     pages = scene.pages
     apart = torch.full((pages.shape[0], 3, *pages.shape[1:]), float("nan"))

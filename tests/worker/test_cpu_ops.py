@@ -158,14 +158,14 @@ def test_the_greedy_choice_is_the_first_largest_and_a_nan_before_all(library: Li
 
 
 def peculiar(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
-    """Logits of which many are equal, and rows with what no sum should become."""
+    """Returns logits with many equal values, and rows with NaN and infinities."""
     generator = torch.Generator().manual_seed(1000 * vocabulary + seed)
 
     def somewhere() -> int:
         return int(torch.randint(vocabulary, (1,), generator=generator))
 
     logits = torch.randn(rows, vocabulary, generator=generator)
-    logits[: rows // 2] = logits[: rows // 2].bfloat16().float()  # of which there are few between 3 and 4
+    logits[: rows // 2] = logits[: rows // 2].bfloat16().float()  # there are few between 3 and 4
     logits[::4] = logits[::4].round()  # zeros of both signs among them
     logits[1::4][logits[1::4] > 0.5] = -float("inf")  # ruled out
     logits[0] = -float("inf")

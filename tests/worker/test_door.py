@@ -1,4 +1,4 @@
-"""Who is refused before it waits, or ended while it does; on a real model."""
+"""Refusals before a request waits, and ends while it waits; on a real model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from quire.errors import DeadlineExceededError, QuireError, Reason
-from quire_worker import door
+from quire_worker.requests import reception
 from quire_worker.scheduling.pace import Pace
 
 from tests.worker.engine_harness import prompt, running
@@ -24,14 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_who_cannot_be_done_in_time_is_refused_at_the_door_and_others_are_not(folder: Path) -> None:
     async with running(folder) as harness:
         await harness.generate(prompt(20), max_tokens=20, ignore_eos=True)  # passes are measured
-        pass_s = harness.engine._door.pace.pass_s
+        pass_s = harness.engine.scheduler.roster.pace.pass_s
         assert pass_s > 0
         sampling = {"max_tokens": 1000, "ignore_eos": True}
         with pytest.raises(DeadlineExceededError) as caught:
             harness.submit(prompt(5), time_left_s=500 * pass_s, **sampling)
         assert caught.value.reason is Reason.DEADLINE
         assert not harness.engine.scheduler.roster.has_work
-        # It may end with its first token, for all that anybody knows.
+        # It may end with its first token, which is not known yet.
         kept = harness.submit(prompt(5), time_left_s=500 * pass_s, max_tokens=1000)
         harness.engine.cancel(kept)
 
@@ -42,7 +42,7 @@ async def test_who_waits_too_long_is_told_so_and_never_computed(folder: Path) ->
         first = harness.submit(prompt(40), max_tokens=120, ignore_eos=True)
         while first.usage.output_token_count < 10:
             await asyncio.sleep(0)
-        pass_s = harness.engine._door.pace.pass_s
+        pass_s = harness.engine.scheduler.roster.pace.pass_s
         # It needs 12 blocks, so that it has to wait for the first; and 20 tokens that take a pass each.
         late = harness.submit(prompt(170, seed=1), time_left_s=21 * pass_s, max_tokens=20, ignore_eos=True)
         with pytest.raises(DeadlineExceededError) as caught:
@@ -88,7 +88,7 @@ async def test_a_namespace_that_waits_leaves_room_in_the_queue_for_another(
         for request in requests:
             await harness.collect(request)
         requests = [harness.submit(prompt(5, seed=9), namespace="c", max_tokens=2)]
-        monkeypatch.setattr(door, "TOKENS_MAX", 30)
+        monkeypatch.setattr(reception, "QUEUED_TOKENS_MAX", 30)
         with pytest.raises(QuireError, match="requests with 5 tokens of this namespace"):
             harness.submit(prompt(5), namespace="c", max_tokens=2, allowed_token_ids=tuple(range(60)))
         for request in requests:

@@ -1,7 +1,6 @@
-"""Drafts by a second model: texts are the same whatever it says, and its pages hold what it would compute itself.
+"""Drafts by a second model: texts do not depend on them, and its pages hold its own keys.
 
-A model that drafts for itself is always right as long as its own pages are: what it accepts less than that shows a key
-that is missing in them.
+A model that drafts for itself is always right as long as its own pages are. A lower acceptance shows a missing key.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from quire.errors import UsageError
-from quire_worker.drafting import drafting_of, load_draft_model
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import PagedModel, load_model
-from quire_worker.options import parse_arguments
-from quire_worker.scheduling.drafts import Proposals
-from quire_worker.server import load
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.process.options import parse_arguments
+from quire_worker.process.server import load
+from quire_worker.speculation.drafting import drafting_of, load_draft_model
+from quire_worker.speculation.lookup import Proposals
 
 from tests.worker.branch_scene import mix_calls
 from tests.worker.engine_harness import Harness, Output, paged_model, prompt, reference_text, running

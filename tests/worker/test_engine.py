@@ -17,7 +17,7 @@ from quire.v1 import worker_pb2 as pb
 from quire_worker.execution import layouts, runner
 from quire_worker.execution.sizing import PoolMemory
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.scheduling.plan import Plan, Work
+from quire_worker.scheduling.plan import Plan, Round, Work
 from quire_worker.scheduling.request import FinishReason
 from quire_worker.service import WorkerService
 
@@ -164,8 +164,8 @@ async def test_decoding_finds_its_blocks_granted_and_waits_for_nothing(folders: 
         asked = []
         plan = harness.engine.scheduler.plan
 
-        def count() -> Plan:
-            asked.append(plan())
+        def count(chosen: Round | None) -> Plan:
+            asked.append(plan(chosen))
             return asked[-1]
 
         harness.engine.scheduler.plan = count  # type: ignore[method-assign]
@@ -212,7 +212,7 @@ async def test_decoding_goes_on_without_an_allocator_for_all_tokens_that_were_gr
         task = asyncio.create_task(harness.collect(request))
         while request.usage.output_token_count < 25:
             await asyncio.sleep(0)
-        before = request.usage.output_token_count  # while an allocator stops, texts go on already
+        before = request.usage.output_token_count  # while an allocator stops, texts continue already
         await harness.allocator.stop()
         while request.usage.output_token_count < before + ahead_tokens:
             await asyncio.sleep(0)
@@ -254,7 +254,7 @@ async def test_a_cancelled_request_frees_its_blocks_at_once(folders: dict[str, P
 async def test_a_forward_pass_that_fails_ends_its_requests_alone(folders: dict[str, Path]) -> None:
     async with running(folders["llama"]) as harness:
         broken = harness.submit(prompt(10), max_tokens=5)
-        broken.samples[0].tokens[3] = 10**9  # beyond the embedding: what a defect of ours would look like
+        broken.samples[0].tokens[3] = 10**9  # beyond the embedding: like a defect of the engine
         with pytest.raises(QuireError) as caught:
             await harness.collect(broken)
         assert caught.value.reason is Reason.MODEL_FAILED

@@ -50,7 +50,7 @@ def poisoned(healthy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["a kernel looks at logits", "torch does", "passes are launched"])
 def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ways to find out what is finite and likeliest."""
+    """Yields all ways to find out which logits are finite and likeliest."""
     if request.param == "torch does":
         monkeypatch.setattr(CpuPagedAttention, "look", lambda *_: None)
     if request.param == "passes are launched":

@@ -16,9 +16,9 @@ from quire_worker.attention.torch_path import TorchAttentionPlan
 from quire_worker.cache import CacheSpec, KVCache, Place
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import load_model
+from quire_worker.model.loading import load_model
 from quire_worker.model.transformers_seam import PositionsView
-from quire_worker.server import load, parse_arguments
+from quire_worker.process.server import load, parse_arguments
 
 from tests.worker.engine_harness import paged_model, prompt, reference_model, reference_text, running
 from tests.worker.tiny_models import FAMILIES, write_tiny
@@ -56,7 +56,7 @@ async def test_requests_that_outgrow_their_pool_are_preempted_and_finish_with_th
 ) -> None:
     folder = folders[family]
     prompts = [prompt(1 + i, seed=i) for i in range(4)]
-    blocks = pool_of(folder, 4)  # two are let in, and a window of 24 tokens alone is three blocks of each of them
+    blocks = pool_of(folder, 4)  # two are admitted, and a window of 24 tokens alone is three blocks of each of them
     async with running(folder, blocks=blocks) as harness:
         outputs = await asyncio.gather(
             *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)

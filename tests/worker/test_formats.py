@@ -14,7 +14,8 @@ from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import CheckpointError
 from quire_worker.model.kv_scales import read_scales
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.page_format import Scales, quantised, restored
 from safetensors.torch import load_file, save_file
 
@@ -24,8 +25,8 @@ from tests.worker.engine_harness import prompt, reference_model, reference_text,
 from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# How far logits of a model of random weights drawn ten times wider than usual may be from those of plain pages, as a
-# share of their norm; what was seen is half of that.
+# Allowed difference of logits from those of plain pages, as a share of their norm, for a model of random weights drawn
+# ten times wider than usual. The seen difference is half of that.
 LOGITS_DIFFER_MAX = {"fp8_e4m3": 0.2, "fp8_e5m2": 0.4}
 SCALES = Scales(0.5, 0.25)
 
@@ -132,14 +133,14 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> dict[Path, PagedModel]:
-    """What the harness runs in the place of a folder's model."""
+    """Returns the model that the harness runs in place of a folder's."""
     models = dict[Path, PagedModel]()
     monkeypatch.setattr(engine_harness, "paged_model", lambda folder: models[folder])
     return models
 
 
 def logits_of(model: PagedModel, tokens: list[int]) -> torch.Tensor:
-    """After the last of some tokens, in two chunks, through pages that nobody wrote before."""
+    """Returns the logits after the last of some tokens, in two chunks, through pages that were never written."""
     groups, length = model.cache_spec.groups, -(-len(tokens) // 16)
     cache = KVCache(model.cache_spec, length * len(groups))
     for buffer in cache.buffers:

@@ -1,4 +1,4 @@
-"""Model types that are not among the families, and are served because what they are made of is."""
+"""Model types that are not among the families, and are served because their parts are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import transformers
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import load_model
+from quire_worker.model.loading import load_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ THREE_TO_ONE: dict[str, Any] = {
     "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
 }
 
-# By the start of the classes' names, what is changed in the shape that all have.
+# By the start of the classes' names, the changes of the common shape.
 SERVED: dict[str, dict[str, Any]] = {
     "Apertus": {},
     "Arcee": {},
@@ -109,7 +109,7 @@ def write(name: str, folder: Path, changes: dict[str, Any]) -> Path:
 
 
 def check_logits(folder: Path, model_class: Any) -> None:
-    """Of 70 tokens through pages, in two chunks."""
+    """Checks the logits of 70 tokens through pages, in two chunks."""
     model, tokens = load_model(folder), prompt(70, seed=7)
     own: Any = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():

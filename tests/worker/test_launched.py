@@ -1,4 +1,4 @@
-"""Passes that are launched behind one another: same texts, before anybody has read what the one before has sampled."""
+"""Passes launched one after another: same texts, before the previous pass's tokens are read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def launched_count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each launched pass awaits of the one before it."""
+    """Returns how many tokens each launched pass awaits of the one before it."""
     counts: list[int] = []
     launch = Runner._likeliest
 
@@ -86,7 +86,7 @@ async def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_read(
 
 
 async def test_sampled_and_greedy_requests_take_turns_in_one_batch(llama: Path, launched_count: list[int]) -> None:
-    """What draws is computed and waited for, behind passes that were launched."""
+    """A pass that draws is computed and waited for, after launched passes."""
     prompts = [prompt(20 + i, seed=i) for i in range(4)]
     async with running(llama) as harness:
         greedy = [asyncio.create_task(harness.generate(each, max_tokens=60, ignore_eos=True)) for each in prompts]

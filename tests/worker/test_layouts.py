@@ -36,14 +36,14 @@ def same(one: Any, other: Any) -> bool:
 
 
 def cache_of(*kinds: GroupKind) -> Any:
-    """As much of a cache as layouts look at."""
+    """Returns as much of a cache as layouts read."""
     windows = {GroupKind.SLIDING_WINDOW: 8, GroupKind.CHUNKED_LOCAL: 8}
     groups = tuple(GroupSpec(kind, SIZE, windows.get(kind, 0)) for kind in kinds)
     return SimpleNamespace(spec=SimpleNamespace(groups=groups, block_size=SIZE))
 
 
 class Pretended:
-    """Samples that decode, and what may happen to their tables."""
+    """Samples that decode, and the possible changes of their tables."""
 
     def __init__(self, dice: random.Random, group_count: int) -> None:
         self.dice = dice

@@ -1,4 +1,4 @@
-"""The worker's limits, each to the number: what reaches one is taken, one more is refused with its reason."""
+"""The worker's limits are exact: a request at one is accepted, one more is refused with its reason."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from quire.errors import Reason
 from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import worker_pb2 as pb
+from quire_worker.calls.texts import TEXT_BYTES_MAX
 from quire_worker.sampling import params
 from quire_worker.sampling.params import (
     BIAS_COUNT_MAX,
@@ -32,7 +33,6 @@ from quire_worker.sampling.params import (
     TEMPERATURE_MIN,
     TOKEN_LIST_COUNT_MAX,
 )
-from quire_worker.texts import TEXT_BYTES_MAX
 
 from tests.fuzz.test_worker_over_grpc import worker
 from tests.fuzz.wire import in_a_thread, listen
@@ -233,6 +233,6 @@ def test_every_limit_of_sampling_has_a_case() -> None:
         "STOP_TOKEN_COUNT_MAX",
         "TEMPERATURE_MAX",
         "TEMPERATURE_MIN",
-        "UINT64_MAX",  # of a seed: what its field holds
+        "UINT64_MAX",  # of a seed: the range of its field
     }
     assert math.log2(params.UINT64_MAX + 1) == 64

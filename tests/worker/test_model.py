@@ -14,10 +14,11 @@ import pytest
 import torch
 from quire_worker.attention import TorchPagedAttention
 from quire_worker.cache import NAN_BYTE, KVCache
-from quire_worker.model import paged_model as model_file
+from quire_worker.model import loading as model_file
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.transformers_seam import ProbeStep, paged_attention_forward
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -51,7 +52,7 @@ def own_model(folder: Path) -> Any:
 
 
 def own_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
-    """Of every position, `[tokens, vocabulary]`, from transformers alone."""
+    """Returns the logits of every position, `[tokens, vocabulary]`, from transformers alone."""
     with torch.inference_mode():
         logits: torch.Tensor = own_model(folder)(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
@@ -71,7 +72,7 @@ def random_prompt(length: int, *, seed: int, vocabulary: int = VOCABULARY) -> li
 
 
 class Bench:
-    """A model, and sequences on scattered blocks of a pool that is NaN wherever nobody wrote."""
+    """A model, and sequences on scattered blocks of a pool that is NaN in every unwritten place."""
 
     def __init__(self, folder: Path, *, block_size: int = 16, token_count: int = 2000) -> None:
         self.model: PagedModel = load_model(folder, block_size=block_size)
@@ -276,7 +277,7 @@ def test_a_layer_that_drops_the_step_is_refused() -> None:
 
 
 class ForgetfulAttention(TorchPagedAttention):
-    """Reads its last page in place of its first: what a model looks like whose state got lost on the way."""
+    """Reads its last page in place of its first, like a model whose state got lost on the way."""
 
     def plan(self, batch: Any, spec: Any) -> Any:
         plan = super().plan(batch, spec)

@@ -1,4 +1,4 @@
-"""When the event loop hears of a pass: with the kernels of the next one, or at once where nobody comes after it."""
+"""The moment when the event loop hears of a pass: with the kernels of the next one, or at once without a next one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT_S = 20
 
 
 class Batch:
-    """A pass that goes on when it is told to, and what of it has happened."""
+    """A pass that continues on request, and its events so far."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ async def test_it_waits_no_longer_than_a_moment(thread: ModelThread) -> None:
     first, second = submit(thread, one, two)
     one.let_end()
     two.let_end()
-    found = await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)  # nobody tells it to go on
+    found = await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)  # no event lets it continue
     assert found == [one.result, two.result]
 
 

@@ -1,7 +1,7 @@
 """Every family of models on a GPU, token by token against transformers' own `generate` on the CPU.
 
-`test_families.py` and `test_states.py` say what the same scenes hold on a CPU. Here decode is captured as CUDA graphs
-where the model lets itself be captured, and once more launched by the host.
+`test_families.py` and `test_states.py` run the same scenes on a CPU. Here decode is captured as CUDA graphs where the
+model lets itself be captured, and once more launched by the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import pytest
 import torch
 from quire import Client
 from quire.local import LocalStack
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 
 from tests.worker.engine_harness import BLOCK_SIZE, prompt, reference_text, running
 from tests.worker.state_models import STATE_FAMILIES, write_with_states
@@ -22,8 +23,8 @@ from tests.worker.tiny_models import FAMILIES, write_tiny, write_tiny_llama, wri
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-# What a graph holds: no recurrent states, which the host moves, no experts, of which torch asks on the host in float32
-# which are used, and nothing that is made on the host in each pass, as numbers of Gemma-3n are.
+# Models for graphs: no recurrent states (the host moves them), no float32 experts (torch picks them on the host), and
+# no values made on the host in each pass, as Gemma-3n's are.
 CAPTURED = ["llama", "qwen3", "mistral", "gemma2", "gemma3"]
 LAUNCHED = ["llama", "qwen3", *FAMILIES, *STATE_FAMILIES]
 

@@ -1,4 +1,5 @@
-"""Who is let in when: priorities, shares of namespaces, deadlines, and who may pass somebody that does not fit."""
+"""The order of admission: priorities, shares of namespaces, deadlines, and requests that may pass one that does not
+fit."""
 
 from __future__ import annotations
 
@@ -9,9 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 from quire_worker.scheduling import admission
-from quire_worker.scheduling.order import DUE_S_MAX, PRIORITY_MAX, PRIORITY_S
+from quire_worker.scheduling.order import (
+    DUE_S_MAX,
+    NAMESPACES_MAX,
+    OUTPUT_TOKEN_COST,
+    PRIORITY_MAX,
+    PRIORITY_S,
+    Shares,
+)
 from quire_worker.scheduling.request import Request
-from quire_worker.scheduling.shares import NAMESPACES_MAX, OUTPUT_TOKEN_COST, Shares
 
 from tests.worker.pretended_worker import PretendedWorker, expected_output, lasting_prompts, numbers
 
@@ -27,7 +34,7 @@ def busy_worker(*, block_count: int = 20) -> tuple[PretendedWorker, Request]:
 
 
 def starts(worker: PretendedWorker, requests: list[Request]) -> list[int]:
-    """Runs everything, and returns the requests' places in the order in which they were first let in."""
+    """Runs everything, and returns the requests' places in the order of first admission."""
     order: list[int] = []
     while worker.scheduler.roster.has_work:
         worker.turn()
@@ -109,7 +116,7 @@ def test_namespaces_that_all_wait_are_served_alike(seed: int) -> None:
                 longest = max(longest, len(prompt) + OUTPUT_TOKEN_COST * 25)
         worker.turn()
         served = {name: worker.scheduler.roster.shares.counter(name) for name in names}
-        # As many as run may have been let in while a counter lagged, and each is charged for what it makes later.
+        # As many as run may have been admitted while a counter lagged, and each is charged later for its tokens.
         assert max(served.values()) - min(served.values()) <= (worker.scheduler.running_max + 1) * longest
     assert min(served.values()) > 10 * longest, "the bound means something by now"
 
@@ -173,12 +180,12 @@ class World:
         return worker, requests
 
     def arrive(self, worker: PretendedWorker, requests: list[Request], turn: int) -> None:
-        """Those come who come before a turn."""
+        """Adds the requests that arrive before a turn."""
         requests += [worker.submit(prompt, max_tokens=count) for prompt, count in self.arrivals.get(turn, [])]
 
 
 def passed_heads(worker: PretendedWorker) -> Iterator[int]:
-    """Numbers of requests that somebody who runs has passed."""
+    """Yields the numbers of requests that a running one has passed."""
     for sample in worker.scheduler.roster.running:
         if sample.passed is not None:
             yield sample.passed.request.number
@@ -192,7 +199,7 @@ def test_a_head_that_is_passed_starts_in_the_turn_in_which_it_would_have_without
     world = World(seed)
     depth = admission.DEPTH
     worker, requests = world.play(turns=0)
-    expected: dict[int, int] = {}  # request -> the turn in which it starts if nobody passes it from now on
+    expected: dict[int, int] = {}  # request -> the turn in which it starts if no other passes it from now on
     for turn in itertools.count():
         world.arrive(worker, requests, turn)
         if turn > 60 and not worker.scheduler.roster.has_work:
@@ -213,7 +220,7 @@ def test_a_head_that_is_passed_starts_in_the_turn_in_which_it_would_have_without
 
 
 def test_the_promise_was_put_to_the_test() -> None:
-    """Heads are passed, and some of those who passed them are preempted for it, in the worlds of the test above."""
+    """Heads are passed, and some requests that passed them are preempted for them, in the worlds of the test above."""
     head_count = victim_count = 0
     for seed in range(30):
         world = World(seed)

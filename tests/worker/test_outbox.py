@@ -1,4 +1,4 @@
-"""Tokens that come fast share a message; the first one and the end wait for nobody."""
+"""Tokens in quick succession share a message; the first one and the end do not wait."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
-from quire_worker.options import parse_arguments
-from quire_worker.outbox import Outbox
+from quire_worker.process.options import parse_arguments
+from quire_worker.requests.outbox import Outbox
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
 
@@ -37,7 +37,7 @@ def no_failure(_request: Request, error: TokenizerError) -> None:
 
 
 async def taken(request: Request) -> list[Any]:
-    """What is in the queue once the event loop has had nothing to do."""
+    """Returns the queue's contents once the event loop has become idle."""
     for _ in range(3):
         await asyncio.sleep(0)
     return [request.deliveries.get_nowait() for _ in range(request.deliveries.qsize())]

@@ -1,4 +1,4 @@
-"""Where the scheduler cuts prompts: at boundaries in pools with states, and where a pass would be too long at once."""
+"""The scheduler's cuts of prompts: at stops in pools with states, and where a pass would be too long."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def full(block_size: int) -> GroupSpec:
 
 
 def prompt(user: int) -> list[int]:
-    """96 tokens, of which the first 64 are those of every user."""
+    """Returns 96 tokens; the first 64 are the same for every user."""
     return SHARED + numbers(32, seed=user)
 
 
@@ -138,7 +138,7 @@ def test_who_has_ended_keeps_room_behind_what_it_commits_so_that_no_checkpoint_i
     assert sample.granted > 32
     sample.computed = 32  # the pass behind it has computed the token that ended it, too
     worker.scheduler.roster.finish(sample, FinishReason.STOP)
-    worker.submit(numbers(150, seed=2), max_tokens=1)  # for which others give back what they hold ahead
+    worker.submit(numbers(150, seed=2), max_tokens=1)  # others give back their room ahead for it
     plan = worker.scheduler.plan()
-    assert sample in plan.commits
+    assert sample in [commit.sample for commit in plan.commits]
     assert sample.granted > 32

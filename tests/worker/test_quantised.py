@@ -9,7 +9,7 @@ import pytest
 import torch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.configuration import check_configuration
-from quire_worker.model.paged_model import load_model
+from quire_worker.model.loading import load_model
 from quire_worker.model.rewrites.linear import Linear
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, TorchAoConfig
 
@@ -71,7 +71,7 @@ def test_the_kernels_of_a_cpu_leave_quantised_layers_as_they_are(folders: dict[s
 
 
 def test_without_torchao_the_error_names_it(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transformers asks before it loads such a checkpoint is answered as where torchao is not installed."""
+    """transformers' question before it loads such a checkpoint is answered as if torchao were not installed."""
     for module in ("transformers.utils.quantization_config", "transformers.quantizers.quantizer_torchao"):
         monkeypatch.setattr(f"{module}.is_torchao_available", lambda: False)
     with pytest.raises(UnsupportedModelError, match=r"quantised by torchao, and cannot be loaded here: .*torchao"):

@@ -1,4 +1,4 @@
-"""Ranks without processes: who has which heads, what a message holds, and where ranks meet."""
+"""Ranks without processes: their heads, their messages, and their meeting place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.types import GroupKind, GroupSpec
 from quire_worker.attention import AttentionBatch
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.splitting.heads import heads_of_rank
-from quire_worker.options import parse_arguments
+from quire_worker.process.options import parse_arguments
 from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.messages import pack, unpack
 from quire_worker.ranks.place import RENDEZVOUS, Place, loopback_interface, place_of
@@ -112,7 +112,7 @@ def test_senseless_numbers_are_refused(
 
 
 def test_ranks_on_loopback_follow_no_inherited_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine's profile may name the network's interface, on which everybody could read what ranks say."""
+    """A machine's profile may name the network's interface, on which others could read the messages of ranks."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "eth0")
     seen: list[tuple[str, str]] = []

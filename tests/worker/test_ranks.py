@@ -22,10 +22,11 @@ from quire_cpu.library import Library, load
 from quire_worker.execution.leader import Leader, led_by
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.configuration import check_configuration
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.splitting import attention
 from quire_worker.model.splitting.heads import heads_of_rank
-from quire_worker.model.splitting.parts import Summed
+from quire_worker.model.splitting.linear_parts import Summed
 from quire_worker.ranks.crew import Crew
 
 from tests.worker.engine_harness import Harness, prompt, reference_text, running
@@ -54,7 +55,7 @@ class Pair:
 
     @asynccontextmanager
     async def running(self, folder: Path, *, blocks_per_group: int = 256, **job: Any) -> AsyncIterator[Harness]:
-        """An engine whose model both ranks compute."""
+        """Runs an engine whose model both ranks compute."""
         model = self.load(folder, blocks_per_group=blocks_per_group, **job)
         lost: list[str] = []
         leader = Leader(self.crew, silence_s=0.5, on_lost=lost.append)
@@ -99,14 +100,14 @@ def write(name: str, folder: Path) -> Path:
 
 
 def split_modules(model: PagedModel) -> Counter[str]:
-    """How many modules each rank has a part of, by what they are called."""
+    """Returns how many modules of each name are split between the ranks."""
     return Counter(name.rpartition(".")[2] for name, part in model.module.named_modules() if isinstance(part, Summed))
 
 
 ATTENTION, MLP, EXPERTS, SHARED = "self_attn", "mlp", "experts", "shared_experts"
 
 
-# What has parts, and the KV heads of one rank: half of them, or the one that there is.
+# The split modules, and the KV heads of one rank: half of them, or the one that there is.
 @pytest.mark.parametrize(
     ("name", "parts", "kv_heads"),
     [

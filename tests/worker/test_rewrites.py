@@ -1,4 +1,4 @@
-"""The pass that puts kernels into a loaded model: what it replaces, what it leaves alone, and nothing twice."""
+"""The pass that puts kernels into a loaded model: replaced modules, untouched modules, and nothing twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from quire_worker.cache import KVCache
 from quire_worker.model import paged_model
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.rewrites import devices, rewriter
 from quire_worker.model.rewrites.decoder import Decoder
 from quire_worker.model.rewrites.decoder_layer import DecoderLayer
@@ -76,7 +77,7 @@ LATE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
 }
 
-# Per family: what makes it, and how often each rewrite has to fit it.
+# Per family: its model, and how often each rewrite has to fit it.
 FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
     "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)), LAYERS + Counter(LinearRewrite=1)),
     "llama, tied": (lambda: LlamaForCausalLM(LlamaConfig(**TIED)), LAYERS + Counter(TiedHead=1)),
@@ -109,8 +110,8 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
         lambda: OlmoForCausalLM(OlmoConfig(**SHAPE, clip_qkv=1000.0)),
         WITHOUT_ATTENTION - Counter(NormRewrite=5),
     ),
-    # Its activation is an approximated GELU; its norms count from 1; its embedding is scaled, so that it and the head
-    # that shares its weights stay as they are.
+    # Its activation is an approximated GELU, and its norms count from 1. Its embedding is scaled, so that it and the
+    # head that shares its weights are not replaced.
     "gemma": (lambda: GemmaForCausalLM(GemmaConfig(**TIED)), LAYERS),
     # Its activation is GELU itself, so that its layers stay, and the three products of each are packed by themselves.
     "llama, exact gelu": (
@@ -137,7 +138,7 @@ def needs_the_kernels() -> None:
 
 
 def folder_of(family: str, tmp_path: Path) -> Path:
-    """A checkpoint whose norms and biases are not the ones and zeros that they begin as."""
+    """Returns a checkpoint whose norms and biases are not the initial ones and zeros."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = FAMILIES[family][0]()
@@ -150,7 +151,7 @@ def folder_of(family: str, tmp_path: Path) -> Path:
 
 
 def load_counted(folder: Path, **options: str) -> tuple[PagedModel, Counter[str]]:
-    """A model, and what was rewritten in it."""
+    """Loads a model, and returns the number of its rewrites."""
     found: list[Counter[str]] = []
 
     def count(*arguments: Any) -> Rewritten:
@@ -165,7 +166,7 @@ def load_counted(folder: Path, **options: str) -> tuple[PagedModel, Counter[str]
 
 
 def logits_of(model: PagedModel) -> torch.Tensor:
-    """Of a chunk, and of a prompt beside a decoding sequence."""
+    """Returns the logits of a chunk, and of a prompt beside a decoding sequence."""
     groups = model.cache_spec.groups
     cache = KVCache(model.cache_spec, 16 * len(groups))
     tables, others = ([range(start, start + 4) for start in range(first, 16 * len(groups), 16)] for first in (0, 8))
@@ -178,7 +179,7 @@ def logits_of(model: PagedModel) -> torch.Tensor:
 
 
 def load_untouched(folder: Path, **options: str) -> PagedModel:
-    """As it is without the kernels."""
+    """Loads the model as it is without the kernels."""
     with mock.patch.object(paged_model, "backend_for", return_value=TorchPagedAttention()):
         return load_model(folder, **options)
 
@@ -271,7 +272,7 @@ def test_several_threads_give_the_bits_of_one(tmp_path: Path) -> None:
 
 
 def tensor_bytes(module: torch.nn.Module) -> int:
-    """Of all storages that can be reached from the modules."""
+    """Returns the bytes of all storages that can be reached from the modules."""
     found: dict[int, int] = {}
 
     def add(value: object) -> None:

@@ -13,9 +13,8 @@ import torch
 from quire_worker.execution import parts
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import load_model
-from quire_worker.model.rotary import TokenLengths, rotation_of
-from quire_worker.scheduling.rotation import Rotation
+from quire_worker.model.loading import load_model
+from quire_worker.model.rotary import Rotation, TokenLengths, rotation_of
 from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
@@ -91,7 +90,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def text_alone(folder: Path, tokens: list[int]) -> tuple[int, ...]:
-    """As a model gives it that has computed nothing before: a longer request would leave its frequencies behind."""
+    """Returns the text of a fresh model: a longer request would leave its frequencies behind."""
     with torch.no_grad():
         reference_model(folder)(torch.tensor([[1]]))  # sets them back
     return reference_text(folder, tuple(tokens), MORE)
@@ -178,7 +177,7 @@ def batch_lengths(patch: pytest.MonkeyPatch) -> None:
 
 
 def only_positions(patch: pytest.MonkeyPatch) -> None:
-    """Lengths that forget what a request began with: chunks of a long prompt are rotated as a short one's."""
+    """Makes lengths that forget the request's first length: chunks of a long prompt are rotated as a short one's."""
     batch = build_batch
 
     def forgetful(chunks: Sequence[Chunk], **options: Any) -> ForwardBatch:
@@ -193,7 +192,7 @@ def one_root(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_new_beginning(patch: pytest.MonkeyPatch) -> None:
-    """Requests that go on with the keys that they have."""
+    """Makes requests continue with their old keys."""
     patch.setattr(Rotation, "is_outgrown", lambda *_: False)
 
 

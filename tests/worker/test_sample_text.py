@@ -35,7 +35,7 @@ def splits(text: str) -> list[list[str]]:
 
 
 def streamed(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
-    """What comes out; no piece of it may be more than the text up to the first stop text."""
+    """Returns the streamed pieces; none may be more than the text up to the first stop text."""
     finder, out = StopTexts(stops), ""
     for piece in pieces:
         ready, is_found = finder.push(piece)
@@ -140,3 +140,12 @@ def test_a_stop_text_that_names_a_special_token_ends_at_the_token_and_at_the_tex
             if is_found:
                 break
         assert said + text.push([]) + text.flush() == out
+
+
+def test_a_stop_text_that_is_a_special_token_is_found_where_these_are_kept(tokenizer: Tokenizer) -> None:
+    (end,) = tokenizer.encode("<|end|>")
+    text = SampleText(tokenizer.new_stream(keeps_special=True), stops=["<|end|>\n"])
+    tokens = [*tokenizer.encode("for"), end, *tokenizer.encode("x"), end, *tokenizer.encode("\n in")]
+    taken = list(itertools.takewhile(lambda token: not text.take(token), tokens))
+    assert text.push([]) + text.flush() == "for<|end|>x"
+    assert len(taken) < len(tokens)

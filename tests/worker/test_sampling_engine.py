@@ -18,7 +18,7 @@ from tests.worker.engine_harness import Output, prompt, reference_model, running
 from tests.worker.tiny_models import write_tiny_llama
 
 DEMO = Path("models/demo")
-# What a reply depends on in every way: counts of tokens, single logits, random numbers.
+# Everything that a reply can depend on: counts of tokens, single logits, random numbers.
 DRAWN: dict[str, Any] = {
     "max_tokens": 30,
     "temperature": 1.1,
@@ -102,7 +102,7 @@ async def test_counts_and_random_numbers_outlive_the_allocator(folder: Path) -> 
 async def test_logprobs_of_prompt_and_text_are_those_of_transformers(folder: Path, batch_tokens: int) -> None:
     tokens, ignoring = prompt(70, seed=3), {"max_tokens": 9, "ignore_eos": True}
     async with running(folder, batch_tokens=batch_tokens) as harness:
-        await harness.generate(tokens, **ignoring)  # what is cached must be computed all the same
+        await harness.generate(tokens, **ignoring)  # cached tokens must be computed all the same
         options = {
             "logprobs": 3,
             "prompt_logprobs": 2,

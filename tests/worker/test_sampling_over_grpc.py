@@ -1,4 +1,4 @@
-"""What a caller asks for and gets, from the client through the wire and the engine and back."""
+"""Requests and results of a caller, from the client through the wire and the engine and back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from quire import Client, FinishReason, InvalidArgumentError, QuireError
 from quire.v1 import worker_pb2 as pb
-from quire_worker.messages import sampling_of
+from quire_worker.calls.generate_messages import sampling_of
 from quire_worker.sampling.params import SamplingParams
 
 from tests.fuzz.test_worker_over_grpc import worker
@@ -53,7 +53,7 @@ def test_the_best_samples_keep_to_a_choice(client: Client) -> None:
 def test_the_same_parameters_are_the_same_again_and_wrong_ones_wrong_again() -> None:
     for _ in range(2):
         assert sampling_of(pb.SamplingParams(max_tokens=7, temperature=1.5), 300) == SamplingParams(7, 1.5)
-        for vocabulary, biases in ((300, {299: 1.0}), (299, None)):  # what is right for one model is not for another
+        for vocabulary, biases in ((300, {299: 1.0}), (299, None)):  # an option may be right for one model only
             message = pb.SamplingParams(logit_bias_token_ids=[299], logit_bias=[1.0])
             if biases is None:
                 with pytest.raises(QuireError, match="vocabulary"):
@@ -80,7 +80,7 @@ def test_beams_come_best_first_with_their_scores(client: Client) -> None:
     assert scores == sorted(scores, reverse=True)  # type: ignore[type-var]
     assert len({sample.token_ids for sample in found.samples}) == 3
     assert client.generate(TEXT, max_tokens=8).samples[0].score is None
-    # A sum of logprobs without a penalty is what the tokens are likely by, one after the other.
+    # A sum of logprobs without a penalty is the likelihood of the tokens, one after the other.
     plain = client.generate(TEXT, length_penalty=0.0, **options).samples[0]  # type: ignore[arg-type]
     with client.prefill(TEXT) as root:
         (told,) = root.score([plain.token_ids])

@@ -10,6 +10,7 @@ import pytest
 from quire.hashing import DigestChain
 from quire.types import GroupKind, GroupSpec
 from quire_allocator.core.pool import Pool
+from quire_worker.scheduling.admission import Applicants
 from quire_worker.scheduling.request import Request
 
 from tests.worker.pretended_worker import PretendedWorker, expected_output, lasting_prompts, numbers
@@ -48,6 +49,29 @@ def test_identical_prompts_at_once_are_prefilled_once() -> None:
     for request in requests:
         worker.check_text(request)
     assert [request.usage.cached_token_count for request in requests] == [0, 40, 40, 40]
+
+
+def test_who_is_let_in_is_chosen_once_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=64, ahead_tokens=16)
+    worker.submit(numbers(8), max_tokens=20)
+    worker.turn()
+    worker.take_in()
+    choices, consider = list[int](), Applicants.consider
+
+    def count(applicants: Applicants, *arguments: Any, **keywords: Any) -> Any:
+        chosen = consider(applicants, *arguments, **keywords)
+        choices.append(len(chosen.admissions))
+        return chosen
+
+    monkeypatch.setattr(Applicants, "consider", count)
+    second = worker.submit(numbers(9, seed=1), max_tokens=3)
+    ready = worker.scheduler.plan_without_asking()
+    assert worker.scheduler.has_to_ask(ready)
+    plan = worker.scheduler.plan(ready.chosen)
+    assert plan.admitted == {second.samples[0]}
+    assert choices == [1]
+    assert worker.scheduler.plan().admitted == {second.samples[0]}, "as it would be chosen by the plan itself"
+    assert choices == [1, 1]
 
 
 def test_prompts_of_different_namespaces_share_nothing() -> None:
@@ -211,7 +235,7 @@ def test_after_the_allocator_forgot_everything_the_same_text_comes() -> None:
     worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=16)
     requests = [worker.submit(numbers(9, seed=i), max_tokens=20, n=2) for i in range(3)]
     worker.turn()
-    while not worker.scheduler.plan().step:  # ends with one that was planned, sent, and never answered
+    while not worker.scheduler.plan().has_to_be_sent:  # ends with one that was planned, sent, and never answered
         worker.turn()
     worker.pool = Pool(worker.pool.spec)
     worker.scheduler.forget_blocks()

@@ -1,4 +1,4 @@
-"""How many blocks a pool gets, what is said where it gets too few, and what is told of it."""
+"""The number of blocks of a pool, the refusal of too few, and the pool's announcement."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from quire_worker.cache import KVCache
 from quire_worker.execution import sizing
 from quire_worker.execution.sizing import DeviceMemory, PoolMemory, check_room, profiled, profiled_sequences, size_pool
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.options import memory_bytes, parse_arguments
-from quire_worker.server import load
+from quire_worker.process.options import memory_bytes, parse_arguments
+from quire_worker.process.server import load
 from structlog.testing import capture_logs
 
 from tests.worker.engine_harness import paged_model

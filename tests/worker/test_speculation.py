@@ -1,4 +1,5 @@
-"""Drafts by prompt lookup: what is drafted, and that texts are the same with and without, and those of transformers."""
+"""Drafts by prompt lookup: the drafted tokens, and that texts are the same with and without, and those of
+transformers."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import pytest
 import torch
 from quire.errors import UsageError
 from quire_worker.cache import KVCache
-from quire_worker.drafting import drafting_of
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
-from quire_worker.options import parse_arguments
-from quire_worker.scheduling.drafts import PromptLookup, Seen
+from quire_worker.process.options import parse_arguments
+from quire_worker.speculation.drafting import drafting_of
+from quire_worker.speculation.lookup import PromptLookup, Seen
 
 from tests.worker.engine_harness import paged_model, prompt, reference_text, running
 from tests.worker.speculation_scene import check_same, texts_of

@@ -1,4 +1,4 @@
-"""What single tokens are, for tokenizers that write bytes and spaces in different ways."""
+"""Single tokens, for tokenizers that write bytes and spaces in different ways."""
 
 from __future__ import annotations
 

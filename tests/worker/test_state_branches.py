@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from quire_worker.branches import Branches
+from quire_worker.calls.branches import Branches
 
 from tests.worker.branch_scene import (
     count_tokens,

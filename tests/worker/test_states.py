@@ -15,12 +15,12 @@ from quire.types import GroupKind
 from quire.v1 import worker_pb2 as pb
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.execution.sizing import PoolMemory
-from quire_worker.model import paged_model as paged_model_module
+from quire_worker.model import loading
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import load_model
-from quire_worker.model.states import flat, mixers, passes
-from quire_worker.model.states.passes import Segment
+from quire_worker.model.loading import load_model
+from quire_worker.model.states import flat, mixers, state_pass
+from quire_worker.model.states.state_pass import Segment
 from quire_worker.model.states.view import SegmentView
 from quire_worker.service import WorkerService
 from transformers import AutoModelForCausalLM
@@ -29,7 +29,7 @@ from tests.worker.engine_harness import paged_model, prompt, reference_model, re
 from tests.worker.state_models import FURTHER, STATE_FAMILIES, write_with_states
 from tests.worker.test_families import LENGTHS, pool_of
 
-MAMBA2 = ["Bamba", "FalconH1", "NemotronH", "GraniteMoeHybrid"]  # whose mixers have kernels on a CPU
+MAMBA2 = ["Bamba", "FalconH1", "NemotronH", "GraniteMoeHybrid"]  # mixers with kernels on a CPU
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ async def test_requests_that_outgrow_their_pool_are_preempted_and_finish_with_th
 ) -> None:
     folder = folders[family]
     prompts = [prompt(18 + i, seed=i) for i in range(3)]
-    blocks = spare_pool_of(folder, 7)  # two are let in with two blocks each, and come to have five
+    blocks = spare_pool_of(folder, 7)  # two are admitted with two blocks each, and grow to five
     async with running(folder, blocks=blocks) as harness:
         outputs = await asyncio.gather(
             *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
@@ -89,7 +89,7 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(
             await asyncio.sleep(0)
         await harness.replace_allocator()
         output = await task
-        again = await harness.generate(tokens, max_tokens=60, ignore_eos=True)  # from what was reported
+        again = await harness.generate(tokens, max_tokens=60, ignore_eos=True)  # from the report
         assert await harness.free_block_count() == blocks
     expected = reference_text(folders[family], tuple(tokens), 60)
     for each in (output, again):
@@ -157,8 +157,8 @@ async def test_a_pass_that_fails_midway_leaves_states_as_they_were(folders: dict
 
 
 def difference(folder: Path, dtype: str = "float32") -> float:
-    """How far the logits after two chunks of a prompt, among others and in pages of NaN, are from transformers' in
-    float32."""
+    """Returns how far the logits after two chunks of a prompt, among others and in pages of NaN, are from transformers'
+    in float32."""
     model, tokens = load_model(folder, dtype=dtype), prompt(70, seed=7)
     with torch.inference_mode():
         expected = reference_model(folder)(torch.tensor([tokens])).logits[0, -1]
@@ -192,7 +192,7 @@ def test_a_prompts_last_token_by_itself_has_its_time_step_within_limits(
     folder = write_with_states(family, tmp_path, **limits)
     assert difference(folder) < 1e-4
     told = flat.flat_of
-    monkeypatch.setattr(passes, "flat_of", lambda batch: told(batch)._replace(has_limits=batch.input_ids[0] < 0))
+    monkeypatch.setattr(state_pass, "flat_of", lambda batch: told(batch)._replace(has_limits=batch.input_ids[0] < 0))
     with pytest.raises(UnsupportedModelError, match="through pages its logits differ"):
         load_model(folder)
     monkeypatch.setattr(mixers, "flat_mixer", lambda *_: None)
@@ -246,7 +246,7 @@ def test_what_rounding_alone_does_to_a_model_in_bfloat16_is_no_reason_to_refuse_
     monkeypatch.setattr(SegmentView, "get_linear_cache", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="through pages its logits differ from its own"):
         load_model(folders["MiniMax"], dtype="bfloat16")  # which is found in float32
-    monkeypatch.setattr(paged_model_module, "available_bytes", lambda: 1_000)
+    monkeypatch.setattr(loading, "available_bytes", lambda: 1_000)
     with pytest.raises(UnsupportedModelError, match=r"moves .* by 0\.\d+ of .*, which takes 1\.6 MiB, and 1,000 bytes"):
         load_model(folders["MiniMax"], dtype="bfloat16")
 
@@ -256,7 +256,7 @@ def test_layers_of_minimax_that_attend_may_have_a_window(tmp_path: Path) -> None
 
 
 def test_a_layer_of_the_cache_gives_the_states_that_it_is_asked_for() -> None:
-    """As transformers before 5.21 asks."""
+    """Transformers before 5.21 asks this way."""
     view = SegmentView(cast("Any", None), Segment(slice(0, 2), torch.tensor([0]), is_begun=False))
     inputs, state = torch.ones(1, 4, 2), torch.ones(1, 5)
     view.update_conv_state(inputs, 3, state_idx=1)

@@ -1,4 +1,4 @@
-"""Texts that have to be something: always what was asked for, whatever the model would rather say."""
+"""Texts under a structure: always of the requested form, whatever the model's logits."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ import pytest
 from quire.types import GroupKind, GroupSpec
 from quire_worker.cache import KVCache
 from quire_worker.execution.host_pages import HostPages
-from quire_worker.model.paged_model import PagedModel, load_model
-from quire_worker.options import parse_arguments
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.process.options import parse_arguments
 from quire_worker.scheduling.pace import Pace
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.swap import SwapSpace

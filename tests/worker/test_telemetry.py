@@ -1,4 +1,4 @@
-"""What a worker shows to Prometheus, in the format that Prometheus asks for first."""
+"""A worker's metrics for Prometheus, in the format that Prometheus asks for first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from quire_worker.telemetry import METRIC_NAMES, WorkerCollector
+from quire_worker.process.worker_metrics import METRIC_NAMES, WorkerCollector
 
 from tests.worker.engine_harness import running
 

@@ -1,4 +1,4 @@
-"""The text of an answer is what its tokens add to the text of the prompt: streamed, whole, and in bytes."""
+"""The text of an answer is the text of prompt and answer minus the prompt's: streamed, whole, and in bytes."""
 
 from __future__ import annotations
 
@@ -108,6 +108,21 @@ def test_tokens_that_are_echoed_are_written_as_the_library_decodes_them(kind: st
             tokens += dice.choices(special + ordinary, k=4)
         assert tokenizer.written([*tokens, 1 << 20]) == backend.decode(tokens, skip_special_tokens=False)
     assert tokenizer.written([]) == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_that_are_kept_are_in_the_text_wherever_they_come(kind: str, tmp_path: Path) -> None:
+    tokenizer, backend = built(kind, tmp_path)
+    user, words = backend.token_to_id("<|user|>"), backend.encode("the hello").ids
+    for prompt, answer in ((words, [user, *words, user]), ([], [user, *words, user]), (words, [user, user])):
+        stream = tokenizer.new_stream(prompt, keeps_special=True)
+        text = "".join([stream.push([token]) for token in answer]) + stream.flush()
+        before, together = (backend.decode(each, skip_special_tokens=False) for each in (prompt, prompt + answer))
+        assert text.replace(" ", "") == together.removeprefix(before).replace(" ", "")
+        assert text.count("<|user|>") == 2
+        at_once = tokenizer.new_stream(prompt, keeps_special=True)
+        assert at_once.push(answer) + at_once.flush() == text
+        assert "<|user|>" not in "".join(pieces_of(tokenizer, prompt, answer))
 
 
 def byte_tokens(kind: str, tokenizer: Tokenizer, data: bytes) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a turn on a CPU spares: a second look at logits, and work beside a pass that is for first tokens."""
+"""Savings of a turn on a CPU: a second look at logits, and work beside a pass for first tokens."""
 
 from __future__ import annotations
 

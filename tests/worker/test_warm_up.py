@@ -13,7 +13,7 @@ import pytest
 from quire.errors import UsageError
 from quire_worker.execution import warm_up as warming
 from quire_worker.execution.warm_up import LADDER, company_of, warm_up
-from quire_worker.server import check_device, parse_arguments
+from quire_worker.process.server import check_device, parse_arguments
 
 from tests.worker.engine_harness import paged_model
 from tests.worker.state_models import write_with_states
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def launches(module: str, *arguments: str) -> dict[str, list[str]]:
-    """What a module prints, run in a process in which Triton is not interpreted."""
+    """Returns the output of a module, run in a process in which Triton is not interpreted."""
     command = [sys.executable, "-m", module, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -37,7 +37,7 @@ def launches(module: str, *arguments: str) -> dict[str, list[str]]:
 
 
 def launches_of(folder: Path, *arguments: str) -> dict[str, list[str]]:
-    """What `tests.worker.specialisations` finds."""
+    """Returns the findings of `tests.worker.specialisations`."""
     return launches("tests.worker.specialisations", str(folder), *arguments)
 
 

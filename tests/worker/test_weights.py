@@ -1,4 +1,4 @@
-"""Weights on their way into memory: what is refused, what the log says, and how much memory it takes."""
+"""Weights on their way into memory: refusals, log lines, and memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import structlog
 import torch
 from quire_worker.model import weights as weights_file
 from quire_worker.model.checkpoint import CheckpointError, ModelError, weight_files
-from quire_worker.model.paged_model import load_model
-from quire_worker.options import parse_arguments
+from quire_worker.model.loading import load_model
+from quire_worker.process.options import parse_arguments
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -206,11 +206,11 @@ def test_reading_tells_how_far_it_is(llama: Path, monkeypatch: pytest.MonkeyPatc
     assert [line["bytes"] for line in lines if line["event"] == "weights read"] == [sum(sizes)]
 
 
-# What a process of its own prints: the most memory that it held before and after loading, and the bytes of the weights.
+# The output of a process of its own: its peak memory before and after loading, and the bytes of the weights.
 _MEASURE = """
 import sys, torch
 from pathlib import Path
-from quire_worker.model.paged_model import load_model
+from quire_worker.model.loading import load_model
 def peak():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM")) << 10
 torch.set_num_threads(1)

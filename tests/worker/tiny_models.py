@@ -105,8 +105,8 @@ _LATENT: dict[str, Any] = {
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
-# Windows of 24 tokens end inside blocks of 16. A soft cap of 2, a temperature that changes every 8 tokens: what is too
-# weak to be missed in a checkpoint of this size is made strong.
+# Windows of 24 tokens end inside blocks of 16. A soft cap of 2, a temperature that changes every 8 tokens: effects too
+# weak for a checkpoint of this size are made strong.
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24}),
     "gemma2": (
@@ -167,7 +167,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def tiny_shape(heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> dict[str, Any]:
-    """What configurations of most model types call their sizes."""
+    """Returns the names that configurations of most model types give their sizes."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 16 * heads,

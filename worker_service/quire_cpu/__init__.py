@@ -6,7 +6,7 @@
     ops         norms, rotary embedding, linear layers and the greedy choice, called with tensors; attention and the
                 loop over layers are called by the worker, which has their pages
 
-Nothing in the library knows torch: it gets pointers, sizes and strides, so one build serves every release. Which
-instruction set runs is chosen when the library is loaded, among AVX2, AVX-512, AVX-512 with bfloat16, and what the
-compiler makes of the same source elsewhere (NEON on ARM).
+Nothing in the library knows torch: it gets pointers, sizes and strides, so one build serves every release. Loading the
+library picks the instruction set among AVX2, AVX-512, AVX-512 with bfloat16, and the compiler's baseline of the same
+source elsewhere (NEON on ARM).
 """

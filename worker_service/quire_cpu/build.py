@@ -22,15 +22,15 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions",
 COMPILE_S_MAX = 300.0
 _DIGEST_BYTES = 32
 
-# By architecture: the instruction sets beside "baseline", which is what the compiler takes for granted.
-# Levels as x86-64-v3 are spelled out: GCC before 11 and Clang before 12 know only what is in them.
+# By architecture: the instruction sets beside "baseline", which is the compiler's default. Levels as x86-64-v3 are
+# spelled out: GCC before 11 and Clang before 12 know only what is in them.
 _V3 = tuple(f"-m{name}" for name in ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt", "xsave"))
 _V4 = (*_V3, *(f"-mavx512{name}" for name in ("f", "bw", "cd", "dq", "vl")))
 INSTRUCTION_SETS = {"x86_64": {"avx2": _V3, "avx512": _V4, "avx512bf16": (*_V4, "-mavx512bf16")}}
 
 
 class BuildError(Exception):
-    """The library cannot be made here; the message says what is missing or what the compiler said."""
+    """The library cannot be made here. The message has the missing part, or the compiler's output."""
 
 
 def library_name() -> str:
@@ -45,7 +45,7 @@ def compiler() -> str:
     """Returns the C++ compiler.
 
     Raises:
-        BuildError: there is none.
+        BuildError: there is no compiler.
     """
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         found = shutil.which(name) if name else None
@@ -87,7 +87,8 @@ def build(folder: Path) -> Path:
 
 
 def _seal(path: Path) -> None:
-    """Writes the digest of a library behind it, where loaders do not look, and lets nobody else write to it."""
+    """Appends the digest of a library to its file, after the part that loaders read, and makes it writable by its owner
+    alone."""
     with path.open("ab") as file:
         file.write(hashlib.sha256(path.read_bytes()).digest())
     path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The structures of `csrc/quire_cpu.h`, field by field; what they mean stands there."""
+"""The structures of `csrc/quire_cpu.h`, field by field; the header explains them."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ CALLS = {
 
 
 def declare(functions: ctypes.CDLL) -> None:
-    """Tells ctypes what the library's functions take."""
+    """Declares the library's functions to ctypes."""
     for name, structure in CALLS.items():
         function = getattr(functions, name)
         function.argtypes, function.restype = [ctypes.POINTER(structure)], None

@@ -100,10 +100,10 @@ def cache_folder() -> Path:
 
 
 def _refuse_what_others_may_write(folder: Path) -> None:
-    """What is loaded from the cache runs with this process's rights.
+    """Refuses a folder that others may write to, because a cached library runs with this process's rights.
 
     Raises:
-        BuildError: the folder belongs to somebody else, or others may write to it.
+        BuildError: another user owns the folder, or may write to it.
     """
     if _others_may_write(folder):
         raise BuildError(f"{folder} is not loaded from: others than this user may write to it")

@@ -1,7 +1,7 @@
 """The kernels that need no pages, called with tensors: on a CPU, float32 or bfloat16, dense in the last dimension.
 
-Each call makes one structure of pointers, sizes and strides. What does not fit is a ValueError here, since nothing is
-checked on the other side.
+Each call makes one structure of pointers, sizes and strides. Arguments that do not fit raise ValueError here, since the
+library checks nothing.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def rotate_(
     Args:
         library: the kernels.
         heads: `[tokens, query_heads + kv_heads, head_dim]`, dense in its last two dimensions.
-        cosine: `[tokens, rotary_dim]` of heads' dtype, whose second half repeats the first; what lies beyond
-            `rotary_dim` in a head is not turned.
+        cosine: `[tokens, rotary_dim]` of heads' dtype, whose second half repeats the first; dims of a head beyond
+            `rotary_dim` are not rotated.
         sine: the same.
         query_heads: of `heads`, the first ones.
         norms: of the heads, before.
@@ -136,9 +136,9 @@ class GreedyChoice:
 
 
 def draw(library: Library, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Returns a token for each row, int64 `[rows]`: of the softmax of logits / temperature the first whose cumulative
-    probability exceeds the row's number; the greedy choice where the temperature is 0. A row without a largest number
-    gives some token.
+    """Returns a token for each row, int64 `[rows]`: the first token whose cumulative probability in the softmax of
+    logits / temperature exceeds the row's number; the greedy choice where the temperature is 0. A row without a largest
+    number gives some token.
 
     Args:
         library: the kernels.

@@ -1,4 +1,4 @@
-"""Kernels of recurrent layers, called with tensors of a flat batch; what is allowed is as in `ops`."""
+"""Kernels of recurrent layers, called with tensors of a flat batch; arguments are checked as in `ops`."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ def main() -> None:
     """Is the entry point."""
     open_missing()
     require_extra_or_exit("worker")
-    from quire_worker import preflight
-    from quire_worker.options import parse_arguments
+    from quire_worker.process import preflight
+    from quire_worker.process.options import parse_arguments
 
     options = parse_arguments()
     try:
@@ -28,7 +28,7 @@ def main() -> None:
     except (UsageError, preflight.ModelError) as error:
         print(f"quire-worker: {error}", file=sys.stderr)  # noqa: T201 - a usage error, as argparse prints its own
         sys.exit(2)
-    from quire_worker.server import main as serve
+    from quire_worker.process.server import main as serve
 
     serve()
 

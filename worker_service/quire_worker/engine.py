@@ -24,24 +24,23 @@ from typing import NamedTuple
 import structlog
 from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.outcomes import StepOutcome
-from quire.session import PoolSession, SessionLostError
+from quire.session import AsyncSession, SessionLostError
 
-from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
-from quire_worker.door import Door
-from quire_worker.execution.drafter import Drafter
+from quire_worker.encoding import step_of
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.lane import Lane
 from quire_worker.execution.launched import Shortcut
 from quire_worker.execution.model_thread import ModelThread, Pass
 from quire_worker.execution.parts import Computed
-from quire_worker.execution.runner import Runner
+from quire_worker.execution.runner import Propose, Runner
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
-from quire_worker.outbox import Outbox
-from quire_worker.reception import Reception
-from quire_worker.samples import TokenIntake, begin_samples
+from quire_worker.requests.adapters import Adapters
+from quire_worker.requests.outbox import Outbox
+from quire_worker.requests.reception import Reception
+from quire_worker.requests.samples import TokenIntake, begin_samples
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work, is_for_first_tokens
@@ -76,13 +75,13 @@ class Engine:
         model: PagedModel,
         cache: KVCache,
         tokenizer: Tokenizer,
-        session: PoolSession,
+        session: AsyncSession,
         scheduler: Scheduler,
         telemetry: WorkerTelemetry,
         waiting_max: int,
         stream_interval_s: float = STREAM_INTERVAL_S,
         shortcut: Shortcut | None = None,
-        drafter: Drafter | None = None,
+        propose: Propose | None = None,
         lane: Lane | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -94,16 +93,18 @@ class Engine:
         self.telemetry = telemetry
         self.adapters = Adapters(model)
         self._clock = clock
-        self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
         self._thread = ModelThread(lane)
         self.wake = asyncio.Event()  # set by whoever changes the roster
         self._open: set[Request] = set()
         self._changed, self._turned = asyncio.Event(), asyncio.Event()  # a request was ended; set after each turn
-        self.reception = Reception(model, cache, tokenizer, session, self._door, clock=clock)
+        self.reception = Reception(
+            model, cache, tokenizer, session,
+            roster=scheduler.roster, telemetry=telemetry, waiting_max=waiting_max, clock=clock,
+        )  # fmt: skip
         self._asked: Asked | None = None
         self._sent_s = 0.0
         self._plans_beside = model.device.type != "cpu"  # and asks, also beside a pass for first tokens alone
-        self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, drafter=drafter)
+        self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, propose=propose)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(
@@ -142,7 +143,7 @@ class Engine:
         ask for what later ones need and put the next one behind it; then take its tokens. On a CPU, where to plan and
         to ask takes processors from the kernels, that comes after first tokens if the pass brings nothing else."""
         started = self._clock()
-        self._door.end_hopeless(self._fail)
+        self.reception.end_hopeless(self._fail)
         if not self._passes and not await self._start():
             return
         work = self._passes[0].work
@@ -156,7 +157,7 @@ class Engine:
         self._intake.take(computed)
         await self._outbox.deliver_first()
         self._thread.go_on()
-        self._door.observe(computed)
+        self.scheduler.roster.observe(computed.work, computed.seconds, computed.swapped_block_count, computed.swap_s)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
 
@@ -189,8 +190,7 @@ class Engine:
             time_left_s: to its caller's deadline, if there is one.
 
         Raises:
-            QuireError: QUEUE_FULL; DEADLINE, it cannot be done by then; ALLOCATOR_LOST, nobody grants blocks at
-                present; DRAINING, it was stopped.
+            QuireError: it may not begin; see `Reception.new_request`.
         """
         about = (request_id, prompt, sampling, namespace, adapter)
         request = self.reception.new_request(*about, priority=priority, time_left_s=time_left_s)
@@ -252,7 +252,7 @@ class Engine:
             return False
         plan, outcome = asked
         batch = self.scheduler.schedule(plan, outcome)
-        self._door.note_admitted(plan)
+        self.reception.note_admitted(plan)
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         if batch.work:
             self._submit(batch)
@@ -299,8 +299,8 @@ class Engine:
             ready = self.scheduler.plan_without_asking()
         if self._asked is not None or not self.scheduler.has_to_ask(ready):
             return ready, NOTHING_ASKED
-        plan = self.scheduler.plan()
-        if not plan.step:
+        plan = self.scheduler.plan(ready.chosen)
+        if not plan.has_to_be_sent:
             return plan, NOTHING_ASKED
         self._send(plan)
         if plan.admitted:
@@ -316,12 +316,12 @@ class Engine:
         waits, go along with the rest or after a while: one step for many costs a small model's worker less."""
         if self._asked is None:
             plan = self.scheduler.plan_ahead(work, may_wait=self._clock() - self._sent_s < QUIET_S)
-            if plan.step:
+            if plan.has_to_be_sent:
                 self._send(plan)
 
     def _send(self, plan: Plan) -> None:
         self._sent_s = self._clock()
-        self._asked = Asked(plan, asyncio.create_task(self.session.step(plan.step)), self._sent_s)
+        self._asked = Asked(plan, asyncio.create_task(self.session.step(step_of(plan))), self._sent_s)
 
     async def _is_answered(self, ready: Plan) -> bool:
         """Waits for the answer: for a moment if somebody is ready to go on without it, else as long as it takes."""
@@ -340,7 +340,7 @@ class Engine:
         if outcome is None:
             return False
         self.scheduler.take_in(plan, outcome)
-        self._door.note_admitted(plan)
+        self.reception.note_admitted(plan)
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         return True
 

@@ -16,13 +16,13 @@ from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
 
-from quire_worker.adapter_calls import AdapterCalls
-from quire_worker.branch_calls import BranchCalls
-from quire_worker.branches import Branches
-from quire_worker.checks import INTERVAL_MS_MAX, Checks, check_namespace
+from quire_worker.calls.adapter_calls import AdapterCalls
+from quire_worker.calls.branch_calls import BranchCalls
+from quire_worker.calls.branches import Branches
+from quire_worker.calls.checks import INTERVAL_MS_MAX, Checks, check_namespace
+from quire_worker.calls.generate_messages import response_of, sampling_of
 from quire_worker.engine import Engine
 from quire_worker.execution.sizing import PoolMemory, largest_shape
-from quire_worker.messages import response_of, sampling_of
 from quire_worker.scheduling.order import PRIORITY_MAX
 from quire_worker.scheduling.request import Request
 

@@ -1,21 +1,21 @@
-"""Who gets blocks, and what is said to who does not.
+"""Admission: decides which sequences get blocks, and with which result the others are refused.
 
-A new sequence must pass, in this order:
+A new sequence is refused for the first of these reasons:
 
-    TOO_LONG        it could never fit, computed in passes as large as its owner announces
-    PASS_TOO_LONG   it could, but not with a first pass of so many tokens
-    PENDING         others are computing as much of its prefix as it would rather wait for
-    QUOTA           its namespace would hold more than it may
-    NO_SPACE        its whole prompt must fit (not only the first chunk), beside what was *promised* to prompts that are
-                    still growing, and leave the *watermark* free for whoever runs. An idle pool waives the last two
+    TOO_LONG        it can never fit, even in passes as large as its owner announces
+    PASS_TOO_LONG   it fits, but not with a first pass of this many tokens
+    PENDING         others are computing at least as much of its prefix as it asked to wait for
+    QUOTA           its namespace would exceed its limit
+    NO_SPACE        its whole prompt, not only the first chunk, does not fit beside the blocks *promised* to growing
+                    prompts and the free *watermark* of running ones. An idle pool waives these two
 
-Of a live sequence only what it asks for must fit: TOO_LONG if no pass is small enough for that, else PASS_TOO_LONG,
-which says how many blocks are too many at once; then QUOTA, as above; then NO_SPACE, which says how many are short and
-whose preemption costs least.
+A live sequence needs room for its request alone: TOO_LONG if no pass is small enough, else PASS_TOO_LONG with the
+excess of blocks; then QUOTA, as above; then NO_SPACE with the missing blocks and the victim whose preemption costs
+least.
 
-Windowed groups hold a pass and the window before it, so what a prompt takes depends on how it is computed: 512 tokens
-in blocks of 16 with a window of 64 take 32 blocks of full attention, and 6 of the window in passes of 16 tokens, but 13
-in passes of 128.
+Windowed groups hold a pass and the window before it, so the need of a prompt depends on its passes: 512 tokens in
+blocks of 16 with a window of 64 take 32 blocks of full attention, and 6 of the window in passes of 16 tokens, but 13 in
+passes of 128.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from heapq import nsmallest
 from itertools import islice
 from typing import Final, NamedTuple
 
-from quire_allocator.core.blocks import Blocks, Namespace
+from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.groups.manager import AnyManager, Hit
+from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Takeover, Victim
 
@@ -35,12 +36,11 @@ VICTIMS_EXAMINED_MAX: Final = 1024  # newest sequences: looking at all of a larg
 
 
 class Applicant(NamedTuple):
-    """Asks to be let in, as a new sequence."""
+    """The request of a new sequence."""
 
     space: Namespace
     hits: Sequence[Hit]
     matched_token_count: int
-    junction_token_count: int
     token_count: int
     prompt_token_count: int
     priority: int
@@ -52,10 +52,10 @@ class Admission:
     """Decides who gets blocks of one pool.
 
     Attributes:
-        promised_block_count: sum over all sequences of what the rest of their prompts will take.
-        takeovers: what was taken over last, in an append-only pool. The grows of one step take over once: they are only
+        promised_block_count: blocks that the rests of all prompts in chunks will still take.
+        takeovers: the latest takeovers, in an append-only pool. The grows of one step take over once: they are only
             ever refused, or hold more.
-        limits_cache: a quota limits what some namespace leaves behind.
+        limits_cache: a quota limits the cache of some namespace.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Admission:
         return self._spec.watermark_block_count + self.promised_block_count if self._sequences else 0
 
     def refuse_new(self, applicant: Applicant, needed: int, revived: int) -> GrowResult | None:
-        """Says why a new sequence is not let in that needs so many blocks beside cached ones of its hits; or None."""
+        """Returns why a new sequence is refused that needs this many blocks beside the cached ones of its hits; None if
+        it is admitted."""
         refused = self._refuse_new(applicant, needed, revived)
         if refused is not None and self._take_over(refused.result):
             return self._refuse_new(applicant, needed, revived)
@@ -94,12 +95,7 @@ class Admission:
             longest = max(applicant.token_count, applicant.prompt_token_count)
             return self._too_long(longest, self._pass_token_count(1), over, applicant.pending_token_count)
         if 0 < applicant.defer_token_count <= applicant.pending_token_count:
-            return GrowResult(
-                Result.PENDING,
-                applicant.matched_token_count,
-                applicant.pending_token_count,
-                junction_token_count=applicant.junction_token_count,
-            )
+            return GrowResult(Result.PENDING, applicant.matched_token_count, applicant.pending_token_count)
         hits = zip(self._managers, applicant.hits)
         # A grow copies a state and lets go of it, so it stays in no table.
         kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])
@@ -137,7 +133,7 @@ class Admission:
         return None
 
     def _take_over(self, result: Result) -> bool:
-        """Gives back, where blocks are short, twins that only those hold who keep blocks beside them. Returns whether
+        """Gives back twins that only sequences with their own copies hold, where blocks are short. Returns whether
         there were any. So a sequence that is alone in the pool has all of it, however much it kept. Looks at the oldest
         thousand."""
         if self._has_taken_over or result not in (Result.NO_SPACE, Result.QUOTA):
@@ -154,7 +150,7 @@ class Admission:
         return bool(found)
 
     def promise(self, sequence: SequenceState) -> None:
-        """Keeps free from later admissions what the rest of a prompt in chunks will take beyond what it has now."""
+        """Keeps the blocks that the rest of a prompt in chunks will still take free from later admissions."""
         prompt, chunk = sequence.prompt_token_count, self._pass_token_count(sequence.chunk_token_count)
         count = 0
         for manager, part in zip(self._managers, sequence.parts):
@@ -169,8 +165,8 @@ class Admission:
         sequence.promised = 0
 
     def give_up_checkpoints(self, sequence: SequenceState, missing: int) -> bool:
-        """Lets a sequence go on in place where so many blocks are missing to copy a state that it alone holds: a
-        checkpoint that nobody else uses is not worth a refusal. Returns whether that is enough."""
+        """Lets a sequence go on in place where so many blocks are missing to copy a state that it alone holds:
+        nobody else uses that checkpoint. Returns whether that is enough."""
         in_place = [(m, part) for m, part in zip(self._managers, sequence.parts) if m.in_place]
         if missing > sum([m.let_go(part, sequence.token_count) for m, part in in_place]):
             return False
@@ -180,7 +176,8 @@ class Admission:
 
     def cheapest_victim(self, priority: int, *, except_id: int = 0) -> Victim | None:
         """Finds the live sequence of at most that priority whose preemption loses least: lowest priority first, then
-        fewest tokens to compute again beyond what others hold too, then the newest. Looks at the newest thousand."""
+        fewest tokens to recompute, then newest. Tokens in blocks that others hold are not recomputed. Looks at the
+        newest thousand."""
         if self._cheapest is None:
             self._cheapest = self._two_cheapest()
         for of, lost, negative_id in self._cheapest:
@@ -197,7 +194,8 @@ class Admission:
         self._has_taken_over = not self._spec.append_only
 
     def _two_cheapest(self) -> list[tuple[int, int, int]]:
-        """Returns priority, tokens lost and negative id of the first two in order: one of them may be who asks."""
+        """Returns priority, lost tokens and negative id of the first two in order, because one of them may be the
+        asking sequence."""
         costs = []
         for sequence_id in islice(reversed(self._sequences), VICTIMS_EXAMINED_MAX):
             sequence = self._sequences[sequence_id]
@@ -207,7 +205,7 @@ class Admission:
         return nsmallest(2, costs)
 
     def enforce_cache_quota(self, space: Namespace) -> None:
-        """Evicts what a namespace leaves behind beyond what it may."""
+        """Evicts the cached blocks of a namespace beyond its quota."""
         if space.queue is not None and space.quota is not None and space.quota.cached_block_count_max is not None:
             over = space.cached_count - space.quota.cached_block_count_max
             if over > 0:

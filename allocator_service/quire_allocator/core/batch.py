@@ -13,7 +13,7 @@ from quire_allocator.core.spec import Grants
 
 
 class Batch:
-    """Keeps what was found for one array of ids, until a sequence is freed."""
+    """Keeps the lookup of one array of ids, until a sequence is freed."""
 
     __slots__ = ("_ids", "_sequences")
 
@@ -62,7 +62,7 @@ class DueRows:
     def add(self, number: int, sequence: SequenceState, token_count: int) -> None:
         """Grants a row to the sequence of grow `number`."""
         self._rows.append(number)
-        self._coordinator.raise_limit(sequence, token_count)
+        sequence.raise_limit(token_count, self._coordinator.digest_tokens)
         self.sequences.append(sequence)
 
     def hand_out(self) -> None:

@@ -1,4 +1,4 @@
-"""How often each block of a pool is in use, and whether a prompt can hit it: numpy arrays that the managers fill."""
+"""Use and hit state of each block of a pool, as numpy arrays that the managers fill."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BlockStates:
     """
 
     def __init__(self, block_count: int, first_id: int = 0) -> None:
-        # numpy is imported by whoever asks: an allocator that takes over from a killed one must not wait for it.
+        # numpy is imported on first use: an allocator that takes over from a killed one must not wait for it.
         import numpy as np
 
         self.first_id = first_id

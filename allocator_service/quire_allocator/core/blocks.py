@@ -1,4 +1,4 @@
-"""Which physical blocks of one pool are free, and who uses how many.
+"""The free physical blocks of one pool, and the block counts of its namespaces.
 
 Lifecycle of a block:
 
@@ -13,95 +13,13 @@ blocks are granted first, the last one given back first, then cached ones in the
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
 from typing import Final
 
-from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, Candidates, Entry, EvictionQueue
-from quire_allocator.core.eviction.queue import KEPT
-from quire_allocator.core.retention.stop import Stop, StopKey
-from quire_allocator.core.spec import GroupSpec, Quota
+from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, Candidates, EvictionQueue
+from quire_allocator.core.scopes import Namespace, Scope, Scoped
 
 EMPTIED_TOLD_MAX: Final = 16_384  # blocks that the answer to one step names as empty
-
-
-class Scope:
-    """What one namespace has in one manager, in blocks.
-
-    Attributes:
-        held: blocks in tables of its sequences, each counted once.
-        cached: published blocks in no table.
-        spare: those of them that leave before all others, of windows and states.
-    """
-
-    __slots__ = ("cached", "held", "manager", "namespace", "spare")
-
-    def __init__(self, namespace: Namespace, manager: Evictor) -> None:
-        self.namespace = namespace
-        self.manager = manager
-        self.held = 0
-        self.cached = 0
-        self.spare = 0
-
-
-class Namespace:
-    """One namespace of a pool: prefixes are shared inside it only. It exists while it has sequences or blocks.
-
-    Attributes:
-        scopes: one per manager of the pool.
-        quota: None without limits.
-        queue: its own candidates for eviction, where what it may cache is limited; else None.
-        stops: where hits can end, by their keys; empty in pools that make none.
-    """
-
-    __slots__ = ("name", "queue", "quota", "scopes", "sequence_count", "stops")
-
-    def __init__(self, name: str, quota: Quota | None, queue: Candidates | None) -> None:
-        self.name = name
-        self.quota = quota
-        self.queue = queue
-        self.stops: dict[StopKey, Stop] = {}
-        self.scopes: tuple[Scope, ...] = ()
-        self.sequence_count = 0
-
-    @property
-    def held_count(self) -> int:
-        """Counts blocks held, all groups together."""
-        return sum(scope.held for scope in self.scopes)
-
-    @property
-    def cached_count(self) -> int:
-        """Counts blocks cached, all groups together."""
-        return sum(scope.cached for scope in self.scopes)
-
-
-class Scoped(Entry):
-    """What can be evicted, and where it belongs."""
-
-    __slots__ = ("scope",)
-
-    def __init__(self, scope: Scope) -> None:
-        super().__init__()
-        self.scope = scope
-
-
-class Evictor(ABC):
-    """The part of a manager that takes blocks back from the cache."""
-
-    spec: GroupSpec
-    groups: tuple[int, ...]
-
-    @abstractmethod
-    def evict(self, entry: Scoped, wanted: int) -> int:
-        """Puts at least `wanted` blocks of a candidate on the empty stack, or all it has; returns how many."""
-
-    @abstractmethod
-    def worth(self, entry: Scoped) -> int:
-        """Returns what a cached entry is worth: SPARE, ASIDE, KEPT or LED."""
-
-    def assess(self, entry: Scoped) -> None:
-        """Notes what an entry is worth that nobody holds, and its burden."""
-        entry.worth = self.worth(entry)
 
 
 class Blocks:
@@ -154,23 +72,14 @@ class Blocks:
         return self._stack[top : top + count]
 
     def take_rows(self, row_count: int, width: int) -> array[int]:
-        """Grants what so many takes of `width` blocks would, one after the other: evicting puts the blocks of one entry
-        on the stack, where the row that needed them finds them first."""
+        """Grants `width` blocks per row, as that many single takes would. Evicting puts the blocks of one entry on the
+        stack, where the row that needed them finds them first."""
         if row_count * width <= self.block_count - self._top:
             return self.take(row_count * width)
         rows = self.take(width)
         for _ in range(row_count - 1):
             rows.extend(self.take(width))
         return rows
-
-    def take_one(self) -> int:
-        """Does the same for a single block."""
-        top = self._top
-        if top == self.block_count:
-            self._evict(1)
-            top = self._top
-        self._top = top + 1
-        return self._stack[top]
 
     def give_back(self, blocks: array[int]) -> None:
         """Puts blocks that no prompt can hit on the empty stack; the next `take` hands them out in this order."""
@@ -195,18 +104,13 @@ class Blocks:
         scope.held -= count
         scope.cached += count
         self.cached_count += count
-        if entry.worth == KEPT:
-            self.policy.released(entry)
-        else:
-            self.policy.put_aside(entry, count)
+        self.policy.cached(entry, count)
         if is_candidate:
             self.push(entry)
 
-    def now_worth(self, entry: Scoped, worth: int) -> None:
+    def reranked(self, entry: Scoped) -> None:
         """A candidate leaves earlier or later from now on."""
-        entry.worth = worth
-        if worth == KEPT:
-            self.policy.ranked(entry)
+        self.policy.revalued(entry)
         self.push(entry)
 
     def push(self, entry: Scoped) -> None:
@@ -254,7 +158,7 @@ class Blocks:
         return self.note_dropped(before, evicted)
 
     def note_dropped(self, cached_before: int, evicted_before: int) -> int:
-        """Counts as dropped what was evicted since, because nobody needed the room; returns how many blocks."""
+        """Counts the blocks evicted since as dropped, because their room was not needed; returns how many."""
         dropped = cached_before - self.cached_count
         self.dropped_count += dropped
         self.evicted_count = evicted_before
@@ -275,11 +179,11 @@ class Blocks:
             evicted = entry.scope.manager.evict(entry, count)
             self.dropped(entry.scope, evicted)
             self.evicted_count += evicted
-            count -= cached - self.cached_count  # or more: what only the evicted blocks made useful
+            count -= cached - self.cached_count  # also blocks useful only with these
 
     def check_counts(self) -> None:
-        """Raises AssertionError unless every block counts as exactly one of empty, cached and held. What it costs does
-        not depend on the number of blocks: servers look at it again and again."""
+        """Raises AssertionError unless every block counts as exactly one of empty, cached and held. The cost does not
+        depend on the number of blocks, because servers read it often."""
         held = cached = 0
         for space in self.namespaces.values():
             for scope in space.scopes:

@@ -1,4 +1,4 @@
-"""Emptying cached blocks that nobody is to hit any more: weights have changed, a tenant is gone, a load has failed."""
+"""Empties cached blocks that must not be hit any more, after new weights, a departed tenant or a failed load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire_allocator.core.pool import Pool
 
 
 class CacheDrop(NamedTuple):
-    """What to forget; fields as the arguments of `drop_cached`."""
+    """The arguments of `drop_cached`, as a value."""
 
     namespace: str | None = None
     digests: bytes = b""
@@ -16,13 +16,13 @@ class CacheDrop(NamedTuple):
 
 
 def drop_cached(pool: Pool, namespace: str | None = None, digests: bytes = b"", kept_digest_count: int = 0) -> int:
-    """Empties cached blocks; what sequences hold stays as it is, and can be hit. Returns how many blocks.
+    """Empties cached blocks. Blocks held by sequences stay, and can be hit. Returns how many blocks.
 
     Args:
-        pool: whose.
-        namespace: only what is cached in it; None for all.
-        digests: only what stands on this path, from the root; of full attention everything behind it, too.
-        kept_digest_count: leading digests of the path whose blocks stay.
+        pool: the pool.
+        namespace: drops only the cache of this namespace; None for all.
+        digests: drops only blocks on this path from the root, and for full attention also all blocks below its end.
+        kept_digest_count: leading digests of the path that keep their blocks.
     """
     space = None if namespace is None else pool.blocks.namespaces.get(namespace)
     if namespace is not None and space is None:

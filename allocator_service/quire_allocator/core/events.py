@@ -1,10 +1,10 @@
-"""What changed in a pool's prefix index, in order, for routers and mirrors.
+"""Changes of a pool's prefix index, in order, for routers and mirrors.
 
 Lifecycle of an event:
 
     1. recorded    by an operation; not visible yet
     2. published   by `publish`: the owner has acknowledged the step that made it; it gets its place in the log
-    3. forgotten   when the log is full, oldest first; who has not read it by then starts over from a snapshot
+    3. forgotten   when the log is full, oldest first; a watcher that has not read it starts over from a snapshot
 
 The cursor of an event is its number in the life of this log; a log's first event is number 1.
 """
@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 # `Event` names this class: with an import for type checkers only, its compiled module could not be the first to load.
-from quire_allocator.core.blocks import Evictor, Scope
+from quire_allocator.core.scopes import Evictor, Scope
 from quire_allocator.core.spec import DIGEST_BYTES
 
 EVENTS_KEPT_MAX: Final = 65_536
@@ -26,7 +26,7 @@ DIGEST_BYTES_KEPT_MAX: Final = 32 << 20
 
 
 class Change(enum.Enum):
-    """Says what happened to the digests of an event."""
+    """The kind of an event: how the index changed for its digests."""
 
     STORED = enum.auto()
     REMOVED = enum.auto()
@@ -42,8 +42,8 @@ class Event(NamedTuple):
     Attributes:
         parent_digest: of the block before the first one; empty at the root, and for REMOVED.
         first_position: blocks before the first one.
-        source: what contains the digests, from byte `start` to byte `end`, and at most as much again: evicting a long
-            stretch copies none of them.
+        source: contains the digests from byte `start` to byte `end`, and at most as many other bytes, so evicting a
+            long stretch copies nothing.
     """
 
     step: int
@@ -62,7 +62,7 @@ class Event(NamedTuple):
 
 
 def digest_count_before(untold: set[bytes], digests: bytes) -> int:
-    """Counts the leading digests of which none is in `untold`."""
+    """Counts the leading digests before the first one in `untold`."""
     for offset in range(0, len(digests), DIGEST_BYTES):
         if digests[offset : offset + DIGEST_BYTES] in untold:
             return offset // DIGEST_BYTES
@@ -102,7 +102,7 @@ class EventLog:
         self._recorded_bytes += end - start
 
     def discard(self) -> None:
-        """Drops what is recorded and not published: a watcher of a rebuilt pool starts with a snapshot."""
+        """Drops recorded changes that are not published: a watcher of a rebuilt pool starts with a snapshot."""
         self._recorded, self._recorded_bytes = [], 0
 
     def publish(self, acknowledged_step: int) -> bool:
@@ -125,7 +125,8 @@ class EventLog:
         return True
 
     def removed_in(self, step: int, digest_count_max: int, scope_count_max: int) -> tuple[dict[Scope, bytearray], bool]:
-        """Returns what left the index with a step and was not stored again by it, and whether that is not all."""
+        """Returns the digests that left the index with a step and were not stored again by it, and whether the list is
+        incomplete."""
         left: dict[tuple[str, Evictor, bytes], Scope] = {}
         for at, change, scope, _, _, source, start, end in self._recorded:
             if at == step:
@@ -142,7 +143,8 @@ class EventLog:
         return found, sum(map(len, found.values())) < len(left) * DIGEST_BYTES
 
     def untold(self, namespace: str) -> set[bytes]:
-        """Returns digests stored by steps whose answers may have been lost: nobody may be told of them yet."""
+        """Returns digests stored by steps whose answers may have been lost. They must not be reported to readers
+        yet."""
         return {
             bytes(source[offset : offset + DIGEST_BYTES])
             for _, change, scope, _, _, source, start, end in self._recorded

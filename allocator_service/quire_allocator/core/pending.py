@@ -6,8 +6,8 @@ Lifecycle of an announcement:
     2. advanced    a commit has published the first of them; what is left is pending
     3. gone        all of it is published, or the sequence was dropped
 
-An announcement is found at the places where it was announced and advanced to: a prompt whose published prefix ends
-there, and that goes on with the announcement's next digest, is told how far the announcement goes along with it.
+An announcement is filed where it was announced and where it advanced to. A prompt whose published prefix ends there,
+and whose next digest is the announcement's, learns how far both agree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire_allocator.core.spec import DIGEST_BYTES
 
 
 class Announcement:
-    """What one sequence announced: the first `digest_count` digests of its prompt, those already published included."""
+    """One sequence's announcement: the first `digest_count` digests of its prompt, including published ones."""
 
     __slots__ = ("digest_count", "digests", "namespace", "next_digest", "places")
 

@@ -9,7 +9,7 @@ Lifecycle of a sequence:
     4. fork        another sequence shares everything committed, the half-filled last block included
     5. free        references are dropped, tail first
 
-Who owns which part of a sequence, in tokens, with `committed <= token_count <= limit`:
+Owners of each part of a sequence, in tokens, with `committed <= token_count <= limit`:
 
     [0, full)                  full = committed // block_size * block_size: published, shareable by anyone, immutable
     [full, committed)          written; shared with forks until one side grows
@@ -17,7 +17,8 @@ Who owns which part of a sequence, in tokens, with `committed <= token_count <= 
     [token_count, limit)       room that growing takes without a grant
 
 Every operation is all-or-nothing and answers with a `Result`: no space is an answer, not an exception. Operations of
-one pool are applied by one caller at a time. What differs between types of attention is in the managers (`manager.py`).
+one pool are applied by one caller at a time. The managers have the differences between types of attention
+(`manager.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ from quire_allocator.core.spec import (
 )
 
 _OK: Final = Result.OK
-_UNCHANGED: Final = GrowResult(Result.OK)
 _COMMITTED: Final = CommitResult(Result.OK)
 
 
@@ -108,8 +108,8 @@ class Pool:
             token_count: tokens to hold; more where more of a longer prompt is matched.
             digests: of its full blocks of `digest_tokens` tokens, as far as they may be shared; concatenated.
             namespace: prefixes are shared inside it.
-            prompt_token_count: where `token_count` is only the first chunk: it is admitted only if the whole prompt
-                would fit, and what is left of it is kept free from later admissions.
+            prompt_token_count: given if `token_count` is only the first chunk. The prompt is admitted only if all of it
+                would fit, and the blocks for its rest are kept free from later admissions.
             priority: sequences of a higher one are never named to be preempted for it.
             defer_token_count: answer PENDING instead if others are computing at least so many tokens of its prefix.
             is_return: a preempted request returns: its tokens count as returned, not as queried.
@@ -128,13 +128,11 @@ class Pool:
         left = self.blocks.free_count - needed - revived
         # With enough blocks free behind the reserve nothing can refuse, not even TOO_LONG: admission is skipped.
         if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
-            applicant = Applicant(
-                space, hits, matched, junction, chunk, prompt_token_count, priority, pending, defer_token_count
-            )
+            applicant = Applicant(space, hits, matched, chunk, prompt_token_count, priority, pending, defer_token_count)
             refused = self.admission.refuse_new(applicant, needed, revived)
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
-                # The pool is idle, and only the hit does not fit: a state takes one block more, to be copied into.
-                # Nobody will ever free one, so the prompt is computed without the hit.
+                # The pool is idle, and only the hit does not fit: a state takes one block more, to be copied into. No
+                # other sequence will free one, so the prompt is computed without the hit.
                 return self.allocate(
                     sequence_id,
                     chunk,
@@ -144,13 +142,15 @@ class Pool:
                     is_return=is_return,
                 )
             if refused is not None:
+                if refused.result is Result.PENDING:
+                    refused.junction_token_count = junction
                 return refused
 
         self.admission.note_change()
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         self.coordinator.note_prompt(space, hits, digests, prompt, junction)
-        stops = self.coordinator.stops(prompt, matched, junction)
+        stops = self.coordinator.retention.stops_of(prompt, matched, junction)
         sequence = self.coordinator.open(space, hits, matched, stops, priority)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
@@ -174,47 +174,6 @@ class Pool:
             self.queried_token_count += token_count
             self.matched_token_count += matched
 
-    def grow(self, sequence_id: int, token_count: int) -> GrowResult:
-        """Makes room for `token_count` tokens; fewer than there are changes nothing.
-
-        If the block that holds the next token is shared, or published by a sequence that filled it further, it is
-        replaced by a private copy. Answers OK, NOT_FOUND, TOO_LONG, PASS_TOO_LONG, QUOTA or NO_SPACE.
-        """
-        sequence = self.sequences.get(sequence_id)
-        if sequence is None:
-            return GrowResult(Result.NOT_FOUND)
-        if token_count <= sequence.limit:
-            sequence.token_count = max(sequence.token_count, token_count)
-            return _UNCHANGED
-        return self._extend(sequence_id, sequence, token_count)
-
-    def _extend(self, sequence_id: int, sequence: SequenceState, token_count: int) -> GrowResult:
-        """Grows a sequence beyond its limit."""
-        if self._takes_next_blocks(sequence, token_count):
-            self.admission.note_change()
-            self.granted_block_count += self.coordinator.group_count
-            blocks = self.coordinator.append(sequence, token_count)
-            return GrowResult(_OK, 0, 0, tuple([blocks[i : i + 1] for i in range(len(blocks))]), ())
-        before = sequence.token_count
-        needs = [m.needed(part, before, token_count) for m, part in zip(self.managers, sequence.parts)]
-        needed = sum(needs)
-        refused = self.admission.refuse_grow(sequence_id, sequence, token_count, needed)
-        if refused is not None:
-            is_short = refused.result is Result.NO_SPACE and self.coordinator.in_place
-            if is_short and self.admission.give_up_checkpoints(sequence, refused.shortfall):
-                return self._extend(sequence_id, sequence, token_count)
-            return refused
-        self.admission.note_change()
-        copies: list[Copy] = []
-        granted = self.coordinator.grant(sequence, needs, token_count, copies)
-        self.granted_block_count += needed
-        self.copy_count += len(copies)
-        if sequence.promised:
-            self.admission.promise(sequence)
-        if copies:  # what was copied may be cached now
-            self.admission.enforce_cache_quota(sequence.namespace)
-        return GrowResult(Result.OK, 0, 0, self.coordinator.added(sequence, granted) if needed else (), copies)
-
     def _takes_next_blocks(self, sequence: SequenceState, token_count: int, due_count: int = 0) -> bool:
         """Tells whether this grow takes one free block for every group, at a block edge, as decoding does, while so
         many others are due the same."""
@@ -235,12 +194,15 @@ class Pool:
     def grow_many(
         self, sequence_ids: array[int], token_counts: list[int]
     ) -> tuple[Grants, list[tuple[int, GrowResult]]]:
-        """Grows live sequences in order.
+        """Makes room in live sequences, in order, for so many tokens each; fewer than there are change nothing.
 
-        An engine that decodes names the same sequences step after step: they are looked up when that changes.
+        If the block that holds the next token is shared, or published by a sequence that filled it further, it is
+        replaced by a private copy. An engine that decodes names the same sequences step after step: they are looked up
+        when that changes.
 
         Returns:
-            What was granted; number and result of those that need more than room there is or the next block.
+            What was granted; number and result of those that need more than room there is or the next block: OK,
+            NOT_FOUND, TOO_LONG, PASS_TOO_LONG, QUOTA or NO_SPACE.
         """
         batch = self._batch.look_up(sequence_ids, self.sequences)
         grants, others, group_count = Grants(), [], self.coordinator.group_count
@@ -252,13 +214,10 @@ class Pool:
                 if self._takes_next_blocks(sequence, token_count, len(due.sequences)):
                     self.admission.note_change()
                     self.granted_block_count += group_count
-                    if group_count == 1:
-                        grants.add_one(number, self.coordinator.append_one(sequence, token_count))
-                    else:
-                        due.add(number, sequence, token_count)
+                    due.add(number, sequence, token_count)
                 else:
                     due.hand_out()
-                    grown = self._extend(sequence_ids[number], sequence, token_count)
+                    grown = self._admit_grow(sequence_ids[number], sequence, token_count)
                     if grown.blocks:
                         grants.add(number, grown.blocks)
                     others.append((number, grown))
@@ -267,10 +226,32 @@ class Pool:
         due.hand_out()
         return grants, others
 
+    def _admit_grow(self, sequence_id: int, sequence: SequenceState, token_count: int) -> GrowResult:
+        """Grows a sequence beyond its limit, where it needs more than one free block for each group."""
+        before = sequence.token_count
+        needs = [m.needed(part, before, token_count) for m, part in zip(self.managers, sequence.parts)]
+        needed = sum(needs)
+        refused = self.admission.refuse_grow(sequence_id, sequence, token_count, needed)
+        if refused is not None:
+            is_short = refused.result is Result.NO_SPACE and self.coordinator.in_place
+            if is_short and self.admission.give_up_checkpoints(sequence, refused.shortfall):
+                return self._admit_grow(sequence_id, sequence, token_count)
+            return refused
+        self.admission.note_change()
+        copies: list[Copy] = []
+        granted = self.coordinator.grant(sequence, needs, token_count, copies)
+        self.granted_block_count += needed
+        self.copy_count += len(copies)
+        if sequence.promised:
+            self.admission.promise(sequence)
+        if copies:  # what was copied may be cached now
+            self.admission.enforce_cache_quota(sequence.namespace)
+        return GrowResult(Result.OK, 0, 0, self.coordinator.added(sequence, granted) if needed else (), copies)
+
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes = b"", keep_token_count: int = 0
     ) -> CommitResult:
-        """Counts tokens up to `token_count` as computed and publishes what became full.
+        """Counts tokens up to `token_count` as computed and publishes the blocks that became full.
 
         A digest that another block carries already keeps that block: the sequence's entry is swapped to it and its own
         is released, so that no child is ever published under a private parent; in an append-only pool it stays. Answers
@@ -278,7 +259,7 @@ class Pool:
 
         Args:
             sequence_id: a live sequence.
-            token_count: not below what was committed before.
+            token_count: at least the committed length.
             digests: of the blocks of `digest_tokens` tokens that end in (committed, token_count], concatenated. Where
                 the last ones lack, these blocks are not published, nor later ones of full attention.
             keep_token_count: if not 0, blocks that are not needed to hold so many tokens, nor `token_count`, are given
@@ -293,18 +274,12 @@ class Pool:
         if token_count < sequence.quiet_until and not keep_token_count:
             sequence.committed_token_count = token_count
             return _COMMITTED
-        committed = sequence.committed_token_count
         granted = min(sequence.token_count, max(keep_token_count or sequence.token_count, token_count))
-        swaps = self.coordinator.publish(sequence, token_count, digests, has_room=granted > token_count)
-        if granted < sequence.token_count:
-            self.coordinator.shrink(sequence, granted)
+        swaps = self.coordinator.commit(sequence, token_count, digests, granted)
         if sequence.announcement is not None and not self.pending.advance(
             sequence.announcement, token_count // self.digest_tokens
         ):
             sequence.announcement = None
-        if sequence.is_before_stop and self.coordinator.retention is not None:
-            sequence.is_before_stop = self.coordinator.retention.reached(sequence, committed)
-        self.coordinator.settle(sequence)
         if self.coordinator.settles:
             self.admission.enforce_cache_quota(sequence.namespace)
         if self.coordinator.in_place or keep_token_count:
@@ -314,19 +289,19 @@ class Pool:
         return CommitResult(Result.OK, swaps) if swaps else _COMMITTED
 
     def fork(self, parent_id: int, child_id: int, *, hold_until: float | None = None) -> Result:
-        """Creates a sequence that shares what its parent has committed. Answers OK, NOT_FOUND, EXISTS, ID_TOO_LOW or
+        """Creates a sequence that shares its parent's committed tokens. Answers OK, NOT_FOUND, EXISTS, ID_TOO_LOW or
         UNCOMMITTED.
 
-        Blocks that the parent was granted beyond that stay the parent's alone; in the half-filled block the parent may
-        go on writing behind the child's last token, which the child never reads. A recurrent state has no such place:
-        where a group keeps one, a parent with granted tokens that are not committed answers UNCOMMITTED. So does one
-        that committed blocks without their digests, and in an append-only pool one whose last block is half full: a
-        copy of it would replace an entry of a table.
+        Blocks that the parent was granted beyond that stay the parent's alone. In the half-filled block the parent may
+        write after the child's last token, where the child never reads. A recurrent state has no such place: where a
+        group keeps one, a parent with granted tokens that are not committed answers UNCOMMITTED. A sequence that
+        committed blocks without their digests cannot be forked either. In an append-only pool, neither can one whose
+        last block is half full: its copy would replace an entry of a table.
 
         Args:
             parent_id: a live sequence.
             child_id: higher than every earlier id.
-            hold_until: the fork is a hold: nobody writes to it, and `expire_holds` frees it from then on.
+            hold_until: makes the fork a hold, which is never written to, and which `expire_holds` frees from then on.
         """
         parent = self.sequences.get(parent_id)
         if parent is None:
@@ -338,13 +313,7 @@ class Pool:
         if (self.coordinator.in_place and parent.token_count > length) or not parent.is_named or is_half_full:
             return Result.UNCOMMITTED
         self.admission.note_change()
-        if self.coordinator.retention is not None:
-            self.coordinator.retention.ended(parent)
-        parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
-        child = SequenceState(parent.namespace, length, parent.priority, parts)
-        child.quiet_until = parent.quiet_until
-        self.coordinator.pass_stops(parent, child)
-        child.last_stop = parent.last_stop
+        child = self.coordinator.fork(parent)
         # Where a block is shared that either side has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
@@ -357,14 +326,13 @@ class Pool:
         return Result.OK
 
     def free(self, sequence_id: int) -> Result:
-        """Drops a sequence, its tail first, so that what eviction leaves is a whole prefix. Answers OK or NOT_FOUND."""
+        """Frees a sequence, its tail first, so that eviction leaves a whole prefix. Answers OK or NOT_FOUND."""
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return Result.NOT_FOUND
         self._batch.forget()
         self.admission.note_change()
-        if self.coordinator.retention is not None:
-            self.coordinator.retention.ended(sequence)
+        self.coordinator.end_turn(sequence)
         for manager, part in zip(self.managers, sequence.parts):
             manager.free(part)
         self.admission.end_promise(sequence)
@@ -378,7 +346,7 @@ class Pool:
         return Result.OK
 
     def expire_holds(self, now: float) -> list[int]:
-        """Frees every hold whose time has come, and returns their ids in order."""
+        """Frees every expired hold, and returns their ids in order."""
         if not self.holds:
             return []
         ended = sorted(sequence_id for sequence_id, end in self.holds.items() if end <= now)

@@ -1,4 +1,4 @@
-"""What the protocol says no to."""
+"""The refusals of the protocol."""
 
 from __future__ import annotations
 

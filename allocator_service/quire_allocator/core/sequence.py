@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from quire_allocator.core.blocks import Namespace
 from quire_allocator.core.pending import Announcement
-from quire_allocator.core.retention.stop import Stop
+from quire_allocator.core.retention.stops import Stops
+from quire_allocator.core.scopes import Namespace
 
 
 class Part:
-    """What one sequence has in one manager."""
+    """The state of one sequence in one manager."""
 
     __slots__ = ()
 
-    def stop_at(self, stops: tuple[int, ...]) -> None:
-        """Notes new `SequenceState.stops`; whole prefixes are kept wherever they end."""
-
 
 class SequenceState:
-    """What is known of one live sequence, in tokens: `committed_token_count <= token_count <= limit`.
+    """The state of one live sequence, in tokens: `committed_token_count <= token_count <= limit`.
 
     Attributes:
         token_count: tokens that it was granted.
@@ -29,11 +26,7 @@ class SequenceState:
         announcement: the part of its prompt that it announced and has still to compute, or None.
         is_hold: nobody writes to it, and it ends by itself.
         is_named: each full block of what it committed came with its digest, and is published.
-        stops: token counts at which hits are to end, rising (`retention/stops.py`).
-        prompt_end: the stop at the end of its prompt; those behind it are of the answer.
-        early_stop: the one of them at which its prompt, which is new, leaves a state early; 0 where it has none.
-        is_before_stop: one of its stops may be behind what is committed: false once none is, since commits ask for it.
-        last_stop: the deepest stop of its prefix that was made or hit; it may have ended since.
+        stops: where hits are to end in it.
         parts: what it has in each manager.
     """
 
@@ -41,24 +34,22 @@ class SequenceState:
         "announcement",
         "chunk_token_count",
         "committed_token_count",
-        "early_stop",
-        "is_before_stop",
         "is_hold",
         "is_named",
-        "last_stop",
         "limit",
         "namespace",
         "parts",
         "priority",
         "promised",
-        "prompt_end",
         "prompt_token_count",
         "quiet_until",
         "stops",
         "token_count",
     )
 
-    def __init__(self, namespace: Namespace, token_count: int, priority: int, parts: tuple[Part, ...]) -> None:
+    def __init__(
+        self, namespace: Namespace, token_count: int, priority: int, parts: tuple[Part, ...], stops: Stops
+    ) -> None:
         """Everything up to `token_count` is committed."""
         self.namespace = namespace
         self.token_count = token_count
@@ -69,12 +60,13 @@ class SequenceState:
         self.chunk_token_count = 0
         self.promised = 0
         self.priority = priority
-        self.stops: tuple[int, ...] = ()
-        self.prompt_end = 0
-        self.early_stop = 0
-        self.is_before_stop = True
-        self.last_stop: Stop | None = None
+        self.stops = stops
         self.announcement: Announcement | None = None
         self.is_hold = False
         self.is_named = True
         self.parts = parts
+
+    def raise_limit(self, token_count: int, block_size: int) -> None:
+        """Notes that it is granted one more block of so many tokens for every group, to hold `token_count` of them."""
+        self.token_count = token_count
+        self.limit += block_size

@@ -1,4 +1,4 @@
-"""What a pool is made of, and what its operations answer: values, without behaviour."""
+"""Specification of a pool, and results of its operations, as values without behavior."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_BLOCKS: Final = array("I")  # an empty array to copy, at half the cost of mak
 
 
 class Result(enum.IntEnum):
-    """What an operation did; all but OK change nothing. Numbers of `quire.v1.Result`."""
+    """The result of an operation. All but OK mean that nothing changed. Numbers of `quire.v1.Result`."""
 
     OK = 0
     NO_SPACE = 1
@@ -33,7 +33,7 @@ class Result(enum.IntEnum):
 
 
 class GroupKind(enum.Enum):
-    """How the layers of a group use their blocks."""
+    """The way in which the layers of a group use their blocks."""
 
     FULL_ATTENTION = "full_attention"
     SLIDING_WINDOW = "sliding_window"
@@ -57,7 +57,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one namespace may use of a pool, in blocks of all groups; None is no limit.
+    """The limits of one namespace in a pool, in blocks of all groups; None is no limit.
 
     Attributes:
         namespace: its name; `OTHERS` stands for every namespace that is not named.
@@ -75,9 +75,9 @@ OTHERS: Final = "*"
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """What an owner declares: `block_count` blocks of one size in bytes, which all groups draw from.
+    """The specification that an owner declares: `block_count` blocks of one size in bytes, which all groups draw from.
 
-    Block sizes may differ; each is a multiple of the smallest, which is what one digest covers.
+    Block sizes may differ; each is a multiple of the smallest, and one digest covers a smallest block.
 
     Attributes:
         watermark_block_count: free blocks that a new sequence must leave for those that run.
@@ -107,7 +107,7 @@ class PoolSpec:
 
     @property
     def block_id_end(self) -> int:
-        """Returns what all block ids are below."""
+        """Returns the exclusive upper bound of block ids."""
         return self.first_block_id + self.block_count
 
     @property
@@ -117,16 +117,16 @@ class PoolSpec:
 
     @property
     def edge_tokens(self) -> int:
-        """Returns what prefixes can only be served in multiples of: block edges of all groups but those of states."""
+        """Returns the unit of prefix hits in tokens: block edges of all groups but those of states."""
         sizes = [group.block_size for group in self.groups if group.kind is not GroupKind.STATE]
         return math.lcm(*sizes) if sizes else self.block_size
 
 
 class Match(NamedTuple):
-    """How much of a prompt is published, in leading tokens.
+    """The published part of a prompt, in leading tokens.
 
     Attributes:
-        matched_token_count: what every group can serve.
+        matched_token_count: tokens that every group can serve.
         junction_token_count: up to where full attention alone would, if that is more; else 0. A checkpoint of the
             states there, and the window before it, would have made it a hit.
     """
@@ -144,7 +144,7 @@ class Copy(NamedTuple):
 
 class Swap(NamedTuple):
     """A table entry that now names the block which was published first. In an append-only pool the entry stays as it
-    is, and that block is held beside it: its *twin*."""
+    is, and the published block is held beside it: its *twin*."""
 
     group: int
     position: int
@@ -175,37 +175,42 @@ class Grants:
         blocks: all of them, one array after the other.
     """
 
-    __slots__ = ("_singles", "blocks", "counts", "rows")
+    __slots__ = ("blocks", "counts", "rows")
 
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.counts: list[int] = []
         self.blocks: list[array[int]] = []
-        self._singles: array[int] | None = None  # the last array of `blocks`, while only `add_one` writes to it
 
     def add(self, row: int, tables: tuple[array[int], ...]) -> None:
-        """Adds what one grow was granted, one array for each group."""
+        """Adds the grant of one grow, one array for each group."""
         self.rows.append(row)
         for table in tables:
             self.counts.append(len(table))
             self.blocks.append(table)
-        self._singles = None
 
-    def add_one(self, row: int, block: int) -> None:
-        """Adds one block for one grow, as most grows of a decoding batch take."""
-        self.rows.append(row)
-        self.counts.append(1)
-        if self._singles is None:
-            self._singles = NO_BLOCKS[:]
-            self.blocks.append(self._singles)
-        self._singles.append(block)
+    def tables(self) -> tuple[array[int], ...]:
+        """Returns what the only grow of a batch was granted, one array for each group."""
+        blocks, first = NO_BLOCKS[:], 0
+        tables: list[array[int]] = []
+        for granted in self.blocks:
+            blocks.extend(granted)
+        for count in self.counts:
+            tables.append(blocks[first : first + count])
+            first += count
+        return tuple(tables)
+
+    def extend(self, other: Grants, first: int) -> None:
+        """Adds what a part of the batch was granted, whose first grow has this number."""
+        self.rows += [first + row for row in other.rows]
+        self.counts += other.counts
+        self.blocks += other.blocks
 
     def add_rows(self, rows: list[int], blocks: array[int]) -> None:
         """Adds one block of each group for each of these grows, group fastest, as most of a decoding batch take."""
         self.rows += rows
         self.counts += [1] * len(blocks)
         self.blocks.append(blocks)
-        self._singles = None
 
 
 class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
@@ -217,12 +222,12 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         junction_token_count: as in `Match` (allocate only, OK and PENDING).
         stops: token counts at which hits are to end, rising (`retention/stops.py`; allocate only, OK).
         pending_token_count: tokens after those that another sequence is computing (allocate only).
-        blocks: per group the last entries of the table, replacing what stood there; after allocate the whole table.
+        blocks: per group the last entries of the table, replacing the previous ones; after allocate the whole table.
             Empty where nothing changed in any group.
         copies: to run before any write of this step.
         shortfall: blocks missing (NO_SPACE), too many for the namespace (QUOTA), or too many for the pool at once
             (PASS_TOO_LONG).
-        victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
+        victim: the sequence to preempt (NO_SPACE only), if preempting any helps.
     """
 
     __slots__ = (
@@ -281,7 +286,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
 
 
 class CommitResult(NamedTuple):
-    """What a commit did, or why it was refused."""
+    """The result of a commit, or the reason of its refusal."""
 
     result: Result
     swaps: Sequence[Swap] = ()

@@ -1,1 +1,1 @@
-"""What the allocator counts, and how Prometheus reads it."""
+"""Counters of the allocator, and their export to Prometheus."""

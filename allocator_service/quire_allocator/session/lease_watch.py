@@ -13,7 +13,7 @@ from quire_allocator.core.ownership.directory import Directory
 class LeaseWatch:
     """Ends leases in checks, which its caller makes every `period_s` seconds.
 
-    - A check that comes late shows that this process stood still and heard nobody: every lease grows by the delay.
+    - A check that comes late shows that this process stood still and read nothing: every lease grows by the delay.
     - A check ends only leases that were over at the check before, since every message that arrived until then has been
       read meanwhile.
 

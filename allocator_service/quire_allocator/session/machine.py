@@ -8,8 +8,8 @@ Lifecycle of a `SessionMachine`, one for each stream:
     4. detached    the owner gave its pool back
     5. ended       by a refusal (the owner attaches again), or from outside by `end`: fenced, lease expired, draining
 
-Pure: time comes with every call, session ids come from a function that the caller gives, and an `Observer` is told what
-logs and metrics should say. `session/stream.py` is the shell around it for gRPC, `tests/simulation` another one.
+Pure: time comes with every call, session ids come from a function that the caller gives, and an `Observer` gets the
+events for logs and metrics. `session/stream.py` is the shell around it for gRPC, `tests/simulation` another one.
 
 One caller at a time: a method of one machine must return before a method of any machine of the same `SessionRegistry`
 is called.
@@ -54,7 +54,7 @@ class SessionMachine:
     Args:
         sessions: all sessions of this allocator.
         on_end: called once when the stream is ended from outside; `ending` says why.
-        permissions: what the caller may do.
+        permissions: the caller's permissions.
 
     Attributes:
         phase: see the module's docstring.
@@ -177,7 +177,7 @@ class SessionMachine:
             self.end("IDLE", f"no part of the report for {limits.REPORT_PAUSE_S:g} s")
 
     def _reserve_report(self, now: float) -> None:
-        """Takes a place among the few reports that are staged at a time. An owner that gets none is told already at its
+        """Takes a place among the few reports that are staged at a time. An owner without a place is refused at its
         attach, before it has put its report together."""
         self._report_heard = now
         staging = self._sessions.staging
@@ -303,7 +303,7 @@ def pool_digest(pool: Pool) -> bytes:
 
 
 def digest_after(pool: Pool, number: int) -> bytes:
-    """Returns the digest of the part of a pool's state whose turn is step `number`, for the owner to compare."""
+    """Returns the digest of the part of a pool's state that is due at step `number`, for the owner to compare."""
     return state_digest(_rows(pool, in_turn(list(pool.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
 
 

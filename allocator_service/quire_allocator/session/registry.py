@@ -1,4 +1,4 @@
-"""The sessions of one allocator, and what they share: the directory, places for reports, quarantines, leases."""
+"""The sessions of one allocator, and their shared state: the directory, places for reports, quarantines, leases."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Stream(Protocol):
-    """What is asked of a stream from outside; `SessionMachine` is one.
+    """The interface of a stream to its registry; `SessionMachine` is one.
 
     Attributes:
-        caller: whose it is; of the places for reports one caller has as many as are left free.
+        caller: the stream's caller. It gets a place for a report only while it has fewer places than are free.
     """
 
     caller: Hashable
@@ -34,13 +34,13 @@ class Stream(Protocol):
 
 
 class Observer(Protocol):
-    """Is told what happens, for logs, metrics and watchers; nothing here depends on what it does."""
+    """Gets the events for logs, metrics and watchers; nothing here depends on its methods."""
 
     def opened(self, owner: Ownership) -> None:
         """A session began: a stream's report is in force, or a unary owner opened its pool."""
 
     def resumed(self, owner: Ownership) -> None:
-        """A session goes on with a new stream."""
+        """A session continues with a new stream."""
 
     def dropped(self, owner: Ownership) -> None:
         """A pool is gone: detached, closed, or its lease ended."""
@@ -60,7 +60,7 @@ class SessionRegistry:
 
     Args:
         directory: pools, owners and leases.
-        observer: is told what happens.
+        observer: gets the events.
         new_session_id: returns 16 bytes that were never a session id before.
         check_invariants: whether every change of a pool is followed by a full recount; slow, for debugging.
 
@@ -94,9 +94,9 @@ class SessionRegistry:
             stream.end("DRAINING", "the allocator is shutting down")
 
     def apply(self, owner: Ownership, operate: Callable[[], AnswerT], now: float) -> AnswerT:
-        """Changes a pool by a checked request, and returns what `operate` returns.
+        """Changes a pool by a checked request, and returns the result of `operate`.
 
-        An exception that is no refusal is a defect of the allocator: it stops this pool, and other pools go on.
+        An exception that is no refusal is a defect of the allocator: it stops this pool, and other pools continue.
 
         Raises:
             Refusal: POOL_QUARANTINED; any that `operate` raises, which must be before it has changed anything.
@@ -118,11 +118,11 @@ class SessionRegistry:
         return answer
 
     def drop_cache(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
-        """Forgets what is cached of a pool, for somebody else than its owner, who is told with its next step. Returns
-        how many blocks.
+        """Drops cached blocks of a pool for a caller other than its owner. The owner hears of it with its next step.
+        Returns how many blocks.
 
         Raises:
-            Refusal: LIMIT, the owner has not been told of many earlier ones; POOL_QUARANTINED.
+            Refusal: LIMIT, many earlier drops are not reported to the owner yet; POOL_QUARANTINED.
         """
         if owner.unary:
             dropped = self.apply_drop(owner, drop, now)
@@ -137,13 +137,13 @@ class SessionRegistry:
         return self.apply_drop(owner, drop, now)
 
     def apply_drop(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
-        """Forgets what is cached, as a part of the owner's next step."""
+        """Drops cached blocks, as a part of the owner's next step."""
         owner.pool.log.step = 0 if owner.unary else owner.steps.next_step
         return self.apply(owner, lambda: drop_cached(owner.pool, *drop), now)
 
     def _expire_holds(self, owner: Ownership, now: float) -> None:
         pool = owner.pool
-        with contextlib.suppress(Refusal):  # POOL_QUARANTINED: the owner is told at its next request
+        with contextlib.suppress(Refusal):  # POOL_QUARANTINED: the owner gets it at its next request
             if self.apply(owner, lambda: pool.expire_holds(now), now):
                 self.publish(owner)
 
@@ -162,7 +162,7 @@ class SessionRegistry:
             )
 
     def refused_pool_count(self, now: float) -> int:
-        """Counts the pools that broke so often that nobody may attach them for now."""
+        """Counts the pools that broke so often that they cannot be attached for now."""
         names = list(self._quarantines)  # a copy: metrics are read in another thread
         return sum(len(self._recent_quarantines(name, now)) >= limits.QUARANTINES_MAX for name in names)
 
@@ -176,13 +176,13 @@ class SessionRegistry:
         self.observer.dropped(owner)
 
     def publish(self, owner: Ownership, acknowledged: int = 0) -> None:
-        """Lets watchers be told of the changes of steps up to number `acknowledged`; unary sessions have no steps, and
-        their changes are told at once."""
+        """Shows watchers the changes of steps up to number `acknowledged`. Unary sessions have no steps, so their
+        changes show at once."""
         if owner.pool.log.publish(acknowledged):
             self.observer.published(owner)
 
     def expire(self, now: float) -> None:
-        """Drops pools whose lease is over, and holds of unary sessions whose time is over.
+        """Drops pools with expired leases, and expired holds of unary sessions.
 
         A stream's holds end with its next step, whose reply names them.
         """

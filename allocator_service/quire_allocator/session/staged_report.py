@@ -49,7 +49,7 @@ def report_bytes_max(spec: PoolSpec) -> int:
 
 
 def _tables_max(spec: PoolSpec) -> int:
-    """Counts the tables of one sequence: one for each group, and one more of what it keeps."""
+    """Counts the tables of one sequence: one for each group, and one more for kept blocks."""
     return len(spec.groups) * (2 if spec.append_only else 1)
 
 

@@ -1,7 +1,7 @@
 """The Session stream over gRPC: reads messages, lets the state machine answer them, and writes the answers.
 
-All rules are in `session/machine.py`. This module has only what a wire adds: the deadline for the first message, how a
-stream is ended while it waits for its owner, and how a refusal becomes a status.
+All rules are in `session/machine.py`. This module has only the wire's part: the deadline for the first message, the end
+of a stream that waits for its owner, and the status of a refusal.
 """
 
 from __future__ import annotations

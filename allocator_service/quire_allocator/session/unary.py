@@ -82,8 +82,8 @@ class UnarySessions:
         """Applies `operate` to the session that a request names, or returns the kept answer to the same request.
 
         Raises:
-            Refusal: what `find` refuses; NAMESPACE_FORBIDDEN; MALFORMED; STEP_MISMATCH, another request had this id;
-                POOL_QUARANTINED; whatever `operate` refuses.
+            Refusal: those of `find`; NAMESPACE_FORBIDDEN; MALFORMED; STEP_MISMATCH, another request had this id;
+                POOL_QUARANTINED; those of `operate`.
         """
         owner = self.find(request.session_id, permissions)
         authorization.require_operation(permissions, owner.pool, request)

@@ -1,4 +1,4 @@
-"""Decides what a caller's permissions allow in the protocol. Pure: no function here changes anything.
+"""Checks a caller's permissions for each request of the protocol. Pure: no function here changes anything.
 
 Namespaces come into a stream in three places: with the live sequences of a session that is resumed, with a report, and
 with a grow that makes a sequence. Each of these is checked here. All live sequences of an open stream are therefore in
@@ -49,7 +49,7 @@ def require_namespace(permissions: Permissions, namespace: str) -> None:
 
 
 def require_drop(permissions: Permissions, drop: CacheDrop) -> None:
-    """Refuses to forget what is cached in a namespace that is not permitted; of all, if one is not.
+    """Refuses a drop of a namespace that is not permitted, or of all if one is not.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.

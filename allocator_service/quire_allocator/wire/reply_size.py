@@ -1,4 +1,4 @@
-"""Bounds the size of answers before operations are applied: what could not be answered must not be done.
+"""Bounds the size of answers before operations are applied, because an operation without an answer must not be applied.
 
 All functions return upper bounds in bytes, close enough that only operations with answers near the limit are refused.
 """
@@ -20,12 +20,12 @@ NUMBER_BYTES = 4  # a block id, or an entry of a packed array
 COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination once more among the blocks
 SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
 TAKEOVER_BYTES = 4 * NUMBER_BYTES  # sequence, group, index
-TABLE_BYTES = 16  # what protobuf wraps around one table
+TABLE_BYTES = 16  # protobuf's overhead for one table
 # Result, matched, pending, junction, number of stops, shortfall, index, and 12 bytes for a victim.
 GROW_BYTES = 10 * NUMBER_BYTES
 
 
-SCOPE_BYTES = 160  # a namespace, and what protobuf wraps around it and its digests
+SCOPE_BYTES = 160  # a namespace, and protobuf's overhead for it and its digests
 
 
 def check(answer_bytes: int) -> None:

@@ -6,6 +6,7 @@ says so in its `Result`.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import repeat
 from typing import cast
@@ -116,19 +117,31 @@ def _grow(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
         _describe(columns, others, reply)
 
 
+def grow_one(pool: Pool, sequence_id: int, token_count: int) -> GrowResult:
+    """Grows one live sequence."""
+    grants, others = pool.grow_many(array("Q", [sequence_id]), [token_count])
+    return others[0][1] if others else GrowResult(Result.OK, 0, 0, grants.tables())
+
+
 def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int, GrowResult]]]:
-    """Does what `Pool.grow_many` does, where new sequences are among the live ones."""
-    grants, others = Grants(), []
+    """Grows in order where new sequences are among the live ones; live ones in a row are grown together."""
+    grants, others = Grants(), list[tuple[int, GrowResult]]()
+    sequences, token_counts = columns.grow_sequences, columns.grow_token_counts
     unborn = {child for child in columns.children if child > pool.last_sequence_id}  # children whose forks were refused
-    for number, (sequence, token_count) in enumerate(zip(columns.grow_sequences, columns.grow_token_counts)):
+    first = 0
+    for number, sequence in enumerate(sequences):
+        if sequence <= pool.last_sequence_id:
+            continue
+        _grow_live(pool, columns, range(first, number), grants, others)
+        first = number + 1
         if sequence in unborn:
             grown = GrowResult(Result.NOT_FOUND)
-        elif sequence > pool.last_sequence_id and number in columns.forbidden:
+        elif number in columns.forbidden:
             grown = GrowResult(Result.FORBIDDEN)
-        elif sequence > pool.last_sequence_id:
+        else:
             grown = pool.allocate(
                 sequence,
-                token_count,
+                token_counts[number],
                 columns.grow_digests[number] if columns.grow_digests else b"",
                 columns.grow_namespaces[number] if columns.grow_namespaces else "",
                 prompt_token_count=columns.prompt_token_counts[number] if columns.prompt_token_counts else 0,
@@ -136,12 +149,22 @@ def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int
                 defer_token_count=columns.defer_token_counts[number] if columns.defer_token_counts else 0,
                 is_return=bool(columns.returns and columns.returns[number]),
             )
-        else:
-            grown = pool.grow(sequence, token_count)
         if grown.blocks:
             grants.add(number, grown.blocks)
         others.append((number, grown))
+    _grow_live(pool, columns, range(first, len(sequences)), grants, others)
     return grants, others
+
+
+def _grow_live(
+    pool: Pool, columns: StepColumns, numbers: range, grants: Grants, others: list[tuple[int, GrowResult]]
+) -> None:
+    """Grows the live sequences of some grows in a row, and adds what they got."""
+    if numbers:
+        first, end = numbers.start, numbers.stop
+        own, refused = pool.grow_many(columns.grow_sequences[first:end], columns.grow_token_counts[first:end])
+        grants.extend(own, first)
+        others += [(first + number, grown) for number, grown in refused]
 
 
 def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], reply: pb.StepReply) -> None:
@@ -175,7 +198,7 @@ def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], re
 
 
 def _is_told_stops(grown: GrowResult) -> bool:
-    """Tells whether the owner is told where to end a pass."""
+    """Returns whether the owner gets the stops of this grow."""
     return grown.junction_token_count > 0 or grown.stops != ()
 
 

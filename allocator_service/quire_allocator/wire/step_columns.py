@@ -33,7 +33,7 @@ class StepColumns:
         size_max: upper bound of the message's bytes, unknown fields not counted.
         commit_digests, grow_digests, grow_namespaces: for each operation its digests, its namespace, the
             ends of its turns; `check_step` sets these and the next four.
-        drops: what to forget of the cache.
+        drops: drops of the cache.
         digest_count: digests of all commits.
         tokens: tokens that all grows ask for, those of whole prompts included.
         has_new: whether a grow may create a sequence.

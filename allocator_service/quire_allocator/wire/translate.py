@@ -79,7 +79,7 @@ def digests(data: bytes) -> bytes:
 
 
 def cache_drop(drop: pb.CacheDrop) -> CacheDrop:
-    """Returns what to forget, or refuses it as MALFORMED."""
+    """Returns the drop of a request, or refuses it as MALFORMED."""
     has_namespace = drop.HasField("namespace")
     kept = drop.kept_digest_count
     require(has_namespace or not drop.digests, "drop: digests are of one namespace")
@@ -88,7 +88,7 @@ def cache_drop(drop: pb.CacheDrop) -> CacheDrop:
 
 
 def cache_drop_message(drop: CacheDrop) -> pb.CacheDrop:
-    """Returns the message of what was forgotten."""
+    """Returns the message of a drop."""
     return pb.CacheDrop(namespace=drop.namespace, digests=drop.digests, kept_digest_count=drop.kept_digest_count)
 
 
@@ -250,5 +250,5 @@ def commit_response(done: CommitResult) -> pb.CommitResponse:
 
 
 def omit_zeros(values: list[int]) -> list[int]:
-    """Returns the values, or none of them where all are 0: an array of zeros is sent empty."""
+    """Returns the values, or an empty array if all are 0."""
     return values if any(values) else []

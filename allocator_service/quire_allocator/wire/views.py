@@ -1,4 +1,4 @@
-"""What readers see of a pool: its summary, and page by page which sequence holds which block.
+"""Views of a pool for readers: its summary, and pages of sequences and their blocks.
 
 Namespaces that a reader may not use are left out.
 """
@@ -54,7 +54,7 @@ def add_block_states(pool: Pool, request: pb.GetPoolRequest, response: pb.GetPoo
 def add_sequences(
     pool: Pool, request: pb.GetPoolRequest, response: pb.GetPoolResponse, permissions: Permissions
 ) -> None:
-    """Adds as many sequences as one answer carries; the tables of the last one may go on in the next answer."""
+    """Adds as many sequences as one answer carries. The tables of the last one may continue in the next answer."""
     bytes_left = limits.SEQUENCE_BYTES_PER_ANSWER_MAX
     for sequence_id in sorted(key for key in pool.sequences if key > request.after_sequence_id):
         if not permissions.may_use(pool.sequences[sequence_id].namespace.name):

@@ -3,8 +3,8 @@
 Every call but a watch has a deadline. A call that meets UNAVAILABLE is repeated at most three times, 50 to 500 ms apart
 with jitter, and no earlier than the server says; no other code is ever repeated, and the Session stream never.
 Operations that change something carry a request id, so that a repeated one is applied once. gRPC itself repeats unary
-calls, `Attempts` the streams of Generate, `watch.Watch` those of WatchEvents, which go on as often as it takes once
-they have begun.
+calls, `attempts.Attempts` the streams of Generate, `watch.Watch` those of WatchEvents, which go on as often as it takes
+once they have begun.
 
 A token travels as `authorization: Bearer ...` with every call, and never unencrypted to another machine: whoever can
 listen could use it.
@@ -18,8 +18,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -27,8 +27,9 @@ from grpc import aio
 
 from quire._secret_files import read_token
 from quire._transport.address import check_target, is_local, is_unix
-from quire._transport.backoff import BACKOFF_FACTOR, Backoff
+from quire._transport.backoff import BACKOFF_FACTOR
 from quire._transport.diagnosis import ANY_SERVER, what_is_at
+from quire._transport.inherited import inheritable
 from quire._transport.timeouts import checked_timeout
 from quire.errors import (
     DeadlineExceededError,
@@ -143,65 +144,6 @@ def _is_here(address: str) -> bool:
         return False
 
 
-class Attempts(Generic[ItemT]):
-    """A call that streams messages, and its repetition: what `_SERVICE_CONFIG` says for unary calls, by our own hand.
-
-    Args:
-        link: of the stub, its address and what it shows.
-        method: of a stub, of either flavour.
-        request: sent with each attempt.
-        read: makes of a message what the caller gets.
-        timeout_s: for all attempts together, pauses included.
-
-    Attributes:
-        call: the current attempt.
-        request_id: of the call, for its errors.
-        timeout_s: as given.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        method: Callable[..., Any],
-        request: Message,
-        read: Callable[[Any], ItemT],
-        timeout_s: float,
-    ) -> None:
-        link.check_size(request)
-        self._link = link
-        self._method = method
-        self._request = request
-        self.timeout_s = timeout_s = checked_timeout(timeout_s)
-        self._deadline = time.monotonic() + timeout_s
-        self._count = 1
-        self._backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
-        self._begun = False
-        self._read = read
-        self.request_id = getattr(request, "request_id", None)
-        self.call = self._start(timeout_s)
-
-    def _start(self, left_s: float) -> Any:
-        self._link.check_open()
-        return self._method(self._request, timeout=left_s, metadata=self._link.metadata)
-
-    def read(self, message: Any) -> ItemT:
-        """Returns what the caller makes of a message; once one has arrived the call is never repeated."""
-        self._begun = True
-        return self._read(message)
-
-    def pause_s(self, error: grpc.RpcError) -> float | None:
-        """Seconds to wait before `again`; None where this error of the current attempt is the call's."""
-        if self._begun or error.code() != grpc.StatusCode.UNAVAILABLE or self._count >= ATTEMPTS_MAX:
-            return None
-        pause_s = self._backoff.next_s(from_rpc_error(error).retry_after_s)
-        return pause_s if time.monotonic() + pause_s < self._deadline else None
-
-    def again(self) -> None:
-        """Starts the next attempt, in the time that is left."""
-        self._count += 1
-        self.call = self._start(max(self._deadline - time.monotonic(), 0.0))
-
-
 class Link:
     """What the two flavours of a connection share.
 
@@ -215,6 +157,7 @@ class Link:
         self.server = ANY_SERVER  # what is expected there
         self._found = (-math.inf, "")
         self.timeout_s = checked_timeout(timeout_s)
+        self._given = token, tls
         self._tls = tls = resolve_tls(tls)
         self.credentials = tls.channel_credentials() if tls is not None else None
         token = resolve_token(token)
@@ -287,11 +230,10 @@ class Link:
 
     def _look(self) -> str:
         """Says what is at the address; calls that fail together look once."""
-        looked_s, found = self._found
-        if time.monotonic() - looked_s > LOOKED_S:
+        if time.monotonic() - self._found[0] > LOOKED_S:
             found = what_is_at(self.address, self.server, is_encrypted=self._tls is not None)
             self._found = (time.monotonic(), found)
-        return found
+        return self._found[1]
 
     def check_size(self, request: Message) -> None:
         """Refuses here what no server would take, in words that say by how much.
@@ -335,8 +277,13 @@ class SyncLink(Link):
         try:
             return method(request, timeout=self.deadline(timeout_s), metadata=self.metadata)
         except grpc.RpcError as error:
-            request_id = getattr(request, "request_id", None)
-            raise self.translate(error, request_id, self.deadline(timeout_s)) from None
+            raise self.translate(error, getattr(request, "request_id", None), self.deadline(timeout_s)) from None
+
+    def for_asyncio(self) -> AsyncLink:
+        """Returns a connection of its own to the same server, for asyncio; called inside the loop that uses it."""
+        link = AsyncLink(self.address, *self._given, self.timeout_s)
+        link.server = self.server
+        return link
 
     def close(self) -> None:
         """Ends all calls and the connection."""
@@ -351,6 +298,8 @@ class AsyncLink(Link):
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         super().__init__(address, token, tls, timeout_s)
         self.channel = self._new_channel()
+        self._others = set[AsyncLink]()  # made by `another`, and not closed yet
+        self._origin: AsyncLink | None = None
 
     def _new_channel(self) -> aio.Channel:
         if self.credentials is None:
@@ -358,9 +307,11 @@ class AsyncLink(Link):
         return aio.secure_channel(self.address, self.credentials, options=self.options)
 
     def another(self) -> AsyncLink:
-        """Does the same, on a connection of its own."""
+        """Returns a connection of its own to the same server, which ends with this one at the latest."""
         twin = copy.copy(self)
         twin.channel = self._new_channel()
+        twin._others, twin._origin = set(), self
+        self._others.add(twin)
         return twin
 
     async def reconnect(self) -> None:
@@ -383,7 +334,8 @@ class AsyncLink(Link):
         self.check_open()
         self.check_size(request)
         try:
-            return readable(await method(request, timeout=self.deadline(timeout_s), metadata=self.metadata))
+            call = inheritable(method(request, timeout=self.deadline(timeout_s), metadata=self.metadata))
+            return readable(await call)
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise
@@ -394,7 +346,11 @@ class AsyncLink(Link):
         raise await asyncio.to_thread(self.translate, failed, request_id, self.deadline(timeout_s))
 
     async def close(self) -> None:
-        """Ends all calls and the connection."""
+        """Ends all calls and the connection, and those of every `another` one."""
         self._is_closed = True
         if not self.is_inherited:
             await self.channel.close(None)
+        if self._origin is not None:
+            self._origin._others.discard(self)
+        while self._others:
+            await self._others.pop().close()

@@ -78,6 +78,8 @@ def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingP
         raise TypeError(f"logit_bias must map token ids to numbers, not be {biases!r:.80}")
     extend(message.logit_bias_token_ids, "logit_bias", biases.keys(), request_id)
     extend(message.logit_bias, "logit_bias", biases.values(), request_id)
+    if params.skip_special_tokens is not True:
+        fill(message, request_id, skip_special_tokens=params.skip_special_tokens)
     _fill_structure(message, params, request_id)
     _fill_beams(message, params, request_id)
 

@@ -1,28 +1,28 @@
 """What a server streams, as it comes: chunks of a request, events of a pool; for threads and for asyncio.
 
-A request that meets UNAVAILABLE before its first chunk is started again (`channel.Attempts`); what comes after a
+A request that meets UNAVAILABLE before its first chunk is started again (`attempts.Attempts`); what comes after a
 chunk is an error, because another attempt would begin at the beginning. A watch is taken up again as often as it takes
-(`watch.Watch`), because the next attempt goes on after the last event.
+(`watch.Watch`), because the next attempt goes on after the last event; also where nothing is heard of an allocator,
+which says something every few seconds: a proxy may keep up a connection behind which nobody lives.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
+import functools
+import math
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, Final, Protocol, Self, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Protocol, Self, TypeVar
 
 import grpc
 from grpc import aio
 
-from quire import sampling
-from quire._transport.channel import AsyncLink, Attempts, SyncLink, is_task_cancelled, readable
-from quire._transport.watch import Watch
-from quire.errors import UnavailableError
+from quire._transport.channel import AsyncLink, SyncLink, is_task_cancelled, readable
+from quire._transport.watch import SILENCE_S, Watch
+from quire.errors import QuireError, UnavailableError, from_rpc_error
 from quire.events import CacheEvent
 
 ItemT = TypeVar("ItemT")
@@ -42,25 +42,26 @@ class _Attempts(Protocol[ReadT_co]):
 
     def read(self, message: Any) -> ReadT_co | None: ...
 
-    def pause_s(self, error: grpc.RpcError) -> float | None: ...
+    def pause_s(self, error: QuireError) -> float | None: ...
 
     def again(self) -> None: ...
 
 
-class _Stream(Iterator[ItemT]):
+class SyncStream(Iterator[ItemT]):
     """Items of one stream as they come, for threads."""
 
     def __init__(self, link: SyncLink, attempts: _Attempts[ItemT]) -> None:
         self._link = link
         self._attempts = attempts
         self._closed = threading.Event()
-        _STREAMS.add(self)
 
     def __next__(self) -> ItemT:
         while not self._closed.is_set():
             try:
-                message = next(self._attempts.call)
+                message = self._message()
             except grpc.RpcError as error:
+                self._try_again(from_rpc_error(error, self._attempts.request_id))
+            except QuireError as error:
                 self._try_again(error)
             else:
                 item = self._attempts.read(message)
@@ -68,6 +69,10 @@ class _Stream(Iterator[ItemT]):
                     return item
         self._attempts.call.cancel()  # another thread may have closed the stream just before this attempt was started
         raise StopIteration
+
+    def _message(self) -> Any:
+        """Returns the next message of the current attempt, or raises what ended it."""
+        return next(self._attempts.call)
 
     def close(self) -> None:
         """Cancels the call unless it has ended; iteration ends."""
@@ -81,7 +86,7 @@ class _Stream(Iterator[ItemT]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _try_again(self, error: grpc.RpcError) -> None:
+    def _try_again(self, error: QuireError) -> None:
         """Starts the next attempt after a pause, unless the stream is closed, which also ends the pause.
 
         Raises:
@@ -91,25 +96,12 @@ class _Stream(Iterator[ItemT]):
             return
         pause_s = self._attempts.pause_s(error)
         if pause_s is None:
-            raise self._link.translate(error, self._attempts.request_id, self._attempts.timeout_s) from None
+            raise self._link.explain(error, self._attempts.timeout_s, looks=True) from None
         if not self._closed.wait(pause_s):
             self._attempts.again()
 
 
-_STREAMS: Final[weakref.WeakSet[_Stream[Any]]] = weakref.WeakSet()
-
-
-def _keep_calls() -> None:
-    """Keeps the calls of a process alive in a child that was forked from it: gRPC cancels a call that is collected,
-    under a lock that a thread of the parent may hold."""
-    for stream in _STREAMS:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream._attempts.call))
-
-
-os.register_at_fork(after_in_child=_keep_calls)
-
-
-class _AsyncStream(AsyncIterator[ItemT]):
+class AsyncStream(AsyncIterator[ItemT]):
     """Items of one stream as they come, for asyncio."""
 
     def __init__(self, link: AsyncLink, attempts: _Attempts[ItemT]) -> None:
@@ -120,8 +112,10 @@ class _AsyncStream(AsyncIterator[ItemT]):
     async def __anext__(self) -> ItemT:
         while not self._closed:
             try:
-                message = await self._attempts.call.read()
+                message = await self._message()
             except grpc.RpcError as error:
+                await self._try_again(from_rpc_error(error, self._attempts.request_id))
+            except QuireError as error:
                 await self._try_again(error)
             except asyncio.CancelledError:
                 if is_task_cancelled():
@@ -135,6 +129,10 @@ class _AsyncStream(AsyncIterator[ItemT]):
                 if item is not None:
                     return item
         raise StopAsyncIteration
+
+    async def _message(self) -> Any:
+        """Returns the next message of the current attempt, or raises what ended it."""
+        return await self._attempts.call.read()
 
     async def aclose(self) -> None:
         """Cancels the call unless it has ended; iteration ends."""
@@ -152,7 +150,7 @@ class _AsyncStream(AsyncIterator[ItemT]):
         if not self._link.is_inherited:
             self._attempts.call.cancel()  # gRPC's own tasks keep an abandoned call alive; its other flavour does not
 
-    async def _try_again(self, error: grpc.RpcError) -> None:
+    async def _try_again(self, error: QuireError) -> None:
         """Starts the next attempt after a pause, unless the stream is closed by then.
 
         Raises:
@@ -162,85 +160,65 @@ class _AsyncStream(AsyncIterator[ItemT]):
             return
         pause_s = self._attempts.pause_s(error)
         if pause_s is None:
-            attempts = self._attempts
-            final = await asyncio.to_thread(self._link.translate, error, attempts.request_id, attempts.timeout_s)
-            raise final from None
+            explain = functools.partial(self._link.explain, error, self._attempts.timeout_s, looks=True)
+            raise await asyncio.to_thread(explain) from None
         await asyncio.sleep(pause_s)
         if not self._closed:
             self._attempts.again()
 
 
-class ChunkStream(_Stream[sampling.Chunk]):
-    """Chunks of one request as they come.
-
-    `close`, leaving the `with` block and losing the last reference (as `break` out of a loop over `client.stream(...)`
-    does) cancel the request, which frees its blocks at once.
-    """
-
-    def __init__(self, link: SyncLink, attempts: Attempts[sampling.Chunk], request_id: str) -> None:
-        super().__init__(link, attempts)
-        self.request_id = request_id
-
-
-class AsyncChunkStream(_AsyncStream[sampling.Chunk]):
-    """Chunks of one request as they come.
-
-    `aclose`, leaving the `async with` block and losing the last reference (as `break` out of a loop over
-    `client.stream(...)` does) cancel the request, which frees its blocks at once.
-    """
-
-    def __init__(self, link: AsyncLink, attempts: Attempts[sampling.Chunk], request_id: str) -> None:
-        super().__init__(link, attempts)
-        self.request_id = request_id
-
-
-class EventStream(_Stream[CacheEvent]):
-    """Events of one pool as they come, without end. `close`, leaving the `with` block and losing the last reference
-    end the watch."""
+class SyncWatchStream(SyncStream[CacheEvent]):
+    """Events of one pool for threads: an attempt that says nothing is left, and another one made."""
 
     def __init__(self, link: SyncLink, watch: Watch) -> None:
         super().__init__(link, watch)
         self._watch = watch
+        self._waits_since_s = math.inf  # for the next message
+        self._was_left = False
+        arguments = (weakref.ref(self), self._closed)
+        threading.Thread(target=_leave_silent_calls, args=arguments, name="quire-watch", daemon=True).start()
 
-    @property
-    def session_id(self) -> bytes:
-        """Returns what to resume from later, together with `cursor`; empty inside a snapshot, which has to be begun
-        again."""
-        return self._watch.session_id
+    def _message(self) -> Any:
+        self._waits_since_s = time.monotonic()
+        try:
+            return next(self._watch.call)
+        except grpc.RpcError:
+            if self._was_left:
+                raise self._watch.silence() from None
+            raise
+        finally:
+            self._waits_since_s, self._was_left = math.inf, False
 
-    @property
-    def cursor(self) -> int:
-        """Returns what to resume from later, together with `session_id`."""
-        return self._watch.cursor
+    def _leave_if_silent(self) -> None:
+        """Cancels an attempt that says nothing, for the thread that waits for it to make another one."""
+        if time.monotonic() - self._waits_since_s > SILENCE_S:
+            self._was_left = True
+            self._watch.call.cancel()
 
-    @property
-    def age_s(self) -> float:
-        """Returns the seconds since the allocator was heard last, which is so every 5 s while nothing happens. A mirror
-        of these events is as old."""
-        return time.monotonic() - self._watch.heard_s
+    def __del__(self) -> None:
+        self._closed.set()
 
 
-class AsyncEventStream(_AsyncStream[CacheEvent]):
-    """Events of one pool as they come, without end. `aclose`, leaving the `async with` block and losing the last
-    reference end the watch."""
+def _leave_silent_calls(stream: Callable[[], SyncWatchStream | None], closed: threading.Event) -> None:
+    """Looks after a stream until it is closed or forgotten."""
+    while not closed.wait(SILENCE_S / 4):
+        looked_after = stream()
+        if looked_after is None:
+            return
+        looked_after._leave_if_silent()
+        del looked_after  # else it could not be collected while this thread waits
+
+
+class AsyncWatchStream(AsyncStream[CacheEvent]):
+    """Events of one pool for asyncio: an attempt that says nothing is left, and another one made."""
 
     def __init__(self, link: AsyncLink, watch: Watch) -> None:
         super().__init__(link, watch)
         self._watch = watch
 
-    @property
-    def session_id(self) -> bytes:
-        """Returns what to resume from later, together with `cursor`; empty inside a snapshot, which has to be begun
-        again."""
-        return self._watch.session_id
-
-    @property
-    def cursor(self) -> int:
-        """Returns what to resume from later, together with `session_id`."""
-        return self._watch.cursor
-
-    @property
-    def age_s(self) -> float:
-        """Returns the seconds since the allocator was heard last, which is so every 5 s while nothing happens. A mirror
-        of these events is as old."""
-        return time.monotonic() - self._watch.heard_s
+    async def _message(self) -> Any:
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                return await super()._message()
+        except TimeoutError:
+            raise self._watch.silence() from None

@@ -10,13 +10,16 @@ import grpc
 
 from quire._transport.backoff import Backoff
 from quire._transport.channel import ATTEMPTS_MAX, BACKOFF_S, Link
+from quire._transport.inherited import inheritable
 from quire._transport.timeouts import checked_timeout
-from quire.errors import InternalError, QuireError, from_rpc_error
+from quire.errors import InternalError, QuireError, UnavailableError
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.hashing import DIGEST_BYTES, split_digests
+from quire.protocol.limits import WATCH_BEAT_S
 from quire.v1 import allocator_pb2 as pb
 
 BACKOFF_S_MAX: Final = 5.0  # nobody waits for a watch as for a call
+SILENCE_S: Final = 3 * WATCH_BEAT_S  # after which an attempt is left
 
 
 class Watch:
@@ -64,7 +67,7 @@ class Watch:
     def _start(self) -> Any:
         self._link.check_open()
         request = pb.WatchEventsRequest(pool=self._pool, session_id=self.session_id, cursor=self.cursor)
-        return self._method(request, timeout=self._left_s(), metadata=self._link.metadata)
+        return inheritable(self._method(request, timeout=self._left_s(), metadata=self._link.metadata))
 
     def _left_s(self) -> float | None:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
@@ -83,17 +86,24 @@ class Watch:
             self.session_id, self.cursor = message.session_id, message.cursor
         return read_event(message)
 
-    def pause_s(self, error: grpc.RpcError) -> float | None:
+    def silence(self) -> UnavailableError:
+        """Returns the error of an attempt that was left because nothing was heard."""
+        return UnavailableError(
+            f"{self._link.address} said nothing for {SILENCE_S:g} s, though an allocator says something every"
+            f" {WATCH_BEAT_S:g} s"
+        )
+
+    def pause_s(self, error: QuireError) -> float | None:
         """Seconds to wait before `again`; None where this error of the current attempt is the watch's."""
         self._failures += 1
-        if error.code() != grpc.StatusCode.UNAVAILABLE or not (self._begun or self._failures < ATTEMPTS_MAX):
+        if error.code != grpc.StatusCode.UNAVAILABLE or not (self._begun or self._failures < ATTEMPTS_MAX):
             return None
-        pause_s = self._backoff.next_s(from_rpc_error(error).retry_after_s)
+        pause_s = self._backoff.next_s(error.retry_after_s)
         left_s = self._left_s()
         if left_s is not None and left_s <= pause_s:
             return None
         if self._begun:
-            self._on_wait(self._link.explain(from_rpc_error(error)))
+            self._on_wait(self._link.explain(error))
         return pause_s
 
     def again(self) -> None:

@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from quire import Client
 from quire.cli import options, output
-from quire.client import Client
 from quire.types import AdapterInfo
 
 Name = Annotated[str, typer.Argument(help="Name that requests say.", show_default=False)]

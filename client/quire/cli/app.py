@@ -9,8 +9,7 @@ import typer
 
 from quire import __version__
 from quire.cli import adapters, certs, generate, output, plan, pools, servers, status, up, watch
-from quire.errors import QuireError, UsageError
-from quire.local import ServerFailedError
+from quire.errors import QuireError
 
 app = typer.Typer(
     name="quire",
@@ -57,7 +56,7 @@ def run() -> None:
             code = done.code
         sys.stdout.flush()
         sys.exit(code)
-    except (QuireError, ServerFailedError, UsageError, typer.TyperException) as error:
+    except (QuireError, typer.TyperException) as error:
         output.end_with(error)
     except OSError as error:  # the disk is full that output goes to, or there is no folder for temporary files
         output.end_with(error)

@@ -15,10 +15,10 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from quire import Client
 from quire._transport import generating
 from quire._transport.channel import GENERATE_TIMEOUT_S
 from quire.cli import options, output, sampling_options
-from quire.client import Client
 from quire.errors import UsageError
 from quire.sampling import Chunk, Generation, SamplingParams
 

@@ -59,9 +59,9 @@ def is_json_asked_for() -> bool:
     return "--json" in own[: own.index("--")] if "--" in own else "--json" in own
 
 
-def end_with(error: QuireError | ServerFailedError | UsageError | typer.TyperException | OSError) -> None:
+def end_with(error: QuireError | typer.TyperException | OSError) -> None:
     """Says what went wrong on standard error, as JSON where the command line asks for JSON, and exits."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, QuireError):
         _drop_output()
     if is_json_asked_for():
         print(json.dumps({"error": _fields(error)}), file=sys.stderr)
@@ -69,7 +69,9 @@ def end_with(error: QuireError | ServerFailedError | UsageError | typer.TyperExc
         print(f"quire: {error}", file=sys.stderr)
     if isinstance(error, UsageError | typer.TyperException):
         sys.exit(USAGE)
-    sys.exit(EXIT_CODES.get(error.code, FAILED) if isinstance(error, QuireError) else FAILED)
+    if isinstance(error, QuireError) and not isinstance(error, ServerFailedError):
+        sys.exit(EXIT_CODES.get(error.code, FAILED))
+    sys.exit(FAILED)
 
 
 def _drop_output() -> None:
@@ -80,7 +82,7 @@ def _drop_output() -> None:
 
 def _fields(error: Exception) -> dict[str, Any]:
     """Returns the same five fields for every error; those that it does not have are null."""
-    if isinstance(error, QuireError):
+    if isinstance(error, QuireError) and not isinstance(error, ServerFailedError | UsageError):
         return {
             "code": error.code.name,
             "reason": error.reason,

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quire import Allocator
 from quire.cli import block_map, options, output, pool_usage
-from quire.client import AllocatorClient
 from quire.views import PoolBlocks, PoolSummary, PoolUsage
 
 POOLS_EXAMPLES = """List the pools of an allocator.
@@ -59,7 +59,7 @@ def pools(
     credentials: options.Credentials,
 ) -> None:
     """Prints the pools that the allocator knows."""
-    with AllocatorClient(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
+    with Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.list_pools()
     if as_json:
         output.print_json([_summary(pool) for pool in found])
@@ -103,7 +103,7 @@ def blocks(
     credentials: options.Credentials,
 ) -> None:
     """Prints GetPool with POOL_VIEW_BLOCKS and POOL_VIEW_USAGE."""
-    with AllocatorClient(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
+    with Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found, usage = client.get_pool_blocks(pool), client.get_pool_usage(pool)
     if as_json:
         output.print_json({**_blocks(found), "usage": _usage(usage)})
@@ -138,7 +138,7 @@ def drop_cache(
     credentials: options.Credentials,
 ) -> None:
     """Calls DropCache, and prints what was forgotten."""
-    with AllocatorClient(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
+    with Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         done = client.drop_cache(pool, namespace)
     if as_json:
         output.print_json(done._asdict())

@@ -47,6 +47,10 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
     "stop_token_id": (_option(list[int], "A token that ends a sample; repeat it."), []),
     "ignore_eos": (_option(bool, "Go on after the end of text.", "--ignore-eos"), False),
     "echo": (_option(bool, "Begin each text with the prompt.", "--echo"), False),
+    "skip_special_tokens": (
+        _option(bool, "Leave special tokens out of the text, or write them.", "--skip-special/--write-special"),
+        True,
+    ),
     "logprobs": (_option(int | None, "With --json, logprobs of each token and of so many likeliest.", min=0), None),
     "prompt_logprobs": (_option(int | None, "The same of the prompt's tokens.", min=0), None),
     "json_schema": (_option(str | None, "The text is a value of this JSON schema; @FILE reads it."), None),

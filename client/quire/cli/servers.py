@@ -19,7 +19,11 @@ PASS_ON: Final = {
     "allow_interspersed_args": False,
     "help_option_names": [],
 }
-PARSERS: Final = {"allocator": "server", "worker": "options", "gateway": "options"}  # modules that have `make_parser`
+PARSERS: Final = {  # modules that have `make_parser`
+    "allocator": "quire_allocator.server",
+    "worker": "quire_worker.process.options",
+    "gateway": "quire_gateway.options",
+}
 
 
 class PassedOn(TyperCommand):
@@ -48,21 +52,21 @@ def register(app: typer.Typer) -> None:
 
 def allocator(context: typer.Context) -> None:
     """Hands over to `quire_allocator.server.main`."""
-    _hand_over("quire_allocator", context.args)
+    _hand_over("quire_allocator.server", context.args)
 
 
 def worker(context: typer.Context) -> None:
-    """Hands over to `quire_worker.server.main`."""
+    """Hands over to `quire_worker.process.server.main`."""
     # Before torch is loaded: its threads sleep between two forward passes instead of spinning on the server's cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Help, wrong options, missing files and taken ports are answered before torch is loaded, which takes seconds.
     check_worker(context.args)
-    _hand_over("quire_worker", context.args)
+    _hand_over("quire_worker.process.server", context.args)
 
 
 def gateway(context: typer.Context) -> None:
     """Hands over to `quire_gateway.server.main`."""
-    _hand_over("quire_gateway", context.args)
+    _hand_over("quire_gateway.server", context.args)
 
 
 def check_worker(arguments: list[str], *, are_ports_ours: bool = True) -> None:
@@ -76,8 +80,8 @@ def check_worker(arguments: list[str], *, are_ports_ours: bool = True) -> None:
         UsageError: a file is missing, a port is taken, or the pool is too large.
         SystemExit: there is no such option; its parser has said so.
     """
-    options = imported("quire_worker", "options").parse_arguments(arguments)
-    preflight = imported("quire_worker", "preflight")
+    options = imported("quire_worker.process.options").parse_arguments(arguments)
+    preflight = imported("quire_worker.process.preflight")
     try:
         preflight.check(options) if are_ports_ours else preflight.check_files(options)
     except preflight.ModelError as error:
@@ -87,7 +91,7 @@ def check_worker(arguments: list[str], *, are_ports_ours: bool = True) -> None:
 def completions(server: str, arguments: list[str], incomplete: str) -> list[tuple[str, str]]:
     """Returns the options of a server, or the choices of the one that was just given, each with its help."""
     try:
-        parser: argparse.ArgumentParser = imported(f"quire_{server}", PARSERS[server]).make_parser()
+        parser: argparse.ArgumentParser = imported(PARSERS[server]).make_parser()
     except UsageError:  # it is not installed
         return []
     choices = {
@@ -108,15 +112,15 @@ def completions(server: str, arguments: list[str], incomplete: str) -> list[tupl
     ]
 
 
-def imported(package: str, name: str) -> Any:
+def imported(name: str) -> Any:
     """Imports a module of a server.
 
     Raises:
         UsageError: packages that it needs are not installed.
     """
-    require_extra(package.removeprefix("quire_"))
-    return importlib.import_module(f"{package}.{name}")
+    require_extra(name.partition(".")[0].removeprefix("quire_"))
+    return importlib.import_module(name)
 
 
-def _hand_over(package: str, arguments: list[str]) -> None:
-    imported(package, "server").main(arguments)
+def _hand_over(server: str, arguments: list[str]) -> None:
+    imported(server).main(arguments)

@@ -15,10 +15,10 @@ import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
+from quire import Allocator, Client
 from quire._transport.address import split
 from quire._transport.channel import LIVENESS, SyncLink
 from quire.cli import options, output
-from quire.client import AllocatorClient, Client
 from quire.errors import NotFoundError, UnavailableError
 from quire.tls import Tls
 from quire.types import PoolMemory, WorkerStatus
@@ -42,7 +42,7 @@ Examples:
 """
 
 
-READY: Final = (("server", ""), ("allocator", AllocatorClient.SERVICE), ("worker", Client.SERVICE))
+READY: Final = (("server", ""), ("allocator", Allocator.SERVICE), ("worker", Client.SERVICE))
 LIVE: Final = (("server", LIVENESS),)
 REASON_BYTES_MAX: Final = 65_536
 

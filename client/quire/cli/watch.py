@@ -9,9 +9,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from quire import Allocator
 from quire.cli import options
 from quire.cli.pool_usage import DIGEST_CHARACTERS, repr_of
-from quire.client import AllocatorClient
 from quire.errors import QuireError, UsageError
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 
@@ -53,7 +53,7 @@ def watch(
         raise UsageError("--snapshot: a watch that goes on with --session begins with none")
     try:
         with (
-            AllocatorClient(allocator, token=credentials.token, tls=credentials.tls) as client,
+            Allocator(allocator, token=credentials.token, tls=credentials.tls) as client,
             client.watch_events(pool, session_id, cursor, on_wait=_tell) as events,
         ):
             for event in events:

@@ -1,6 +1,6 @@
 """An engine's sequences: what a turn has to say, in what order its answer is taken in, and nothing left to do by hand.
 
-    async with AsyncAllocatorClient() as client, client.engine("mine", spec) as engine:
+    async with AsyncAllocator() as client, client.engine("mine", spec) as engine:
         text = await engine.admit(prompt)
         while text.is_live:
             copy_blocks(await engine.turn())  # (source, destination), before anything is written
@@ -14,9 +14,9 @@ for threads. docs/engine.md goes through all of it.
 """
 
 from quire.engine.agenda import NotAdmittedError
-from quire.engine.blocking import Engine
-from quire.engine.sequence import Refusal, Sequence
+from quire.engine.blocking import AdmitOptions, Engine
+from quire.engine.sequence import EngineSequence, Refusal
 from quire.engine.turns import AsyncEngine
 from quire.session import SessionLostError
 
-__all__ = ["AsyncEngine", "Engine", "NotAdmittedError", "Refusal", "Sequence", "SessionLostError"]
+__all__ = ["AdmitOptions", "AsyncEngine", "Engine", "EngineSequence", "NotAdmittedError", "Refusal", "SessionLostError"]

@@ -20,21 +20,28 @@ from collections.abc import Iterable
 from typing import Any
 
 from quire.engine.operations import Admission, Commit, Fork, Grow, Operations
-from quire.engine.sequence import Refusal, Sequence
-from quire.errors import InternalError
+from quire.engine.sequence import EngineSequence, Refusal
+from quire.errors import InternalError, ResourceExhaustedError
 from quire.hashing import DigestChain, root_digest
 from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome
 from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 from quire.types import GroupKind, PoolSpec
 
+LATER = frozenset({Result.NO_SPACE, Result.PENDING, Result.QUOTA})  # what others hold or compute now
 
-class NotAdmittedError(Exception):
+
+class NotAdmittedError(ResourceExhaustedError):
     """A prompt was not let in; `refusal` says why, and whom to free for it."""
 
     def __init__(self, refusal: Refusal) -> None:
         missing = f", {refusal.shortfall} blocks are missing" if refusal.shortfall else ""
         super().__init__(f"{refusal.result.name}{missing}")
         self.refusal = refusal
+
+    @property
+    def is_retryable(self) -> bool:
+        """Tells whether the prompt may be let in once others have left, or have computed its prefix."""
+        return self.refusal.result in LATER
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Is pickled by what it is made of; Exception's own would hand its message to `__init__`."""
@@ -57,15 +64,17 @@ class Agenda:
         self.groups = spec.groups
         self.chunk_token_count = spec.chunk_token_count_max
         self._append_only = spec.append_only
-        self.live: dict[int, Sequence] = {}
+        self.live: dict[int, EngineSequence] = {}
         self.free_block_count = spec.block_count
         self._spec = spec
         self._ahead_tokens = ahead_tokens
         self._increment = Increment.of(*[each.block_size for each in spec.groups if each.kind is not GroupKind.STATE])
         self._has_states = any(each.kind is GroupKind.STATE for each in spec.groups)
-        self._known: dict[int, Sequence] = {}  # to the allocator: the live ones, and those whose free is unanswered
+        self._known: dict[
+            int, EngineSequence
+        ] = {}  # to the allocator: the live ones, and those whose free is unanswered
         self._last_id = 0
-        self._freed: list[Sequence] = []
+        self._freed: list[EngineSequence] = []
         self._forks: list[Fork] = []
         self._admissions: list[Admission] = []
         self._copies: list[Copy] = []
@@ -99,7 +108,7 @@ class Agenda:
             root = root_digest(
                 fingerprint=self._spec.model_fingerprint, layout=self._spec.cache_layout, namespace=namespace
             )
-        sequence = Sequence(self, 0, known, namespace, token_count_max or 2**32 - 1)
+        sequence = EngineSequence(self, 0, known, namespace, token_count_max or 2**32 - 1)
         sequence._chain = DigestChain(root, self._spec.block_size)
         shareable = (len(known) - 1) // self._spec.block_size * self._spec.block_size
         admission = Admission(sequence, sequence._chain.copy().extend(known[:shareable]))
@@ -112,7 +121,7 @@ class Agenda:
         if self._sent is None or admission not in self._sent.admissions:
             self._admissions.remove(admission)
 
-    def fork(self, parent: Sequence) -> Sequence:
+    def fork(self, parent: EngineSequence) -> EngineSequence:
         """Returns a child, which the allocator is told of in the next step that can tell.
 
         Raises:
@@ -120,7 +129,7 @@ class Agenda:
         """
         if self._has_states and not parent.computed:
             raise ValueError(f"sequence {parent.id} has no state to share, nothing is computed: admit its tokens again")
-        child = Sequence(
+        child = EngineSequence(
             self, self._new_id(), parent.tokens[: parent.computed], parent.namespace, parent.token_count_max
         )
         child.computed = child.committed = child.room = child.matched = parent.computed
@@ -128,7 +137,7 @@ class Agenda:
         self.live[child.id] = child
         return child
 
-    def free(self, sequence: Sequence) -> None:
+    def free(self, sequence: EngineSequence) -> None:
         """Notes that nobody needs its blocks any more."""
         self.live.pop(sequence.id, None)
         unsent = self._forks[len(self._sent.forks) if self._sent else 0 :]
@@ -138,15 +147,15 @@ class Agenda:
         else:
             self._freed.append(sequence)
 
-    def is_waiting(self, sequence: Sequence) -> bool:
+    def is_waiting(self, sequence: EngineSequence) -> bool:
         """Tells whether a turn comes before its next pass: copies are to run, or its state is to be forked as it is."""
         return bool(self._copies) or (self._has_states and any(fork.parent is sequence for fork in self._forks))
 
-    def ready(self) -> list[Sequence]:
+    def ready(self) -> list[EngineSequence]:
         """Returns the sequences that have something due, the oldest first."""
         return [each for each in self.live.values() if each.due]
 
-    def refused(self) -> list[Sequence]:
+    def refused(self) -> list[EngineSequence]:
         """Returns the sequences whose next pass has no room, and that were told why, the oldest first."""
         return [each for each in self.live.values() if each.refusal is not None]
 
@@ -190,7 +199,7 @@ class Agenda:
             born.add(fork.child.id)
         return chosen
 
-    def _commit(self, sequence: Sequence, forked_at: int | None, keep: int) -> Commit | None:
+    def _commit(self, sequence: EngineSequence, forked_at: int | None, keep: int) -> Commit | None:
         """Returns what is to be said of computed tokens: where they fill a block, are to be forked or room is given
         back."""
         size, before = self._spec.block_size, sequence.committed
@@ -302,7 +311,7 @@ class Agenda:
         ]
         self._known[child.id] = child
 
-    def _note_grow(self, sequence: Sequence, grown: GrowOutcome) -> None:
+    def _note_grow(self, sequence: EngineSequence, grown: GrowOutcome) -> None:
         if grown.result is not Result.OK:
             lacks_room = sequence.room < sequence.wanted
             self._is_frugal = True
@@ -355,12 +364,12 @@ class Agenda:
         return self._last_id
 
 
-def _needed(sequence: Sequence) -> int:
+def _needed(sequence: EngineSequence) -> int:
     """Returns the tokens that it needs room for: those of its next pass; once it has that, one more."""
     is_computed_next = sequence.computed < sequence.wanted <= sequence.room
     return min(sequence.wanted + is_computed_next, sequence.token_count_max)
 
 
-def _check(verb: str, sequence: Sequence, result: Result) -> None:
+def _check(verb: str, sequence: EngineSequence, result: Result) -> None:
     if result is not Result.OK:
         raise InternalError(f"the allocator answered {result.name} to the {verb} of sequence {sequence.id}")

@@ -7,10 +7,10 @@ thread between two calls, and by the loop only inside of one: nothing is locked,
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Self, TypedDict, Unpack
+from typing import Self, TypedDict, Unpack
 
 from quire._transport.loop_thread import LoopThread
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import EngineSequence
 from quire.engine.turns import AsyncEngine
 from quire.protocol.outcomes import Copy
 from quire.types import PoolSpec
@@ -30,13 +30,13 @@ class AdmitOptions(TypedDict, total=False):
 class Engine:
     """Owns a pool and its sequences, for one thread; `with` takes the pool, and gives it back at the end.
 
-    Made by `AllocatorClient.engine` or `.unary_engine`. Methods do and raise what those of `AsyncEngine` do.
+    Made by `Allocator.engine`. Methods do and raise what those of `AsyncEngine` do.
 
     Args:
         make: makes the engine, and what closes the client that it is on; called inside the loop.
     """
 
-    def __init__(self, make: Callable[[], tuple[AsyncEngine[Any], Callable[[], Awaitable[None]]]]) -> None:
+    def __init__(self, make: Callable[[], tuple[AsyncEngine, Callable[[], Awaitable[None]]]]) -> None:
         self._loop = LoopThread("quire-engine")
         self._engine, self._disconnect = self._loop.made(make)
 
@@ -51,15 +51,25 @@ class Engine:
         return self._engine.spec
 
     @property
-    def live(self) -> tuple[Sequence, ...]:
+    def connected(self) -> bool:
+        """Tells whether an allocator answers, as far as is known."""
+        return self._engine.connected
+
+    @property
+    def report_count(self) -> int:
+        """Counts the allocators that were told what the pages hold; 0 over "calls", where none ever is."""
+        return self._engine.report_count
+
+    @property
+    def live(self) -> tuple[EngineSequence, ...]:
         """Returns the sequences that were not freed, the oldest first."""
         return self._engine.live
 
-    def ready(self) -> list[Sequence]:
+    def ready(self) -> list[EngineSequence]:
         """Returns the sequences that have tokens due, the oldest first: what the next pass computes."""
         return self._engine.ready()
 
-    def refused(self) -> list[Sequence]:
+    def refused(self) -> list[EngineSequence]:
         """Returns the sequences that get no room for their next pass; see `AsyncEngine.refused`."""
         return self._engine.refused()
 
@@ -67,7 +77,7 @@ class Engine:
         """Takes the pool; see `AsyncEngine.open`."""
         self._loop.run(self._engine.open())
 
-    def admit(self, tokens: Iterable[int], **options: Unpack[AdmitOptions]) -> Sequence:
+    def admit(self, tokens: Iterable[int], **options: Unpack[AdmitOptions]) -> EngineSequence:
         """Lets a prompt in; see `AsyncEngine.admit`."""
         return self._loop.run(self._engine.admit(tokens, **options))
 

@@ -18,9 +18,8 @@ from quire._transport.backoff import Backoff
 from quire.engine.operations import Admission, Operations
 from quire.errors import DeadlineExceededError, QuireError, Reason, UnavailableError
 from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap
-from quire.session import PoolSession, SessionLostError
+from quire.session import AsyncCallSession, AsyncSession, SessionLostError
 from quire.types import Allocation, Growth
-from quire.unary import AsyncUnarySession
 
 ReplyT = TypeVar("ReplyT")
 
@@ -32,6 +31,14 @@ _LATER = frozenset({Reason.POOL_OWNED, Reason.LIMIT, Reason.DRAINING})
 
 class Carrier(Protocol):
     """Carries operations; one set of them at a time."""
+
+    @property
+    def connected(self) -> bool:
+        """Tells whether an allocator answers, as far as is known."""
+
+    @property
+    def report_count(self) -> int:
+        """Counts the allocators that were told what the pages hold."""
 
     async def open(self) -> None:
         """Takes the pool, waiting as long as that takes."""
@@ -51,8 +58,16 @@ class Carrier(Protocol):
 class StreamCarrier(Carrier):
     """Carries operations as steps of a Session stream."""
 
-    def __init__(self, session: PoolSession) -> None:
+    def __init__(self, session: AsyncSession) -> None:
         self.session = session
+
+    @property
+    def connected(self) -> bool:
+        return self.session.connected
+
+    @property
+    def report_count(self) -> int:
+        return self.session.report_count
 
     async def open(self) -> None:
         await self.session.open()
@@ -71,27 +86,38 @@ class CallCarrier(Carrier):
     applied once.
 
     Args:
-        take_pool: opens a session.
+        new_session: makes a session, not open yet.
         on_wait: told why, whenever a call has to be tried again.
     """
 
     def __init__(
         self,
-        take_pool: Callable[[], Awaitable[AsyncUnarySession]],
+        new_session: Callable[[], AsyncCallSession],
         on_wait: Callable[[QuireError], None] = lambda _error: None,
     ) -> None:
-        self._take_pool = take_pool
+        self._new_session = new_session
         self._on_wait = on_wait
-        self._session: AsyncUnarySession | None = None
+        self._session: AsyncCallSession | None = None
+        self._is_answered = False
 
     @property
-    def session(self) -> AsyncUnarySession:
+    def connected(self) -> bool:
+        return self._is_answered
+
+    @property
+    def report_count(self) -> int:
+        return 0
+
+    @property
+    def session(self) -> AsyncCallSession:
         """Returns the session that holds the pool now."""
         assert self._session is not None, "the engine has not been opened"
         return self._session
 
     async def open(self) -> None:
-        self._session = await self._persist(self._take_pool)
+        session = self._new_session()
+        await self._persist(session.open)
+        self._session = session
 
     async def carry(self, operations: Operations) -> StepOutcome:
         try:
@@ -148,7 +174,7 @@ class CallCarrier(Carrier):
             copies += allocation.copies
         return StepOutcome(commits, frees, forks, grows, swaps, copies, free_block_count=0)
 
-    async def _admit(self, session: AsyncUnarySession, admission: Admission) -> Allocation:
+    async def _admit(self, session: AsyncCallSession, admission: Admission) -> Allocation:
         return await self._repeat(
             session.allocate,
             admission.sequence.id,
@@ -173,13 +199,16 @@ class CallCarrier(Carrier):
         while True:
             refused: QuireError
             try:
-                return await call()
+                answer = await call()
+                self._is_answered = True
+                return answer
             except (UnavailableError, DeadlineExceededError) as error:
                 refused = error
             except QuireError as error:
                 if error.reason not in _LATER:
                     raise
                 refused = error
+            self._is_answered = False
             self._on_wait(refused)
             await asyncio.sleep(backoff.next_s(refused.retry_after_s))
 

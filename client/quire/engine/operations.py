@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.engine.sequence import Refusal, Sequence
+from quire.engine.sequence import EngineSequence, Refusal
 from quire.hashing import DigestChain
 from quire.protocol.steps import StepBuilder
 
@@ -13,7 +13,7 @@ from quire.protocol.steps import StepBuilder
 class Commit(NamedTuple):
     """Tokens of a sequence up to `token_count` are computed; `chain` is its digests' when that is known."""
 
-    sequence: Sequence
+    sequence: EngineSequence
     token_count: int
     digests: list[bytes]
     keep_token_count: int
@@ -23,15 +23,15 @@ class Commit(NamedTuple):
 class Fork(NamedTuple):
     """A child shares the first `token_count` tokens of its parent, all of which are computed."""
 
-    parent: Sequence
-    child: Sequence
+    parent: EngineSequence
+    child: EngineSequence
     token_count: int
 
 
 class Grow(NamedTuple):
     """A sequence wants room for so many tokens."""
 
-    sequence: Sequence
+    sequence: EngineSequence
     token_count: int
 
 
@@ -46,12 +46,12 @@ class Admission:
         is_abandoned: nobody waits for it any more.
     """
 
-    sequence: Sequence
+    sequence: EngineSequence
     digests: list[bytes]
     priority: int = 0
     defer_token_count: int = 0
     is_return: bool = False
-    answer: Sequence | Refusal | Exception | None = None
+    answer: EngineSequence | Refusal | Exception | None = None
     is_abandoned: bool = False
 
     @property
@@ -65,7 +65,7 @@ class Operations:
     """What one turn says, phase by phase; admissions follow the grows."""
 
     commits: list[Commit] = field(default_factory=list)
-    frees: list[Sequence] = field(default_factory=list)
+    frees: list[EngineSequence] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
     grows: list[Grow] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)

@@ -38,7 +38,7 @@ class Refusal(NamedTuple):
 
     result: Result
     shortfall: int
-    victim: Sequence | None
+    victim: EngineSequence | None
     pending_token_count: int
 
 
@@ -48,18 +48,18 @@ class Host(Protocol):
     groups: tuple[GroupSpec, ...]
     chunk_token_count: int
 
-    def fork(self, parent: Sequence) -> Sequence:
+    def fork(self, parent: EngineSequence) -> EngineSequence:
         """Puts a fork on the agenda, and returns the child."""
 
-    def free(self, sequence: Sequence) -> None:
+    def free(self, sequence: EngineSequence) -> None:
         """Puts a free on the agenda."""
 
-    def is_waiting(self, sequence: Sequence) -> bool:
+    def is_waiting(self, sequence: EngineSequence) -> bool:
         """Tells whether it must not be computed on before the next turn: copies have to run, or a fork needs its
         state as it is."""
 
 
-class Sequence:
+class EngineSequence:
     """One text on the pages of a pool; made by an engine's `admit` or by `fork`.
 
     Attributes:
@@ -175,7 +175,7 @@ class Sequence:
             raise RuntimeError(f"sequence {self.id} must wait: a turn comes first, with copies to run or its fork")
         self.computed = token_count
 
-    def fork(self) -> Sequence:
+    def fork(self) -> EngineSequence:
         """Returns a sequence that shares every computed token of this one, a half-filled block included.
 
         It has those tokens and no more: `append` to it what it goes on with. It copies a block only when it writes to
@@ -197,4 +197,5 @@ class Sequence:
 
     def __repr__(self) -> str:
         state = "" if self.is_live else ", freed"
-        return f"<Sequence {self.id}: {self.computed} of {len(self.tokens)} tokens computed, room {self.room}{state}>"
+        computed = f"{self.computed} of {len(self.tokens)} tokens computed"
+        return f"<{type(self).__name__} {self.id}: {computed}, room {self.room}{state}>"

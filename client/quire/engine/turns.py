@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 from quire.engine.agenda import Agenda, NotAdmittedError
 from quire.engine.carriers import Carrier
-from quire.engine.sequence import Refusal, Sequence
+from quire.engine.sequence import EngineSequence, Refusal
 from quire.errors import QuireError, UnavailableError
 from quire.protocol.outcomes import Copy, StepOutcome
 from quire.session import SessionLostError
 from quire.types import PoolSpec
 
-CarrierT = TypeVar("CarrierT", bound=Carrier)
 
-
-class AsyncEngine(Generic[CarrierT]):
+class AsyncEngine:
     """Owns a pool and its sequences; `async with` takes the pool, and gives it back at the end.
 
-    Made by `AsyncAllocatorClient.engine` or `.unary_engine`.
+    Made by `AsyncAllocator.engine`.
 
     Args:
         pool: its name.
@@ -33,23 +31,33 @@ class AsyncEngine(Generic[CarrierT]):
         ahead_tokens: for which a sequence is to have room beyond its next token.
     """
 
-    def __init__(self, pool: str, spec: PoolSpec, carrier: CarrierT, ahead_tokens: int) -> None:
+    def __init__(self, pool: str, spec: PoolSpec, carrier: Carrier, ahead_tokens: int) -> None:
         self.pool = pool
         self.spec = spec
-        self.carrier = carrier
+        self._carrier = carrier
         self._agenda = Agenda(spec, ahead_tokens)
         self._under_way: asyncio.Task[StepOutcome] | None = None
 
     @property
-    def live(self) -> tuple[Sequence, ...]:
+    def connected(self) -> bool:
+        """Tells whether an allocator answers, as far as is known."""
+        return self._carrier.connected
+
+    @property
+    def report_count(self) -> int:
+        """Counts the allocators that were told what the pages hold; 0 over "calls", where none ever is."""
+        return self._carrier.report_count
+
+    @property
+    def live(self) -> tuple[EngineSequence, ...]:
         """Returns the sequences that were not freed, the oldest first."""
         return tuple(self._agenda.live.values())
 
-    def ready(self) -> list[Sequence]:
+    def ready(self) -> list[EngineSequence]:
         """Returns the sequences that have tokens due, the oldest first: what the next pass computes."""
         return self._agenda.ready()
 
-    def refused(self) -> list[Sequence]:
+    def refused(self) -> list[EngineSequence]:
         """Returns the sequences that get no room for their next pass, the oldest first; `refusal` of each says why.
 
         Room that others held ahead was taken back for them before. Each turn asks for them again; to go on, free the
@@ -63,7 +71,7 @@ class AsyncEngine(Generic[CarrierT]):
         Raises:
             QuireError: the allocator refuses for good (specification, version, token).
         """
-        await self.carrier.open()
+        await self._carrier.open()
 
     async def admit(
         self,
@@ -75,7 +83,7 @@ class AsyncEngine(Generic[CarrierT]):
         defer_token_count: int = 0,
         is_return: bool = False,
         root: bytes | None = None,
-    ) -> Sequence:
+    ) -> EngineSequence:
         """Lets a prompt in, with the blocks of its leading tokens that are in the pages already, `matched` of them.
 
         What was computed before is told first, so that a prompt hits what its predecessor has just filled.
@@ -87,7 +95,7 @@ class AsyncEngine(Generic[CarrierT]):
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: refuse with PENDING if others are computing at least so many tokens of its prefix.
             is_return: a preempted text returns: its tokens are counted as returned, not as queried.
-            root: where its digests start (`quire.root_digest`), for adapters; by default that of the specification.
+            root: where its digests start, for adapters (`quire.hashing.root_digest`); by default that of the pool.
 
         Raises:
             NotAdmittedError: it gets no blocks; its `refusal` says why.
@@ -146,7 +154,7 @@ class AsyncEngine(Generic[CarrierT]):
             under_way.cancel()
             await asyncio.wait({under_way})
         self._agenda.lose()
-        await self.carrier.close()
+        await self._carrier.close()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -163,7 +171,7 @@ class AsyncEngine(Generic[CarrierT]):
         operations = self._agenda.next_operations()
         if operations:
             # A task of its own: a step cannot be called back, whoever is cancelled while waiting for it.
-            self._under_way = asyncio.create_task(self.carrier.carry(operations))
+            self._under_way = asyncio.create_task(self._carrier.carry(operations))
         return bool(operations)
 
     async def _take_in(self) -> None:

@@ -1,11 +1,38 @@
-"""Ownership of a pool over a stream: `PoolSession`, and what it raises.
+"""Sessions: ownership of a pool by numbered steps over a stream, or by unary calls.
 
-    from quire.session import PoolSession
+    session = client.session("mine", spec)  # of `Allocator` or `AsyncAllocator`
 
-The state machine is `owner`, without a wire; `pool_session` drives it over gRPC.
+`AsyncSession` is the stream for asyncio, `Session` the same for threads, `AsyncCallSession` and `CallSession` are unary
+calls. A step is built with `StepBuilder` and answered by a `StepOutcome`; `RoomAhead` asks for room of sequences that
+decode on. The state machine is `owner`, without a wire; `pool_session` drives it over gRPC.
 """
 
-from quire.session.answers import AnswersMissedError, SessionLostError
-from quire.session.pool_session import WINDOW, PoolSession
+from quire.errors import AnswersMissedError, SessionLostError
+from quire.protocol.outcomes import Copy, GrowOutcome, Result, StepOutcome, Swap, Takeover, Victim
+from quire.protocol.steps import StepBuilder
+from quire.session._async.call_session import AsyncCallSession
+from quire.session._sync.call_session import CallSession
+from quire.session.blocking import Session
+from quire.session.lookahead import AHEAD_TOKENS, Decoding, RoomAhead
+from quire.session.pool_session import WINDOW, AsyncSession
 
-__all__ = ["WINDOW", "AnswersMissedError", "PoolSession", "SessionLostError"]
+__all__ = [
+    "AHEAD_TOKENS",
+    "WINDOW",
+    "AnswersMissedError",
+    "AsyncCallSession",
+    "AsyncSession",
+    "CallSession",
+    "Copy",
+    "Decoding",
+    "GrowOutcome",
+    "Result",
+    "RoomAhead",
+    "Session",
+    "SessionLostError",
+    "StepBuilder",
+    "StepOutcome",
+    "Swap",
+    "Takeover",
+    "Victim",
+]

@@ -11,17 +11,9 @@ import asyncio
 from collections.abc import Generator, Iterable
 from typing import Any
 
-from quire.errors import QuireError
+from quire.errors import AnswersMissedError, QuireError, SessionLostError
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
-
-
-class SessionLostError(Exception):
-    """The allocator would not have this pool as it was; a new session is open and the pool is empty."""
-
-
-class AnswersMissedError(Exception):
-    """The caller of a step was cancelled, and nobody has taken its answer in: see `PoolSession.missed`."""
 
 
 class Pending(asyncio.Future[StepOutcome]):

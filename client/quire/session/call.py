@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from quire._transport.channel import is_task_cancelled
+from quire._transport.inherited import inheritable
 from quire.errors import QuireError, UnavailableError
 from quire.session.call_status import Ending
 from quire.session.exchange import exchange, may_exchange
@@ -39,7 +40,7 @@ class SessionCall:
     """
 
     def __init__(self, call: aio.StreamStreamCall[pb.SessionRequest, pb.SessionReply]) -> None:
-        self._call = call
+        self._call = inheritable(call)
         self._ending = Ending(call)
         self._is_cancelled = False
         self._sending = asyncio.Lock()

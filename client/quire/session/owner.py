@@ -11,7 +11,7 @@ Lifecycle of a `PoolOwner`:
 A step keeps its number until it is answered. After Resumed the same bytes go out again, after Ready the same operations
 under the new session id: whatever became of them before, they are applied exactly once to what the ledger says.
 
-Pure: no call, clock, randomness or lock. `session.PoolSession` is the shell around it for asyncio; an engine with an
+Pure: no call, clock, randomness or lock. `session.AsyncSession` is the shell around it for asyncio; an engine with an
 event loop of its own writes another one: send everything in `outbox` in order, hand every answer of the current
 stream, and none of an older one, to `receive`.
 """

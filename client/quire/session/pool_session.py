@@ -36,7 +36,7 @@ from quire.errors import InternalError, QuireError, Reason, UnavailableError
 from quire.protocol.limits import HEARTBEAT_S, SILENCE_S
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
-from quire.session.answers import Answers, AnswersMissedError, SessionLostError
+from quire.session.answers import Answers
 from quire.session.call import EndedError, SessionCall
 from quire.session.ledger import Ledger
 from quire.session.liveness import Silence
@@ -52,12 +52,10 @@ BACKOFF_S: Final = (0.01, 0.16)
 BACK_S: Final = 0.5  # that closing waits for a stream to be there again
 WINDOW: Final = 4
 
-__all__ = ["AnswersMissedError", "PoolSession", "SessionLostError"]
-
 log = logging.getLogger(__name__)
 
 
-class PoolSession:
+class AsyncSession:
     """Owns one pool over a stream. It is opened once, and its methods are for one task at a time.
 
     Args:

@@ -128,6 +128,7 @@ class SamplingParams(_message.Message):
     NUM_BEAMS_FIELD_NUMBER: _builtins.int
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Tokens to generate at most, per sample; at least 1. 0 means 16."""
     temperature: _builtins.float
@@ -182,6 +183,8 @@ class SamplingParams(_message.Message):
     """Power of a text's length that the sum of its tokens' logprobs is divided by, -5 to 5; without one, 1."""
     early_stopping: Global___EarlyStopping.ValueType
     """When the search ends."""
+    skip_special_tokens: _builtins.bool
+    """False if the text has special tokens as they are called, which are no part of it otherwise; without one, true."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Further tokens that end a sample, as the model's own end-of-text does. At most 64."""
@@ -242,10 +245,11 @@ class SamplingParams(_message.Message):
         num_beams: _builtins.int = ...,
         length_penalty: _builtins.float | None = ...,
         early_stopping: Global___EarlyStopping.ValueType = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "choice", b"choice", "grammar", b"grammar", "json_schema", b"json_schema", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "seed", b"seed", "structure", b"structure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "choice", b"choice", "grammar", b"grammar", "json_schema", b"json_schema", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "best_of", b"best_of", "choice", b"choice", "early_stopping", b"early_stopping", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logit_bias_token_ids", b"logit_bias_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "num_beams", b"num_beams", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "best_of", b"best_of", "choice", b"choice", "early_stopping", b"early_stopping", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logit_bias_token_ids", b"logit_bias_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "num_beams", b"num_beams", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
     _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
@@ -255,6 +259,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_structure: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "choice"]  # noqa: Y015
     _WhichOneofArgType_structure: _TypeAlias = _typing.Literal["structure", b"structure"]  # noqa: Y015
     @_typing.overload
@@ -265,6 +271,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_structure) -> _WhichOneofReturnType_structure | None: ...
 

@@ -1,10 +1,11 @@
-"""Quire's core in the engine's own process: the default, for which no server has to run.
+"""Quire's core in the engine's own process: the default, which needs no server.
 
 It is the allocator's pure core, called directly: the same tables, prefix index and eviction, without a wire.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ class Admitted(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A new sequence was not let in. `is_computed_elsewhere`: another one computes its prefix right now, so that it
+    """A new sequence was not admitted. `is_computed_elsewhere`: another one computes its prefix right now, so that it
     comes cheaper a little later; else there are too few blocks."""
 
     is_computed_elsewhere: bool
@@ -70,11 +71,11 @@ class EmbeddedPool:
         )
         self.pool = Pool(spec)
         self.on_removed: Callable[[Sequence[int], bytes], None] = lambda _groups, _digests: None
-        self.on_cleared: Callable[[], None] = lambda: None  # never: all that leaves is told
+        self.on_cleared: Callable[[], None] = lambda: None  # never: all removals are events
         self._last_id = 0
 
     def turn(self, needs: Sequence[Need], upcoming: Sequence[Prompt]) -> set[int]:
-        """Begins a turn of the scheduler: who wants to know is told what has left the index. Nobody waits."""
+        """Begins a turn of the scheduler, and reports the removals from the index to listeners. Nobody waits."""
         log = self.pool.log
         if self._spec.tells_removed:
             most = self._spec.block_count
@@ -84,7 +85,7 @@ class EmbeddedPool:
         return set()
 
     def admit(self, prompt: Prompt) -> tuple[int, Admitted | Waiting]:
-        """Asks for a new sequence that can hold so many tokens. Returns its id, and whether it was let in."""
+        """Asks for a new sequence that can hold so many tokens. Returns its id, and whether it was admitted."""
         sequence_id = self._last_id + 1
         grown = self.pool.allocate(
             sequence_id,
@@ -107,24 +108,27 @@ class EmbeddedPool:
         return needed <= self.pool.blocks.free_count
 
     def is_let_in(self, _key: str) -> bool:
-        """Tells that nobody is let in before it is asked for."""
+        """Returns False, because nothing is admitted before it is asked for."""
         return False
 
     def forget(self, _key: str) -> None:
-        """Nothing was asked for: every answer came at once."""
+        """Does nothing, because every answer came at once."""
 
     def is_short(self, _sequence_id: int, _token_count: int, _last: int) -> bool:
-        """Tells that nobody has to ask ahead."""
+        """Returns False, because nothing has to be asked for ahead."""
         return False
 
     def drop_upcoming(self) -> bool:
-        """Tells that nothing was let in that nobody has asked for yet."""
+        """Returns False, because nothing was admitted ahead of being asked for."""
         return False
 
     def grow(self, sequence_id: int, token_count: int) -> Sequence[Sequence[int]] | None:
         """Returns the blocks of each group that a sequence gets to hold so many tokens, or None if there are too
         few."""
-        grown = self.pool.grow(sequence_id, token_count)
+        grants, others = self.pool.grow_many(array("Q", [sequence_id]), [token_count])
+        if not others:
+            return grants.tables()
+        _, grown = others[0]
         return grown.blocks if grown.result is Result.OK else None
 
     def commit(
@@ -157,4 +161,4 @@ class EmbeddedPool:
         invariants.check(self.pool)
 
     def close(self) -> None:
-        """Nothing is left outside of this process."""
+        """Does nothing, because nothing is left outside of this process."""

@@ -1,7 +1,7 @@
-"""vLLM's KV cache events, of what Quire has cached: BlockStored, BlockRemoved, AllBlocksCleared.
+"""vLLM's KV cache events of Quire's cached blocks: BlockStored, BlockRemoved, AllBlocksCleared.
 
-They go through the queue of vLLM's own block pool, and so get what vLLM adds to its own. A block is told of when it
-can be hit, and no second time while it can: vLLM's manager tells of each copy.
+They go through the queue of vLLM's own block pool, and so get the fields that vLLM adds to its own. A block has one
+event when it can be hit, and no second one while it can: vLLM's manager has one for each copy.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ DIGEST_BYTES: Final = 32
 
 
 class CacheEvents:
-    """Knows what was told, by vLLM's hashes.
+    """Keeps the reported blocks, by vLLM's hashes.
 
     Args:
         block_pool: vLLM's own, which has the queue.
-        shape: of the pool; a block is told of once for each of its groups, as vLLM's manager does.
+        shape: of the pool; a block has one event for each of its groups, as in vLLM's manager.
     """
 
     def __init__(self, block_pool: Any, shape: PoolShape) -> None:
@@ -33,7 +33,7 @@ class CacheEvents:
         self._told: list[dict[bytes, Any]] = [{} for _ in self._sizes]  # of each group, by digest, vLLM's hash
 
     def stored(self, request: Request, first: int, end: int) -> None:
-        """Tells of what the digests [first, end) of a request have filled, as far as nobody was told."""
+        """Reports the blocks of the digests [first, end) of a request that are not reported yet."""
         for group, size in enumerate(self._sizes):
             stride = size // self._digest_tokens
             self._stored(request, group, first // stride, end // stride)
@@ -68,7 +68,7 @@ class CacheEvents:
                     )
 
     def cleared(self) -> None:
-        """Tells that nothing can be hit any more, or that it is not known what."""
+        """Reports that nothing can be hit any more, or that it is not known what can."""
         for told in self._told:
             told.clear()
         self._pool.kv_event_queue.append(AllBlocksCleared())

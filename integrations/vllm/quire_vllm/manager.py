@@ -11,9 +11,9 @@ Lifecycle of a request here:
 A block is published when the pass that wrote it is over (vLLM's own manager does it when the pass is scheduled). Tables
 are append-only: vLLM's model runners add blocks to a running request's table and cannot replace any.
 
-vLLM pads with block 0 and never grants it, so the pool has one block fewer, and its ids begin at 1. What falls out of a
-window is released when the pass that has moved past it is published. The runner's table keeps the old entry, which
-nothing reads any more; a table that is handed over whole has block 0 there.
+vLLM pads with block 0 and never grants it, so the pool has one block fewer, and its ids begin at 1. A block that falls
+out of a window is released when the pass that has moved past it is published. The runner's table keeps the old entry,
+which nothing reads any more; a table that is handed over whole has block 0 there.
 
 Where there are windows, a prompt gets blocks for its first chunk, and the rest as its window moves on. Recurrent states
 that are cached (vLLM's mode `align`) are windows of one block: vLLM's worker copies a state from block to block itself,
@@ -43,12 +43,12 @@ PROMPTS_PER_STEP: Final = 32
 
 
 class Held:
-    """What one request has.
+    """The state of one request.
 
     Attributes:
         block_ids: its table in each group.
         token_count: tokens that it may hold; whole blocks, once it runs.
-        committed_token_count: computed tokens that the pool was told of, with all blocks that they fill.
+        committed_token_count: computed tokens that were reported to the pool, with all blocks that they fill.
         has_run: the scheduler has let it run.
         last: tokens that it can ever get.
     """
@@ -78,7 +78,7 @@ class Held:
 
 
 class QuireCacheManager(KVCacheManager):
-    """vLLM's interface to Quire; docstrings say what differs from the class above.
+    """vLLM's interface to Quire; docstrings say how methods differ from those of the class above.
 
     That one is initialised, too: scheduler and engine read block sizes of its coordinator, which never grants a block.
     """
@@ -91,7 +91,7 @@ class QuireCacheManager(KVCacheManager):
         self._digest_tokens = pool.shape.digest_tokens
         budget: int = scheduler.max_num_scheduled_tokens
         self._pass_tokens = pool.shape.digest_tokens if pool.shape.caches_states else budget
-        # Without a prefix cache vLLM makes no hashes, and only what is committed falls out of windows.
+        # Without a prefix cache vLLM makes no hashes, and only committed blocks fall out of windows.
         self._windows = [group for group in pool.shape.groups if group.window]
         self._makes_digests_up = not self.enable_caching and bool(self._windows)
         self._held: dict[str, Held] = {}
@@ -100,8 +100,8 @@ class QuireCacheManager(KVCacheManager):
             self._events = CacheEvents(self.block_pool, pool.shape)
             self.pool.on_removed = self._events.removed
             self.pool.on_cleared = self._events.cleared
-        # Requests that wait a turn because another one computes their prefix, and their tokens; and who would take the
-        # room of those meanwhile, with none.
+        # Requests that wait a turn because another one computes their prefix, and their tokens; and requests that would
+        # take the room of those meanwhile, with none.
         self._passed_over: dict[str, int] = {}
         self._zeroed = [manager.records_new_block_ids for manager in self.coordinator.single_type_managers]
         self._new_block_ids: list[int] = []  # of those groups, since vLLM has asked
@@ -109,7 +109,7 @@ class QuireCacheManager(KVCacheManager):
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def new_step_starts(self) -> None:
-        """Publishes what earlier passes have computed."""
+        """Publishes the blocks of earlier passes."""
         self._passed_over.clear()
         running = [held for held in self._held.values() if held.has_run]
         for held in running:
@@ -117,11 +117,11 @@ class QuireCacheManager(KVCacheManager):
         needs = self._needs(running) if self.pool.asks_ahead else ()
         waiting = self.pool.turn(needs, self._upcoming() if self.pool.asks_ahead else ())
         for held in running if waiting else ():
-            if held.sequence_id in waiting:  # vLLM runs it in the next turn, and preempts nobody for it in this one
+            if held.sequence_id in waiting:  # vLLM runs it in the next turn, and preempts no request for it in this one
                 held.request.next_decode_eligible_step = self._scheduler.current_step + 1
 
     def _upcoming(self) -> list[Prompt]:
-        """Returns the prompts that this turn may let in, so that one step can ask for all of them."""
+        """Returns the prompts that this turn may admit, so that one step can ask for all of them."""
         scheduler, prompts = self._scheduler, list[Prompt]()
         seats = min(scheduler.max_num_running_reqs - len(scheduler.running), PROMPTS_PER_STEP)
         budget = scheduler.max_num_scheduled_tokens
@@ -142,7 +142,7 @@ class QuireCacheManager(KVCacheManager):
         return Prompt(request.request_id, chunk, count, digests, request.num_preemptions > 0)
 
     def _needs(self, running: Sequence[Held]) -> Sequence[Need]:
-        """Returns what running requests are to hold next; nothing while all have room ahead, which is most turns."""
+        """Returns the next needs of running requests; empty while all have room ahead, as in most turns."""
         size = self._digest_tokens
         lookahead, most, counts, is_short = self._scheduler.num_lookahead_tokens, self.max_model_len, [], False
         for held in running:
@@ -193,7 +193,7 @@ class QuireCacheManager(KVCacheManager):
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
-        """Makes room for tokens of a request that was let in; publishes nothing."""
+        """Makes room for tokens of an admitted request; publishes nothing."""
         elsewhere = (num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, reserved_blocks)
         assert not any(elsewhere), "connectors and encoders are refused at the start"
         held = self._held.get(request.request_id)
@@ -224,8 +224,8 @@ class QuireCacheManager(KVCacheManager):
         return blocks
 
     def _drop_newest_unrun(self, asking: Held) -> bool:
-        """Takes back the blocks of the newest request that was let in and has not run: vLLM would not have given it any
-        yet. Returns whether there was one."""
+        """Takes back the blocks of the newest request that was admitted and has not run: vLLM would not have given it
+        any yet. Returns whether there was one."""
         for held in reversed(self._held.values()):
             if not held.has_run and held is not asking:
                 self._drop(held)
@@ -250,8 +250,8 @@ class QuireCacheManager(KVCacheManager):
     # -- what was computed ---------------------------------------------------------------------------------------------
 
     def _commit(self, held: Held) -> None:
-        """Publishes full blocks whose passes are over; tokens that may still be rejected are not counted by vLLM. Where
-        a block falls out of a window, what is computed is said although no block became full."""
+        """Commits full blocks whose passes are over; vLLM does not count tokens that may still be rejected. Where a
+        block falls out of a window, computed tokens are committed although no block became full."""
         request, size, before = held.request, self._digest_tokens, held.committed_token_count
         computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
         first, end = before // size, computed // size
@@ -298,7 +298,7 @@ class QuireCacheManager(KVCacheManager):
             self.pool.forget(request.request_id)
 
     def give_up(self, request: Request) -> None:
-        """Takes the blocks of a request back that was let in and is not to run in this turn."""
+        """Takes back the blocks of an admitted request that is not to run in this turn."""
         held = self._held.get(request.request_id)
         if held is not None and not held.has_run:
             self._drop(held)
@@ -346,6 +346,6 @@ class QuireCacheManager(KVCacheManager):
     # -- what needs vLLM's own blocks ----------------------------------------------------------------------------------
 
     def take_new_block_ids(self) -> list[int]:
-        """Returns the new blocks of groups whose blocks have to be zeroed, which those beside states have."""
+        """Returns the new blocks of groups whose blocks have to be zeroed: those of attention in models with states."""
         taken, self._new_block_ids = self._new_block_ids, []
         return taken

@@ -1,4 +1,4 @@
-"""Where the blocks come from: the environment, or `quire` in vLLM's `--additional-config`, which goes first.
+"""The source of the blocks: the environment, or `quire` in vLLM's `--additional-config`, which takes precedence.
 
     QUIRE_VLLM_ALLOCATOR=host:7070 vllm serve MODEL --scheduler-cls quire_vllm.QuireScheduler
     vllm serve MODEL --scheduler-cls ... --additional-config '{"quire": {"allocator": "host:7070", "pool": "gpu-0"}}'
@@ -23,12 +23,12 @@ OPEN_TIMEOUT_MAX_S: Final = 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was chosen.
+    """The chosen options.
 
     Attributes:
         allocator: address of one; empty for Quire's core in this process.
         pool: name of the pool there; each data-parallel rank has one of its own.
-        namespace: in which prefixes are shared.
+        namespace: the namespace of shared prefixes.
         open_timeout_s: for an allocator that is down at the start, or a pool that another engine has.
     """
 

@@ -1,7 +1,7 @@
 """vLLM's entry point `vllm.general_plugins`, which it calls in each of its processes once this package is installed.
 
-It changes nothing, as engines of their own scheduler are none of its business: `--scheduler-cls` chooses the scheduler.
-It says early, in the log of a process that will need it, what that scheduler would refuse at its start.
+It changes nothing, and leaves engines with their own scheduler alone: `--scheduler-cls` chooses the scheduler. It
+reports early, in the log of a process that will need it, what that scheduler would refuse at its start.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from quire_vllm.releases import UnsupportedError, check_release
 
-log = logging.getLogger("vllm.quire_vllm")  # below vLLM's own logger, whose level and format it has
+log = logging.getLogger("vllm.quire_vllm")  # below vLLM's own logger, and so with its level and format
 
 
 def register() -> None:
-    """Warns where this process was told to run on Quire and its release of vLLM was not tested, or lacks a name."""
+    """Warns if this process will run on Quire and its release of vLLM was not tested, or lacks a name."""
     if not is_meant(sys.argv, os.environ):
         return
     try:

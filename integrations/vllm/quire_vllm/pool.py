@@ -14,8 +14,9 @@ KINDS: Final = {  # of vLLM's specifications the kind of Quire's groups, and the
 }
 
 
-# A state is all that its layers have of the tokens before: as the block that ends with the last one has it, a window
-# that reads one token back needs just what a state does, and keeps just that of a prefix.
+# A state contains everything that its layers have of the tokens before it, as the block that ends with the last token
+# has it. So a window that reads one token back needs exactly the blocks of a state, and keeps exactly those of a
+# prefix.
 STATE_WINDOW: Final = 2
 
 
@@ -34,7 +35,7 @@ class GroupShape(NamedTuple):
 
 
 class PoolShape(NamedTuple):
-    """What both sides say of a pool; fields as in `quire.PoolSpec`.
+    """The pool's shape for both sides; fields as in `quire.PoolSpec`.
 
     `chunk_token_count` is the largest part of a prompt that turns under way compute, where blocks fall out of windows
     meanwhile; 0 where there are no windows, and prompts get their blocks at once. Where `caches_states`, the pass of a
@@ -93,8 +94,8 @@ def is_cached_state(spec: Any) -> bool:
 
 
 def group_shape(spec: Any, smallest: int) -> GroupShape:
-    """Returns what Quire is told of one of vLLM's specifications, which `KINDS` names. The block of a state is as large
-    as the longest request, which need not be a multiple of the smallest block."""
+    """Returns Quire's description of one of vLLM's specifications, which `KINDS` names. The block of a state is as
+    large as the longest request, which need not be a multiple of the smallest block."""
     name = type(spec).__name__
     kind, window = KINDS[name]
     size = spec.block_size
@@ -106,7 +107,7 @@ def group_shape(spec: Any, smallest: int) -> GroupShape:
 
 
 def layout(spec: Any) -> str:
-    """Names what a page consists of: pages of one layout can be read by each other's engines."""
+    """Names the contents of a page: engines can read each other's pages of one layout."""
     if type(spec).__name__ == "MambaSpec":
         dtypes = ",".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
         return f"vllm {spec.mamba_type} {dtypes} {spec.shapes} {spec.page_size_bytes}"

@@ -1,4 +1,4 @@
-"""Which releases of vLLM this package was tested with, and the names of theirs that it needs.
+"""Tested releases of vLLM, and the names of theirs that this package needs.
 
 vLLM calls its scheduler's interface not public, and so it is: names move from release to release. They are looked at
 when the engine starts, so that a release that moved one is refused by name then, and not in the middle of a request.
@@ -15,7 +15,7 @@ ANY_RELEASE: Final = (
     "QUIRE_VLLM_ANY_RELEASE"  # set it to 1 to try another release; the names are looked at all the same
 )
 
-# What the scheduler calls of its manager, and the parameters that this package's own methods take over.
+# The calls of the scheduler to its manager, and the parameters of this package's own methods.
 MANAGER_METHODS: Final = {
     "new_step_starts": (),
     "get_computed_blocks": ("request",),
@@ -94,7 +94,7 @@ REQUEST_FIELDS: Final = (
 
 
 class UnsupportedError(RuntimeError):
-    """This engine cannot run on Quire; the message says which part of it, and what to do."""
+    """This engine cannot run on Quire. The message says which part of it, and the remedy."""
 
 
 def check_release() -> None:

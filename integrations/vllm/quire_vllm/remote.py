@@ -1,18 +1,19 @@
 """A pool at an allocator in another process, with waits that always end.
 
-The stream is `quire.blocking`, in a thread of its own; the scheduler's thread submits steps and looks for answers:
+The stream is a `quire.session.Session`, in a thread of its own; the scheduler's thread submits steps, and looks for
+answers:
 
     1. turn    takes in what was answered; says what was computed and freed, and asks for room ahead, in one step
     2. wait    only where a new prompt asks, or a running request has no room for its next token: `WAIT_S` at most, and
                not at all again until the allocator has said something
-    3. alone   without an answer the turn goes on: whoever has room runs, the others are passed over
+    3. alone   without an answer the turn continues: requests with room run, the others are passed over
 
-So a dead allocator costs a turn no more than `WAIT_S` once; requests run on for about `AHEAD_TOKENS` tokens, and on
-when it, or its successor, which is told what the pages hold, answers again.
+So a dead allocator costs a turn no more than `WAIT_S` once. Requests run for about `AHEAD_TOKENS` more tokens, and
+continue when the allocator, or its successor with a report of the pages, answers again.
 
-Who gets what is as if each prompt were asked for in its turn: a refusal counts for one turn, and is asked anew where
-as many blocks are free as were missing; nobody is let in behind who was refused; and room ahead takes no more than a
-part of the pool, as blocks that it takes could be hit until then.
+Grants are as if each prompt were asked for in its turn. A refusal counts for one turn, and is asked anew once as many
+blocks are free as were missing. No prompt is admitted after a refused one. Room ahead takes only a part of the pool,
+because its blocks could be hit until then.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, NamedTuple
 
-from quire import AllocatorClient, GroupKind, GroupSpec, PoolSpec
-from quire.blocking import BlockingSession
+from quire import Allocator, GroupKind, GroupSpec, PoolSpec
 from quire.protocol.outcomes import GrowOutcome, Result, StepOutcome
 from quire.protocol.steps import StepBuilder
+from quire.session import Session
 from quire.session.lookahead import AHEAD_TOKENS, Decoding, Increment, needs_of
 
 from quire_vllm.embedded import Admitted, Need, Prompt, Waiting
@@ -40,12 +41,12 @@ AHEAD_SHARE: Final = 16  # one block of so many may be taken ahead
 
 
 class PoolLostError(RuntimeError):
-    """The allocator would not have the pool as it was; what running requests have in their pages cannot be trusted."""
+    """The allocator refused the pool as it was. The pages of running requests cannot be trusted."""
 
 
 class Table:
-    """What one sequence has: its blocks in each group, those that vLLM does not know yet, how many tokens it may hold
-    or has asked for, and how many blocks must be free for what it was refused; 0 where it was not."""
+    """The state of one sequence: its blocks in each group, those that vLLM does not know yet, how many tokens it may
+    hold or has asked for, and how many blocks its refused request needs free; 0 without a refusal."""
 
     __slots__ = ("asked", "blocks", "enough", "new", "room")
 
@@ -57,8 +58,8 @@ class Table:
 
 
 class Sent(NamedTuple):
-    """A step under way: its answer to come, which of its grows are prompts, by the keys of their requests, and what to
-    call when its commits are in force."""
+    """A step under way: its future answer, its grows of prompts, by the keys of their requests, and the callbacks for
+    its commits."""
 
     answer: Future[StepOutcome]
     prompts: dict[int, str]
@@ -74,7 +75,7 @@ class RemotePool:
         self.shape = shape
         self._options = options
         self._increment = Increment.of(*[group.block_size for group in shape.groups])
-        self._client = AllocatorClient(options.allocator)
+        self._client = Allocator(options.allocator)
         self._spec = PoolSpec(
             shape.block_count,
             tuple(GroupSpec(GroupKind[kind.upper()], size, window) for kind, size, window in shape.groups),
@@ -93,7 +94,7 @@ class RemotePool:
 
     def _begin(self) -> None:
         """Takes the pool, which is empty then."""
-        self._session: BlockingSession = self._client.blocking_session(self._options.pool, self._spec)
+        self._session: Session = self._client.session(self._options.pool, self._spec)
         try:
             self._session.open(self._options.open_timeout_s)
         except TimeoutError:
@@ -118,8 +119,7 @@ class RemotePool:
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def turn(self, needs: Sequence[Need], upcoming: Sequence[Prompt]) -> set[int]:
-        """Says and asks what there is to, in one step; returns the running sequences that have no room yet, and no
-        answer."""
+        """Sends everything pending in one step; returns the running sequences that have no room yet, and no answer."""
         self._take()
         self._prompts = {key: each for key, each in self._prompts.items() if each is None or each.result is Result.OK}
         self._ahead_tokens = self._tokens_ahead(len(self._tables))
@@ -151,7 +151,7 @@ class RemotePool:
         return min(AHEAD_TOKENS, max(0, blocks // self._increment.block_count - 1) * self._increment.token_count)
 
     def _asks(self, decoding: Sequence[Decoding[int]], free: int) -> list[tuple[int, int]]:
-        """Returns what running sequences ask for; where the pool is too small for room ahead, what the next turn needs,
+        """Returns the requests of running sequences; where the pool is too small for room ahead, the next turn's needs,
         so that it need not wait."""
         if free and not self._ahead_tokens:
             soon = [each._replace(length=min(each.length + 1, each.last)) for each in decoding]
@@ -162,8 +162,8 @@ class RemotePool:
 
     def _to_ask(self, upcoming: Sequence[Prompt], free: int) -> list[Prompt]:
         """Returns the prompts to ask for by the step of a turn: the first that may fit, and those behind it that do in
-        any case. One that was let in behind one that was refused would keep its room from that one; whoever is not
-        asked for here is when its turn comes."""
+        any case. A prompt admitted after a refused one would keep its room from it. Prompts that are not asked for here
+        are when their turn comes."""
         prompts, left = list[Prompt](), free - self.shape.watermark_block_count
         for prompt in upcoming:
             if prompt.key in self._prompts:
@@ -183,7 +183,7 @@ class RemotePool:
         return self._enough.get(key, 0) <= self._free_block_count or not self._tables or bool(self._frees)
 
     def admit(self, prompt: Prompt) -> tuple[int, Admitted | Waiting]:
-        """Asks for a new sequence, or looks for the answer to what was asked before, most often by this turn's step."""
+        """Asks for a new sequence, or takes the answer to an earlier request, most often of this turn's step."""
         key = prompt.key
         self._dropped.discard(key)
         if key not in self._prompts:
@@ -205,8 +205,8 @@ class RemotePool:
         return grown.sequence_id, Admitted(grown.matched_token_count, table.room, table.blocks)
 
     def _unblock(self) -> None:
-        """Takes all blocks back where only prompts have any that were let in behind one that was refused: vLLM runs
-        none of them before that one, and so nothing would ever become free."""
+        """Takes all blocks back where only prompts admitted after a refused one have any: vLLM runs none of them before
+        that one, so no block would ever become free."""
         if len(self._tables) == sum(map(self.is_let_in, self._prompts)):
             while self.drop_upcoming():
                 pass
@@ -221,7 +221,7 @@ class RemotePool:
         return grown is not None and grown.result is Result.OK
 
     def drop_upcoming(self) -> bool:
-        """Takes back the blocks of a prompt that was let in before anybody has asked for it, the newest first. Returns
+        """Takes back the blocks of a prompt that was admitted before it was asked for, the newest first. Returns
         whether there was one."""
         for key in reversed(self._prompts):
             if self.is_let_in(key):
@@ -230,7 +230,7 @@ class RemotePool:
         return False
 
     def forget(self, key: str) -> None:
-        """Drops what a request has asked for that was not let in."""
+        """Drops the requests of a sequence that was not admitted."""
         self._enough.pop(key, None)
         if key in self._prompts:
             grown = self._prompts[key]
@@ -242,8 +242,8 @@ class RemotePool:
                 self.free(grown.sequence_id)
 
     def grow(self, sequence_id: int, token_count: int) -> Sequence[Sequence[int]] | None:
-        """Returns the blocks of each group that vLLM has not been told of, with which a sequence can hold so many
-        tokens; None if there are too few, or there is no answer in time."""
+        """Returns the blocks of each group that vLLM does not know yet, with which a sequence can hold this many
+        tokens; None if there are too few, or no answer in time."""
         table = self._tables[sequence_id]
         if table.room < token_count:
             if table.enough > self._free_block_count and not self._frees:
@@ -265,15 +265,16 @@ class RemotePool:
         self._commits[sequence_id] = token_count, self._commits.get(sequence_id, (0, b""))[1] + digests
 
     def free(self, sequence_id: int) -> None:
-        """Drops a sequence with the next step, which is this one where nobody is left: an idle engine has no turns."""
+        """Drops a sequence with the next step. If no sequence is left, that is this one, because an idle engine has no
+        turns."""
         del self._tables[sequence_id]
         self._frees.append(sequence_id)
         if not self._tables:
             self._submit([])
 
     def reset(self) -> bool:
-        """Forgets what is cached, while no request has anything; False, too, where an answer to a prompt that was given
-        up does not come in time: it might hold what is to be forgotten."""
+        """Drops the cache, while no request has anything. Returns False, too, if an answer to an abandoned prompt does
+        not come in time, because that prompt might hold blocks to drop."""
         for key in list(self._prompts):
             self.forget(key)
         self._wait(lambda: not self._prompts)
@@ -336,7 +337,9 @@ class RemotePool:
         while self._under_way and not is_over():
             try:
                 self._under_way[0].answer.result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
+            except TimeoutError as error:
+                if self._under_way[0].answer.done():  # the answer is an error of that kind
+                    raise self._lost() from error
                 self._is_silent = True
                 return
             except Exception as error:

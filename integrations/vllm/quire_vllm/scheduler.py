@@ -17,7 +17,7 @@ from quire_vllm.support import check_engine
 
 
 class _OnQuire(Scheduler):
-    """What both schedulers change of vLLM's."""
+    """The changes of both schedulers to vLLM's."""
 
     kv_cache_manager: QuireCacheManager
 
@@ -41,8 +41,8 @@ class _OnQuire(Scheduler):
         )
 
     def _ec_transfer_pending(self, request: Request, num_computed_tokens: int) -> bool:
-        """Passes over, for this turn, a request whose prefix another one computes right now. vLLM asks this right after
-        each look-up, and nothing else at that place. Who waits for an image holds no blocks meanwhile."""
+        """Skips, for this turn, a request whose prefix another one computes right now. vLLM calls this right after each
+        lookup, and nothing else there. A request that waits for an image holds no blocks meanwhile."""
         if self.kv_cache_manager.is_passed_over(request):
             return True
         if not super()._ec_transfer_pending(request, num_computed_tokens):
@@ -57,7 +57,7 @@ class _OnQuire(Scheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Ends passes of prompts at each edge of a block: what is published has a state in every block."""
+        """Ends passes of prompts at each edge of a block, so that every published block has a state."""
         count: int = super()._mamba_block_aligned_split(
             request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
         )

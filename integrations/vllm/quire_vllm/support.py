@@ -1,4 +1,4 @@
-"""What of vLLM does not go together with Quire yet; it is refused by name when the engine starts."""
+"""The parts of vLLM that do not work with Quire yet; the engine refuses them by name at its start."""
 
 from __future__ import annotations
 

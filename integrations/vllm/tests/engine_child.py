@@ -1,4 +1,4 @@
-"""Runs vLLM's engine in this process and prints what it did, as one line of JSON; it runs in vLLM's environment.
+"""Runs vLLM's engine in this process and prints its results, as one line of JSON; it runs in vLLM's environment.
 
     python engine_child.py '{"model": "models/demo", "scheduler": null, "blocks": 64, "passes": [[[1, 2, 3]]], ...}'
 
@@ -83,7 +83,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if hasattr(manager, "pool") and hasattr(manager.pool, "pool"):
             told["events"]["index"] = index_of(manager.pool.pool)
     told["is_reset"] = engine.reset_prefix_cache()
-    if job.get("again"):  # what was cached before must not be hit
+    if job.get("again"):  # earlier cached blocks must not be hit
         answers = engine.generate([{"prompt_token_ids": p} for p in job["passes"][-1]], sampling, use_tqdm=False)
         told["texts_again"] = [list(answer.outputs[0].token_ids) for answer in answers]
         told["hits_again"] = sum(answer.num_cached_tokens or 0 for answer in answers)
@@ -94,7 +94,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Events:
-    """A mirror of the index, as somebody has it who hears vLLM's KV cache events."""
+    """A mirror of the index, built from vLLM's KV cache events alone."""
 
     def __init__(self) -> None:
         self.index: dict[str, int] = {}  # of each hash in each group the tokens of its block
@@ -126,7 +126,7 @@ class Events:
         return events
 
     def summary(self) -> dict[str, Any]:
-        """Returns what was heard."""
+        """Returns the events' summary."""
         return {
             "told": sorted(self.index),
             "stored": self.stored_count,
@@ -142,7 +142,7 @@ def named(block_hash: Any, group: int) -> str:
 
 
 def follow_events(manager: Any) -> Events:
-    """Listens to what a manager tells."""
+    """Listens to the events of a manager."""
     events, take = Events(), manager.take_events
     manager.take_events = lambda: events.take(take())
     return events

@@ -1,5 +1,4 @@
-"""Further scenes of `scenes_child.py`: sessions, what holds prompts back, what parts caches, events, many kinds of
-layers."""
+"""Further scenes of `scenes_child.py`: sessions, prompts that wait, separate caches, events, many kinds of layers."""
 
 from __future__ import annotations
 

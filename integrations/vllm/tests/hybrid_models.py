@@ -20,7 +20,7 @@ BASE: Final[dict[str, Any]] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.3,  # texts that are all alike would compare nothing
 }
-WINDOW: Final = 64  # tokens, also of chunks: two blocks of what vLLM's CPU backend takes at least
+WINDOW: Final = 64  # tokens, also of chunks: two of the smallest blocks of vLLM's CPU backend
 MAMBA: Final[dict[str, Any]] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,

@@ -3,7 +3,7 @@ environment.
 
     python image_model.py FOLDER
 
-BLIP-2, because vLLM reads its images without torchvision, which there is none of for that environment's torch.
+BLIP-2, because vLLM reads its images without torchvision, which does not exist for that environment's torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An encoder connector of vLLM's scheduler whose images come from another process, but for the transfer."""
+"""An encoder connector of vLLM's scheduler with images from another process, without the transfer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 
 
 class ImagesElsewhere(ECConnectorBase):
-    """Says when images are there; encoders here compute none of them. There is no worker that would load them."""
+    """Decides when images are there; encoders here compute none of them. There is no worker that would load them."""
 
     def __init__(self, *, are_there: Callable[[], bool]) -> None:  # its base asks for a configuration of transfers
         self._are_there = are_there
@@ -21,7 +21,7 @@ class ImagesElsewhere(ECConnectorBase):
         return False
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
-        """Nothing is on its way."""
+        """Does nothing, because nothing is on its way."""
 
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
         return ECConnectorMetadata()

@@ -144,7 +144,7 @@ MORE_SCENES: dict[Any, dict[str, Any]] = {
     an_answer_ends_with_a_token_that_stops_it: {"blocks": 64},
     an_answer_ends_at_the_longest_length: {"blocks": 80},
 }
-# The same on other groups: a scene is named once, so each of these has a name of its own.
+# The same scenes on other groups. A scene is named once, so each of these has its own name.
 
 
 def windows_alone_are_hit_to_their_last_block(stage: Stage) -> None:

@@ -1,25 +1,25 @@
-"""A memory of pages in the place of a model: what each turn would attend to is read back from where the tables say.
+"""A memory of pages in place of a model: each turn's attention is read back from the places in the tables.
 
-Each pass writes its tokens into its blocks, and everything that it reads is read first, as attention would: of each
-group what its window still has, and of states the one that the last token before left.
+Each pass writes its tokens into its blocks. It reads first, as attention would: of each group its window, and of states
+the one after the last token before.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-STATE_SLOT: Final = 0  # of a block that has a state; what else the block had is gone
+STATE_SLOT: Final = 0  # of a block with a state; the block's other contents are gone
 
 
 class Pages:
     """The pages of all groups, and of each request its tables and the tokens that it has at the worker.
 
-    The worker knows what it has sampled before the scheduler does, where passes are scheduled ahead.
+    The worker knows its sampled tokens before the scheduler does, where passes are scheduled ahead.
     """
 
     def __init__(self, groups: tuple[tuple[str, int, int], ...]) -> None:
         self._groups = groups
-        # Of each slot for which group it was written, and all tokens up to it.
+        # For each slot the group that wrote it, and all tokens up to it.
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._tokens: dict[str, list[int]] = {}
@@ -35,7 +35,7 @@ class Pages:
             table.extend(added)
 
     def compute(self, request: Any, before: int, count: int, drafts: tuple[int, ...]) -> list[int]:
-        """Reads what is there, writes what is new; returns the next tokens where the pass ends with the last one."""
+        """Reads the pages, writes the new tokens; returns the next tokens where the pass ends with the last one."""
         name = request.request_id
         known = tuple(self._tokens[name])
         tokens = known + drafts
@@ -75,7 +75,7 @@ class Pages:
             self._slots[table[position // size], STATE_SLOT] = (group, content(request, tokens, position))
 
     def drafts(self, name: str, most: int) -> list[int]:
-        """As many drafts as there may be, of which the first few are right."""
+        """Returns as many drafts as allowed, with the first few right."""
         tokens, drafts = tuple(self._tokens[name]), list[int]()
         right = len(tokens) % (most + 1)
         while len(drafts) < most:
@@ -84,7 +84,7 @@ class Pages:
 
 
 def content(request: Any, tokens: tuple[int, ...], position: int) -> int:
-    """What attention over a token and all before it has cached, images among them."""
+    """Returns the cached content of attention over a token and all before it, images among them."""
     images = [each.identifier for each in request.mm_features or () if each.mm_position.offset <= position]
     adapter = request.lora_request and request.lora_request.lora_name
     embeds = request.prompt_embeds
@@ -100,5 +100,5 @@ def first_read(kind: str, window: int, token_count: int) -> int:
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
-    """What the model in our place says."""
+    """Returns the next token of the model that this replaces."""
     return hash(tokens) % 1000 + 1

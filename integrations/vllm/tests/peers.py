@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from quire import AllocatorClient
+from quire import Allocator
 from quire.local import ServerProcess
 
 from tests.client.servers import allocator_process
@@ -26,7 +26,7 @@ RUN_S: Final = 500.0
 
 
 def in_vllm(program: str, *arguments: str, **environment: str) -> str:
-    """Runs a script of this folder, or code after "-c", in vLLM's environment; returns what it printed."""
+    """Runs a script of this folder, or code after "-c", in vLLM's environment; returns its output."""
     command = [str(PYTHON), *([program] if program == "-c" else [str(Path(__file__).parent / program)]), *arguments]
     paths = os.pathsep.join(str(ROOT / folder) for folder in SOURCES)
     done = subprocess.run(
@@ -60,7 +60,7 @@ def start_engine(job: dict[str, Any], **environment: str) -> subprocess.Popen[st
 
 
 def result_of(engine: subprocess.Popen[str], timeout_s: float = 200.0) -> dict[str, Any]:
-    """Waits for what `start_engine` started, and returns what it said."""
+    """Waits for the job of `start_engine`, and returns its result."""
     output, _ = engine.communicate(timeout=timeout_s)
     assert engine.returncode == 0, output[-4000:]
     (line,) = [line for line in output.splitlines() if line.startswith("RESULT ")]
@@ -71,7 +71,7 @@ def result_of(engine: subprocess.Popen[str], timeout_s: float = 200.0) -> dict[s
 def told_across_a_kill(job: dict[str, Any], allocator: ServerProcess, folder: Path, pool: str) -> dict[str, Any]:
     """Runs a job on an allocator that is killed while the engine computes, and followed by an empty one on its address.
 
-    Returns what the job has told. The next allocator's files lie below `folder`.
+    Returns the job's result. The next allocator's files lie below `folder`.
     """
     engine = start_engine(job, QUIRE_VLLM_ALLOCATOR=allocator.address, QUIRE_VLLM_POOL=pool)
     try:
@@ -87,7 +87,7 @@ def told_across_a_kill(job: dict[str, Any], allocator: ServerProcess, folder: Pa
 
 def _wait_until_it_computes(address: str, engine: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 120
-    with AllocatorClient(address) as client:
+    with Allocator(address) as client:
         while not any(pool.sequence_count for pool in client.list_pools()):
             assert time.monotonic() < deadline
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -3,7 +3,7 @@
     python scenes_child.py MODEL null                               # vLLM's own scheduler
     python scenes_child.py MODEL quire_vllm.QuireScheduler
 
-prints one line of JSON: of each scene what it saw (`stage.py`), and of requests at random the sums over seeds.
+prints one line of JSON: the results of each scene (`stage.py`), and of requests at random the sums over seeds.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def seeds_of_random_requests(cast: Cast, *, seeds: int = 3, count: int = 300, **
 
 
 def random_requests(cast: Cast, seed: int, count: int, **options: Any) -> dict[str, Any]:
-    """Requests at random, of which one in five is aborted at some time; chats, so that many begin alike."""
+    """Makes requests at random; one in five is aborted at some time. They are chats, so that many begin alike."""
     rng, stage = random.Random(seed), Stage(cast, **{"is_patient": True, **options}, budget=64, seqs=12)
     chats = [text(number, 24) for number in range(12)]
     aborted: set[str] = set()

@@ -33,7 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK: Final = 4
 TOKENS_MAX: Final = 256
-FULL: Final = ("full", BLOCK, 0)  # a group: what its layers read, tokens of a block, and of a window
+FULL: Final = ("full", BLOCK, 0)  # a group: the kind of its layers, tokens of a block, and of a window
 IMAGE_TOKENS: Final = 6
 CACHE_MODES: Final = {"state": "align", "states": "all"}  # vLLM's, of kinds of groups
 SAMPLING: Final = ("prompt_logprobs", "stop_token_ids", "skip_reading_prefix_cache")
@@ -41,8 +41,8 @@ STATISTICS: Final = ("requests", "queries", "hits", "preempted_requests", "preem
 
 
 class Cast(NamedTuple):
-    """Who plays: two classes of schedulers, the second of which schedules ahead, and the folder of a model whose
-    configuration they read."""
+    """Two classes of schedulers, the second of which schedules ahead, and the folder of a model whose configuration
+    they read."""
 
     scheduler: Any
     async_scheduler: Any
@@ -53,10 +53,10 @@ class Stage:
     """A scheduler of few blocks, its requests, and the pages that they write.
 
     Attributes:
-        turns: of each turn, the tokens scheduled by request and who was preempted.
+        turns: of each turn, the tokens scheduled by request and the preempted requests.
         hits: of each request, the prompt's tokens that were cached when it ran first.
         statistics: vLLM's own counts of the prefix cache, by `STATISTICS`.
-        events: what vLLM's KV cache events tell of each block that could be hit.
+        events: vLLM's KV cache events of each block that could be hit.
 
     Where `is_patient`, a pass takes longer than an allocator's answer, as a model's does; else the next turn begins at
     once.
@@ -147,12 +147,12 @@ class Stage:
         return request
 
     def allow_images(self, token_count: int) -> None:
-        """Lets a scheduler whose model takes texts alone let images of so many tokens in."""
+        """Lets a scheduler of a text model admit images of this many tokens."""
         self.scheduler.max_num_encoder_input_tokens = token_count
         self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=token_count)
 
     def turn(self, **options: Any) -> bool:
-        """Schedules and computes a pass, and takes in what is over; returns whether anything was scheduled."""
+        """Schedules and computes a pass, and takes in finished ones; returns whether anything was scheduled."""
         output = self.scheduler.schedule(**options)
         preempted = sorted(output.preempted_req_ids or ())
         for new in output.scheduled_new_reqs:
@@ -197,7 +197,7 @@ class Stage:
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def _hear(self, events: list[Any]) -> list[Any]:
-        """Notes what is told of blocks that can be hit, and hands it on."""
+        """Notes the events of blocks that can be hit, and hands them on."""
         for event in events:
             if type(event).__name__ != "BlockStored":
                 continue
@@ -210,7 +210,7 @@ class Stage:
         return events
 
     def run(self, seconds_max: float = 60.0) -> None:
-        """Goes on until nobody is left; where nothing can be scheduled, it pauses as vLLM's engine does."""
+        """Runs until no request is left; where nothing can be scheduled, it pauses as vLLM's engine does."""
         deadline = time.monotonic() + seconds_max
         while self.scheduler.has_unfinished_requests():
             assert time.monotonic() < deadline, "requests are left that never end"
@@ -222,12 +222,12 @@ class Stage:
         self.scheduler.finish_requests(list(names), RequestStatus.FINISHED_ABORTED)
 
     def told(self) -> dict[str, Any]:
-        """What can be compared; nobody holds anything."""
+        """Returns the comparable results; no request holds anything."""
         self.run()
         held, manager = held_at_allocator(), self.scheduler.kv_cache_manager
         deadline = time.monotonic() + 5
         while getattr(getattr(manager, "pool", None), "_under_way", ()) and time.monotonic() < deadline:
-            manager.new_step_starts()  # what an allocator answers last has events, too
+            manager.new_step_starts()  # the allocator's last answers have events, too
         manager.take_events()
         return {
             "turns": self.turns,
@@ -272,10 +272,10 @@ def held_at_allocator() -> int:
     """Returns how many blocks an allocator still counts as held, although there are no more turns."""
     if not os.environ.get("QUIRE_VLLM_ALLOCATOR"):
         return 0
-    from quire import AllocatorClient
+    from quire import Allocator
 
     deadline = time.monotonic() + 5
-    with AllocatorClient(os.environ["QUIRE_VLLM_ALLOCATOR"]) as client:
+    with Allocator(os.environ["QUIRE_VLLM_ALLOCATOR"]) as client:
         while True:
             held = sum(pool.held_block_count for pool in client.list_pools())
             if not held or time.monotonic() > deadline:

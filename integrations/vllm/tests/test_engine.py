@@ -33,7 +33,7 @@ TOKENS: Final = 40
 
 
 def tell(scheduler: str | None, *, is_async: bool) -> dict[str, dict[str, Any]]:
-    """What each scene gives."""
+    """Prints the results of each scene."""
     jobs = [{"scheduler": scheduler, "is_async": is_async, "new_tokens": TOKENS, **scene} for scene in SCENES.values()]
     return dict(zip(SCENES, run_engines(jobs), strict=True))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from peers import PYTHON, WHY_NOT, prompts, run_engines
-from quire import AllocatorClient
+from quire import Allocator
 
 from tests.client.servers import allocator_process
 
@@ -46,7 +46,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("allocator")
     with allocator_process(folder, "--check-invariants") as allocator:
         told = run_engines(jobs(OURS), QUIRE_VLLM_ALLOCATOR=allocator.address, **SEED)
-        with AllocatorClient(allocator.address) as client:
+        with Allocator(allocator.address) as client:
             assert client.list_pools() == ()
     return told
 

@@ -1,4 +1,4 @@
-"""What else engines and requests may ask for, beside vLLM's own manager: prompt lookup, LoRA adapters, images.
+"""Further features beside vLLM's own manager: prompt lookup, LoRA adapters, images.
 
 Run by `make test-vllm`.
 """

@@ -16,7 +16,7 @@ from peers import (
     start_engine,
     told_across_a_kill,
 )
-from quire import AllocatorClient
+from quire import Allocator
 from quire.local import ServerProcess
 
 from tests.client.servers import allocator_process
@@ -51,7 +51,7 @@ def test_texts_and_hits_are_those_of_vllm(allocator: ServerProcess) -> None:
         assert own["usage"] == 0.0
         assert own["is_reset"]
     assert [own["hits"] for own in ours[:2]] == [theirs["hits"] for theirs in stock[:2]]
-    with AllocatorClient(allocator.address) as client:
+    with Allocator(allocator.address) as client:
         assert client.list_pools() == (), "each engine has given its pool back"
 
 

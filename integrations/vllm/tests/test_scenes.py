@@ -1,8 +1,8 @@
-"""What vLLM's scheduler does, turn by turn, is the same with Quire's manager as with its own.
+"""vLLM's scheduler does the same with Quire's manager as with its own, turn by turn.
 
 The scenes (`scenes_child.py`) are behaviours that vLLM promises of its KV cache manager, its prefix cache and its
-scheduler, in our own words. Instead of a model, a memory of pages reads back what each turn would attend to.
-Run by `make test-vllm`.
+scheduler, in our own words. Instead of a model, a memory of pages reads back the attention of each turn. Run by `make
+test-vllm`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ LAYERS: Final = (
     "full states",
     "full, long states",
 )
-ALONE: Final = (  # a pass ends at each block of a state, and who computes the same waits a turn; all else is the same
+ALONE: Final = (  # a pass ends at each block of a state, and an equal prefix waits a turn; all else is the same
     "ahead_the_same_prompt_is_computed_once",
     "ahead_states_are_hit_where_blocks_end",
     "events_tell_what_parts_caches",

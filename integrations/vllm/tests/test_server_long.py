@@ -20,7 +20,7 @@ from typing import Any, Final
 import httpx2 as httpx
 import pytest
 from peers import MODEL, PYTHON, ROOT, SOURCES, WHY_NOT
-from quire import AllocatorClient
+from quire import Allocator
 from quire.local import ServerProcess
 
 from tests.client.servers import allocator_process
@@ -85,7 +85,7 @@ async def ask(client: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[str, in
 
 
 async def ask_all(address: str, asked: list[dict[str, Any]], at: dict[int, Any] | None = None) -> list[Any]:
-    """All of them, so many at once; `at` says what to do when that many have been answered."""
+    """Sends all of them, this many at once; `at` has actions for numbers of answers."""
     answers: list[Any] = [None] * len(asked)
     done = 0
     places = asyncio.Semaphore(AT_ONCE)
@@ -107,7 +107,7 @@ async def ask_all(address: str, asked: list[dict[str, Any]], at: dict[int, Any] 
 async def watched(client: httpx.AsyncClient) -> AsyncIterator[None]:
     """The server must say all the time that it is healthy."""
 
-    over = asyncio.Event()  # never set: what is looked at is looked at twice a second
+    over = asyncio.Event()  # never set: the condition is checked twice a second
 
     async def watch() -> None:
         while True:
@@ -139,7 +139,7 @@ class Killed:
         self._stack = contextlib.ExitStack()
 
     def kill(self) -> None:
-        """New prompts wait then, and answers under way go on."""
+        """Kills the allocator: new prompts wait then, and answers under way continue."""
         self.first.process.kill()
         self.first.process.wait()
         threading.Event().wait(OUTAGE_S)
@@ -166,7 +166,7 @@ def test_a_thousand_requests_are_answered_as_by_vllm_alone_while_the_allocator_d
             ours_again = [asyncio.run(ask_all(address, [each]))[0] for each in again]
             ours = asyncio.run(ask_all(address, asked, {len(asked) // 3: killed.kill}))
             hits = metric(address, "vllm:prefix_cache_hits_total")
-            with AllocatorClient(first.address) as client:
+            with Allocator(first.address) as client:
                 pool = client.get_pool("mine")
         killed.close()
     assert ours_again == stock_again

@@ -1,4 +1,4 @@
-"""What is refused when the engine starts, by name. Run by `make test-vllm`."""
+"""Refusals when the engine starts, by name. Run by `make test-vllm`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ except UnsupportedError as error:
 
 
 def checked(change: str = "", **environment: str) -> str:
-    """What the check of the release says, after a change to vLLM."""
+    """Returns the result of the release check after a change to vLLM."""
     output = in_vllm("-c", CHECK.format(change=change), VLLM_LOGGING_LEVEL="ERROR", **environment)
     return output.splitlines()[-1]
 

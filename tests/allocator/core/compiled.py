@@ -1,4 +1,4 @@
-"""What works on the compiled core as on its sources: looking at what would happen, without a copy of native objects."""
+"""Helpers for tests on the compiled core as on its sources: trying an operation without a copy of native objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def what_if(thing: T, look: Callable[[T], list[int]]) -> list[int]:
-    """What `look` returns, which may change `thing`; it is left as it was.
+    """Returns the result of `look`, which may change `thing`; every change is undone.
 
     Objects of extension modules cannot be copied, so there a forked process looks.
     """

@@ -23,7 +23,7 @@ def _a_run_with_hits_is_extended(original: Any, self: Any, run: Any) -> bool:
 
 @plant(RunTree, "evict", ERRORS)
 def _one_position_more_than_the_spare_ones_is_trimmed(original: Any, self: Any, entry: Any, wanted: int) -> int:
-    entry.spare += self.width if entry.spare else 0
+    entry.left_behind += self.width if entry.left_behind else 0
     return int(original(self, entry, wanted))
 
 
@@ -57,7 +57,7 @@ def _what_was_shared_counts_as_left_behind(original: Any, self: Any, upper: Any,
 @plant(ReuseValue, "split", ERRORS)
 def _the_upper_part_loses_its_spare_end(original: Any, self: Any, upper: Any, lower: Any) -> bool:
     moves = original(self, upper, lower)
-    upper.spare = 0
+    upper.left_behind = 0
     return bool(moves)
 
 
@@ -87,9 +87,9 @@ def _the_upper_part_counts_as_whole(original: Any, self: Any, upper: Any, lower:
 
 @plant(ReuseValue, "split", ERRORS)
 def _the_lower_part_keeps_the_whole_spare_end(original: Any, self: Any, upper: Any, lower: Any) -> bool:
-    spare, moves = lower.spare, original(self, upper, lower)
+    spare, moves = lower.left_behind, original(self, upper, lower)
     if lower.live:
-        lower.spare = spare
+        lower.left_behind = spare
     return bool(moves)
 
 
@@ -136,7 +136,7 @@ def _parts_have_a_spare_end(original: Any, self: Any, entry: Any) -> None:
 def _a_whole_entry_may_be_spare(original: Any, self: Any, entry: Any) -> None:
     original(self, entry)
     if entry.is_whole and not entry.hits and self._left_behind[entry.origin] >= entry.block_count:
-        entry.spare = entry.block_count
+        entry.left_behind = entry.block_count
 
 
 @plant(ReuseValue, "released", ERRORS)
@@ -194,9 +194,9 @@ def _the_upper_part_was_never_shared(original: Any, self: Any, other: Any) -> No
 
 
 @plant(FullAttentionManager, "open", ERRORS)
-def _only_the_deepest_run_is_shared(original: Any, self: Any, scope: Any, hit: Any, prompt_token_count: int) -> Any:
+def _only_the_deepest_run_is_shared(original: Any, self: Any, scope: Any, hit: Any) -> Any:
     above = [(run, run.hits) for run in hit.runs[:-1]]
-    part = original(self, scope, hit, prompt_token_count)
+    part = original(self, scope, hit)
     for run, hits in above:
         run.hits = hits
     return part

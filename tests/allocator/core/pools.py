@@ -1,16 +1,18 @@
-"""Small pools, and what can be seen of them."""
+"""Small pools, and their observable state."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from quire_allocator.core.groups.units import Unit, UnitScope
+from quire_allocator.core.groups.units import UnitScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.readers.usage import block_states
-from quire_allocator.core.spec import NULL_BLOCK, GroupKind, GroupSpec, PoolSpec, Result
+from quire_allocator.core.retention.stop import Stop, Unit
+from quire_allocator.core.spec import NULL_BLOCK, GroupKind, GroupSpec, GrowResult, PoolSpec, Result
 
 from tests.allocator.core.compiled import what_if
 
@@ -33,7 +35,8 @@ def state(block_size: int) -> GroupSpec:
     return GroupSpec(GroupKind.STATE, block_size)
 
 
-# Groups and retention of pools that tell nobody where to leave a state: none, all of them, or no attention to judge by.
+# Groups and retention of pools without early stops and stops of answers: no states, only states, or no attention to
+# compare with.
 WITHOUT_TOLD_ENDS = [
     ((full(4),), ""),
     ((full(4), sliding(4, 8)), ""),
@@ -46,6 +49,21 @@ def make_pool(block_count: int = 8, *groups: GroupSpec, block_size: int = 4, gro
     """A pool of these groups; without any, of `group_count` groups of full attention. Evicts by LRU."""
     spec.setdefault("eviction_policy", "lru")
     return Pool(PoolSpec(block_count, groups or (full(block_size),) * group_count, **spec))
+
+
+def grow(pool: Pool, sequence_id: int, token_count: int) -> GrowResult:
+    """Grows one sequence."""
+    grants, others = pool.grow_many(array("Q", [sequence_id]), [token_count])
+    return others[0][1] if others else GrowResult(Result.OK, 0, 0, grants.tables())
+
+
+def stops_of(pool: Pool, namespace: str = "") -> dict[tuple[int, bytes], Stop]:
+    """The stops of a namespace, by their token counts and digests."""
+    return {
+        (count, digest): stop
+        for (name, count, digest), stop in pool.coordinator.retention.stops.items()
+        if name == namespace
+    }
 
 
 def d(letters: str) -> bytes:
@@ -79,12 +97,12 @@ def counts(pool: Pool) -> tuple[int, int, int]:
 
 
 def granted_next(pool: Pool) -> list[int]:
-    """All free blocks in the order in which they would be granted, one by one."""
+    """Returns all free blocks in the order of grants, one by one."""
     return what_if(pool.blocks, lambda blocks: [blocks.take(1)[0] for _ in range(blocks.free_count)])
 
 
 def everything(pool: Pool) -> tuple[Any, ...]:
-    """All that a refused operation must leave as it was."""
+    """Returns everything that a refused operation must not change."""
     sequences = [
         (i, s.token_count, s.committed_token_count, s.limit, s.promised, tables(pool, i))
         for i, s in pool.sequences.items()
@@ -98,7 +116,7 @@ def everything(pool: Pool) -> tuple[Any, ...]:
 def computed(
     pool: Pool, sequence_id: int, letters: str, *, namespace: str = "", tokens: int = 0, **options: Any
 ) -> None:
-    """A sequence whose digest blocks of `letters`, and `tokens` more, have been allocated, computed and committed."""
+    """Allocates, computes and commits a sequence with the digest blocks of `letters`, and `tokens` more."""
     size = pool.digest_tokens
     token_count = size * len(letters) + tokens
     grown = pool.allocate(sequence_id, token_count, d(letters), namespace, **options)
@@ -107,7 +125,7 @@ def computed(
 
 
 def commit(pool: Pool, sequence_id: int, letters: str, token_count: int, keep: int = 0) -> Any:
-    """What a forward pass up to `token_count` computed, of a text whose digest blocks are `letters`."""
+    """Commits a forward pass up to `token_count`, of a text whose digest blocks are `letters`."""
     size = pool.digest_tokens
     first = pool.sequences[sequence_id].committed_token_count // size
     digests = d_from(letters[: token_count // size], first)
@@ -124,7 +142,7 @@ def filled(pool: Pool, sequence_id: int, token_count: int) -> int:
 
 
 def published(scope: Any) -> dict[tuple[int, bytes], tuple[list[int], int]]:
-    """Of a windowed or state group, by position and digest: the blocks, and what they are worth."""
+    """Returns the published blocks of a windowed or state group, and their worth, by position and digest."""
     found = {unit.key: (list(unit.blocks), unit.worth) for unit in scope.units()}
     for stretch in getattr(scope, "stretches", {}).values():
         width = len(stretch.blocks) * 32 // stretch.size
@@ -152,7 +170,7 @@ def forget(pool: Pool, manager: int, positions: Sequence[int], namespace: str = 
     scope: Any = pool.blocks.namespaces[namespace].scopes[manager]
     for stretch in list(getattr(scope, "stretches", {}).values()):
         if any(stretch.first_position <= position < stretch.end_position for position in positions):
-            scope.manager._cut(stretch, stretch.first_position, stretch.end_position)
+            scope.manager._fallen.cut(scope, stretch, stretch.first_position, stretch.end_position)
     for position, unit in [(unit.first_position, unit) for unit in scope.units()]:
         if not unit.live and not unit.ticket:
             pool.blocks.push(unit)

@@ -1,4 +1,4 @@
-"""What policies of eviction rank, without a tree around it."""
+"""Entries for policies of eviction to rank, without a tree around them."""
 
 from __future__ import annotations
 

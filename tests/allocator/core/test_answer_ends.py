@@ -1,4 +1,5 @@
-"""The ends of an answer: where it leaves states, which one is left, and who has none. Numbers worked out by hand."""
+"""The ends of an answer: where it leaves states, which one remains, and which answers have none. Numbers worked out by
+hand."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from quire_allocator.core.readers import invariants
 from quire_allocator.core.retention.stops import STOPS_MAX, answer_stops
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, Result
 
-from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, state
+from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, grow, make_pool, state, stops_of
 from tests.allocator.core.test_retention import text
 
 STATES = (full(4), state(1024), state(1024))  # so few that prompts of four blocks have ends of answers
@@ -20,21 +21,21 @@ STATES_OF_16 = (full(16), state(1024), state(1024))
 def answer(pool: Pool, sequence_id: int, digests: bytes, first: int, last: int) -> None:
     """Computes tokens one by one, with nothing granted beyond; at each edge a state could be left."""
     for end in range(first + 1, last + 1):
-        assert pool.grow(sequence_id, end).result is Result.OK
+        assert grow(pool, sequence_id, end).result is Result.OK
         filled = digests[(end - 1) // 4 * DIGEST_BYTES : end // 4 * DIGEST_BYTES]
         assert pool.commit(sequence_id, end, filled, end).result is Result.OK
         invariants.check(pool)
 
 
 def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
-    """Computes a prompt with passes that end at its stops, but for the early one; returns what was matched."""
+    """Computes a prompt with passes that end at its stops, except for the early one; returns the matched tokens."""
     grown = pool.allocate(sequence_id, prompt, digests[: prompt // 4 * DIGEST_BYTES])
     last = (prompt - 1) // 4 * 4
     done = grown.matched_token_count
     sequence = pool.sequences[sequence_id]
-    stops = {stop for stop in sequence.stops if done < stop <= sequence.prompt_end}
-    for end in sorted(stops - {sequence.early_stop} | {prompt}):
-        pool.grow(sequence_id, end)
+    stops = {stop for stop in sequence.stops.token_counts if done < stop <= sequence.stops.prompt_end}
+    for end in sorted(stops - {sequence.stops.early} | {prompt}):
+        grow(pool, sequence_id, end)
         pool.commit(sequence_id, end, digests[done // 4 * DIGEST_BYTES : end // 4 * DIGEST_BYTES], end)
         done = end
     assert last <= done
@@ -43,7 +44,7 @@ def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
 
 def ends(pool: Pool) -> list[int]:
     """The token counts of all stops."""
-    return sorted(count for count, _ in pool.blocks.namespaces[""].stops)
+    return sorted(count for count, _ in stops_of(pool))
 
 
 def states(pool: Pool) -> list[int]:
@@ -86,8 +87,8 @@ def test_who_is_let_in_is_told_of_them_and_hits_end_there() -> None:
     pool = make_pool(200, full(4), state(1024))
     told = pool.allocate(1, 22)
     assert told.stops[:5] == (16, 20, 24, 28, 32)
-    assert told.stops == pool.sequences[1].stops
-    assert pool.sequences[1].prompt_end == 20
+    assert told.stops == pool.sequences[1].stops.token_counts
+    assert pool.sequences[1].stops.prompt_end == 20
 
 
 def test_each_takes_the_place_of_the_one_before_and_the_first_that_of_the_end_of_the_prompt() -> None:
@@ -170,9 +171,8 @@ def test_an_answer_makes_its_turn_worth_neither_more_nor_less() -> None:
         answer(pool, 2, chat, 26, length)
         pool.free(2)
         retention = pool.coordinator.retention
-        assert retention is not None
-        stop = max(pool.blocks.namespaces[""].stops.values(), key=lambda each: each.token_count)
-        burdens.append((stop.token_count, retention.burden(stop.runs[0])))  # type: ignore[arg-type]
+        stop = max(stops_of(pool).values(), key=lambda each: each.token_count)
+        burdens.append((stop.token_count, retention.worth.burden(stop.runs[0])))
     assert burdens == [(24, 1), (40, 1)]  # one block, and two of a state
 
 
@@ -183,7 +183,7 @@ def test_what_takes_the_place_of_another_passes_no_time_of_its_own() -> None:
         asked(pool, 1, chat, 22)
         answer(pool, 1, chat, 22, length)
         pool.free(1)
-        times.append(pool.blocks.policy._led_time)  # type: ignore[attr-defined]
+        times.append(pool.blocks.policy._unlearned_time)  # type: ignore[attr-defined]
     assert times == [2, 2]
 
 
@@ -191,7 +191,8 @@ def test_neither_a_fork_nor_its_parent_leaves_one() -> None:
     pool, chat = make_pool(900, *STATES), text(1, 20)
     asked(pool, 1, chat, 22)
     assert pool.fork(1, 2) is Result.OK
-    assert pool.sequences[1].stops == pool.sequences[2].stops == (16, 20)  # the early end is one of them
+    stops = [pool.sequences[number].stops.token_counts for number in (1, 2)]
+    assert stops == [(16, 20)] * 2  # the early one is one of them
     answer(pool, 1, chat, 22, 36)
     answer(pool, 2, chat[: 5 * DIGEST_BYTES] + text(3, 15), 22, 36)
     assert ends(pool) == [20]
@@ -200,7 +201,6 @@ def test_neither_a_fork_nor_its_parent_leaves_one() -> None:
 def test_while_more_prompts_part_before_the_end_than_go_on_there_are_none() -> None:
     pool = make_pool(900, full(4), state(1024))
     retention = pool.coordinator.retention
-    assert retention is not None
     retention.partings.inside = 5.0  # four are believed to have gone on
     assert pool.allocate(1, 22).stops == (16, 20)
     retention.partings.late_seen = 1.0
@@ -210,7 +210,7 @@ def test_while_more_prompts_part_before_the_end_than_go_on_there_are_none() -> N
 def test_an_owner_that_leaves_no_states_keeps_the_end_of_its_prompt() -> None:
     pool, chat = make_pool(900, *STATES), text(1, 20)
     asked(pool, 1, chat, 22)
-    pool.grow(1, 60)
+    grow(pool, 1, 60)
     pool.commit(1, 36, chat[5 * DIGEST_BYTES : 9 * DIGEST_BYTES])
     pool.free(1)
     assert ends(pool) == [20]

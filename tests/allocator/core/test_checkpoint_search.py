@@ -9,17 +9,17 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import PoolSpec, Result
 
-from tests.allocator.core.pools import full, state
+from tests.allocator.core.pools import full, grow, state
 
 
 def computed(pool: Pool, sequence_id: int, digests: bytes, ends: list[int]) -> None:
-    """Allocates a prompt in blocks of 4, and computes it in passes that end where they are told to."""
+    """Allocates a prompt in blocks of 4, and computes it in passes that end at the given stops."""
     count = len(digests) // 32
     assert pool.allocate(sequence_id, 4, digests, prompt_token_count=4 * count).result is Result.OK
     done = pool.sequences[sequence_id].committed_token_count // 4
     for end in sorted({*ends, count}):
         if end > done:
-            assert pool.grow(sequence_id, 4 * end).result is Result.OK
+            assert grow(pool, sequence_id, 4 * end).result is Result.OK
             assert pool.commit(sequence_id, 4 * end, digests[32 * done : 32 * end]).result is Result.OK
             done = end
 

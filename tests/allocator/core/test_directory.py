@@ -347,7 +347,7 @@ directory_events = st.tuples(
 def test_one_live_owner_per_pool_under_any_order_of_events(events: list[tuple[str, str, bytes, int]]) -> None:
     directory = Directory(lease_s=10.0, pools_max=3)
     now = 0.0
-    current: dict[str, tuple[Ownership, object]] = {}  # per pool: who was accepted last, and on which stream
+    current: dict[str, tuple[Ownership, object]] = {}  # per pool: the last accepted owner, and its stream
     for number, (event, name, incarnation, amount) in enumerate(events):
         before = current.get(name)
         if event == "attach":

@@ -1,15 +1,16 @@
-"""The early end of a prompt: which prompts have one and where, and who hits there. Numbers worked out by hand."""
+"""The early end of a prompt: which prompts have one and where, and which prompts hit there. Numbers worked out by
+hand."""
 
 from __future__ import annotations
 
 import pytest
-from quire_allocator.core.groups.retention import CONTINUED_MAX
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
+from quire_allocator.core.retention.retention import CONTINUED_MAX
 from quire_allocator.core.retention.stops import early_stop
 from quire_allocator.core.spec import GroupSpec
 
-from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, sliding, state
+from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, sliding, state, stops_of
 from tests.allocator.core.test_retention import text
 from tests.allocator.core.test_retention_states import serve
 
@@ -51,11 +52,11 @@ def test_pools_that_keep_no_states_or_all_of_them_or_no_attention_have_none(
 ) -> None:
     pool = make_pool(200, *groups, retention=retention)
     assert pool.allocate(1, 129).stops in ((), (128,))
-    assert pool.sequences[1].early_stop == 0
+    assert pool.sequences[1].stops.early == 0
 
 
 def stop_counts(pool: Pool) -> list[int]:
-    return sorted(count for count, _ in pool.blocks.namespaces[""].stops)
+    return sorted(count for count, _ in stops_of(pool))
 
 
 def test_who_is_first_to_part_from_a_prompt_soon_before_its_end_hits_at_its_early_stop() -> None:
@@ -72,7 +73,7 @@ def test_of_a_prompt_that_goes_on_from_another_only_what_is_new_counts() -> None
     serve(pool, text(1, 40), 129)
     answer = pool.allocate(2, 161, text(1, 40))
     assert (answer.matched_token_count, answer.junction_token_count) == (128, 0)
-    assert pool.sequences[2].early_stop == 156  # eight blocks are new
+    assert pool.sequences[2].stops.early == 156  # eight blocks are new
     assert answer.stops[:3] == (156, 160, 164)
 
 
@@ -88,7 +89,7 @@ def test_of_a_path_the_last_three_stay_however_many_turns_come_behind_it() -> No
 
 # -- whose place a junction takes --------------------------------------------------------------------------------------
 
-HEAVY = (full(4), *(state(1024),) * 20)  # what is new is no less than five blocks where there is an early end
+HEAVY = (full(4), *(state(1024),) * 20)  # the new part is at least five blocks where there is an early end
 
 
 def test_the_junction_takes_the_place_of_the_early_end_before_it() -> None:
@@ -96,7 +97,7 @@ def test_the_junction_takes_the_place_of_the_early_end_before_it() -> None:
     serve(pool, text(1, 32), 129)
     assert serve(pool, text(1, 30) + text(2, 2), 129) == 112
     assert stop_counts(pool) == [120, 128, 128]
-    stops = {count: stop for (count, _), stop in pool.blocks.namespaces[""].stops.items()}
+    stops = {count: stop for (count, _), stop in stops_of(pool).items()}
     assert stops[120].is_parting
     assert stops[128].parent is stops[120]
     assert stops[120].parent is None
@@ -110,7 +111,7 @@ def test_it_stays_behind_the_stop_before_it_no_place_where_paths_part() -> None:
     chat, edited = text(1, 48), text(1, 46) + text(2, 2)
     assert serve(pool, chat, 193) == 64
     assert serve(pool, edited, 193) == 176
-    stops = {count: stop for (count, _), stop in pool.blocks.namespaces[""].stops.items()}
+    stops = {count: stop for (count, _), stop in stops_of(pool).items()}
     assert sorted(stops) == [64, 184, 192]
     assert (stops[64].way_count, stops[64].is_parting) == (1, False)
     assert (stops[184].way_count, stops[184].is_parting) == (2, True)

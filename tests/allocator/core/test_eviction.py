@@ -1,4 +1,5 @@
-"""Eviction: the queue against a naive one, and what each policy promises, on small trees of runs and through a pool."""
+"""Eviction: the queue against a naive one, and the promises of each policy, on small trees of runs and through a
+pool."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_a_queue_gives_the_least_valuable_end_of_all_lanes_like_a_naive_one(name
 
 
 def naive_candidates(policy: object, pushed: dict[Stretch, int]) -> list[Stretch]:
-    """Which may leave first: of the oldest and the last pushed of each lane, those of the least value."""
+    """Returns the entries that may leave first: of the oldest and the last pushed of each lane, those of the least
+    value."""
     ends: list[Stretch] = []
     for lane in {policy.lane(entry) for entry in pushed}:  # type: ignore[attr-defined]
         same = [entry for entry in pushed if policy.lane(entry) == lane]  # type: ignore[attr-defined]
@@ -107,7 +109,7 @@ def test_what_is_worth_least_is_noticed_at_once() -> None:
     policy.patience = 1_000_000
     queue = EvictionQueue(policy)
     entries = [Stretch(number, blocks=2) for number in range(5)]
-    for hits, entry in enumerate(entries, 1):  # four lanes, all worth more than what prompts leave behind
+    for hits, entry in enumerate(entries, 1):  # four lanes, all worth more than left-behind ends
         policy.stored(entry, ROOT)
         entry.live = 1
         for _ in range(hits):
@@ -295,7 +297,8 @@ def test_what_is_remembered_of_evicted_blocks_is_bounded() -> None:
 
 
 def learned(returns: Sequence[tuple[int, int]], ends: Sequence[tuple[int, int]]) -> list[float]:
-    """Values of a kind, in a pool of 64 blocks, of which so many blocks returned or were given up at so many ages."""
+    """Returns the values of a kind, in a pool of 64 blocks, after this many blocks returned or were given up at these
+    ages."""
     model = ReuseModel([Family(range(1), 0.01)], 64)
     for _ in range(100):
         model.start(0, 0, 100)
@@ -336,8 +339,8 @@ def test_a_family_of_which_nothing_was_seen_is_judged_like_the_wider_one() -> No
         model.start(0, 0, 100)
         model.start(1, 1, 0)
     model.end(0, 600, 9_000, returned=True)
-    model.learn(1_000_000, led_time=500_000)
-    model.learn(1_000_000, led_time=500_000)
+    model.learn(1_000_000, unlearned_time=500_000)
+    model.learn(1_000_000, unlearned_time=500_000)
     assert model.values[1] == pytest.approx(model.values[0], rel=0.2)
 
 

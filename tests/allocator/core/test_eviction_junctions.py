@@ -1,18 +1,19 @@
-"""What eviction learns of a prompt that full attention has further than the other groups serve it."""
+"""Eviction's conclusions from a prompt that full attention has further than the other groups serve it."""
 
 from __future__ import annotations
 
 from quire_allocator.core.eviction.policies import ReuseValue
-from quire_allocator.core.groups.runs import Run, RunScope
+from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
+from quire_allocator.core.retention.stop import Run
 from quire_allocator.core.spec import Result
 
-from tests.allocator.core.pools import d, full, make_pool, state
+from tests.allocator.core.pools import d, full, grow, make_pool, state
 
 TEXT, OTHER = d("abcdefghijklmn"), d("abcdefghijwxyz")  # which part behind ten blocks
 PROMPT_TOKENS = 14 * 4 + 1
-LEFT = ReuseValue(1).lane_count // 5 - 1  # the kind of what prompts leave behind
+LEFT = ReuseValue(1).lane_count // 5 - 1  # the kind of left-behind ends
 
 
 def new_pool() -> Pool:
@@ -29,7 +30,7 @@ def compute(pool: Pool, sequence_id: int, digests: bytes, ends: list[int], *, ke
     checkpoint."""
     for end in ends:
         first = pool.sequences[sequence_id].committed_token_count // 4
-        pool.grow(sequence_id, PROMPT_TOKENS)
+        grow(pool, sequence_id, PROMPT_TOKENS)
         keep = 0 if keeps else 4 * end
         assert pool.commit(sequence_id, 4 * end, digests[32 * first : 32 * end], keep).result is Result.OK
         invariants.check(pool)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 from quire_allocator.core.eviction.policies import EvictionQueue, ReuseValue
 from quire_allocator.core.eviction.reuse_model import Family, ReuseModel
-from quire_allocator.core.groups.runs import Run, RunScope
+from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
+from quire_allocator.core.retention.stop import Run
 from quire_allocator.core.spec import Result
 
 from tests.allocator.core import test_eviction_junctions
@@ -43,7 +44,7 @@ def serve(pool: Pool, request: Sequence[int]) -> None:
 
 
 def evict(pool: Pool, position_count: int) -> None:
-    """Makes somebody take so many positions more than are empty."""
+    """Evicts this many positions more than are empty."""
     width = len(pool.spec.groups)
     positions = pool.blocks.empty_count // width + position_count
     assert pool.allocate(pool.last_sequence_id + 1, positions * BLOCK_TOKENS).result is Result.OK
@@ -71,21 +72,21 @@ def entry_of(policy: ReuseValue, parent: Stretch | None = ROOT, blocks: int = 4,
 
 
 def release(policy: ReuseValue, entry: Stretch) -> Stretch:
-    """Nobody holds it any more."""
+    """Releases the entry, which has no holders then."""
     entry.live = 0
     policy.released(entry)
     return entry
 
 
 def hit_after(policy: ReuseValue, entry: Stretch, block_count: int) -> None:
-    """Sequences ask for so many blocks, those of the entry are the last of them; then nobody holds it again."""
+    """Requests this many blocks, the last of them the entry's, and releases them."""
     policy.hit(entry_of(policy, blocks=block_count - entry.blocks, name=99))
     policy.hit(entry)
     release(policy, entry)
 
 
 def cut(policy: ReuseValue, entry: Stretch, upper_blocks: int) -> tuple[Stretch, bool]:
-    """Splits an entry, of which the lower part stays; returns the upper one, and whether the lower has moved."""
+    """Splits an entry, whose lower part stays; returns the upper one, and whether the lower has moved."""
     upper = Stretch(77, upper_blocks)
     upper.copy_history(entry)
     upper.live = min(entry.live, 1)
@@ -101,7 +102,7 @@ def test_what_a_chat_says_behind_a_shared_prompt_was_not_shared() -> None:
     chat, digests = range(4), digests_of(range(4))
     pool.allocate(1, 17, digests)
     pool.commit(1, 8, digests[:64])
-    for other in (2, 3):  # two share what it has computed so far
+    for other in (2, 3):  # two share its computed blocks so far
         pool.allocate(other, 9, digests[:64])
         pool.free(other)
     pool.commit(1, 16, digests[64:])
@@ -109,7 +110,7 @@ def test_what_a_chat_says_behind_a_shared_prompt_was_not_shared() -> None:
     serve(pool, range(10, 14))
     serve(pool, range(10, 15))  # the first four are shared once
     assert [run.hits for run in runs_of(pool, chat)] == [2, 0]
-    evict(pool, 3)  # what was let go of first, its end before the rest
+    evict(pool, 3)  # released first, its end before the rest
     assert (cached_count(pool, chat), cached_count(pool, range(10, 15))) == (1, 5)
 
 
@@ -208,12 +209,12 @@ def test_shared_entries_are_told_apart_by_how_often_and_how_long_they_waited() -
 def test_a_new_whole_entry_that_is_longer_has_a_spare_end() -> None:
     policy = ReuseValue(POOL_BLOCKS)
     policy._left_behind = [4] * 4
-    spare = [release(policy, entry_of(policy, blocks=blocks)).spare for blocks in (3, 4, 5, 20)]
+    spare = [release(policy, entry_of(policy, blocks=blocks)).left_behind for blocks in (3, 4, 5, 20)]
     assert spare == [0, 0, 4, 4]
     policy._medians = [4.0] * 4
     part = entry_of(policy, blocks=20)
     upper, _ = cut(policy, part, 16)
-    assert (release(policy, upper).spare, release(policy, part).spare) == (0, 0)
+    assert (release(policy, upper).left_behind, release(policy, part).left_behind) == (0, 0)
 
 
 def test_an_entry_has_another_place_as_soon_as_its_spare_end_is_gone() -> None:
@@ -233,9 +234,9 @@ def test_a_cut_through_the_spare_end_leaves_the_rest_of_it_to_the_upper_part() -
     policy = ReuseValue(POOL_BLOCKS)
     policy._left_behind = [6] * 4
     entry = release(policy, entry_of(policy, blocks=10))
-    entry.live = 1  # by a sequence that computed the same once more: nobody shared it
+    entry.live = 1  # by a sequence that computed the same once more: not shared
     upper, _ = cut(policy, entry, 7)
-    assert (upper.spare, entry.spare) == (3, 3)
+    assert (upper.left_behind, entry.left_behind) == (3, 3)
 
 
 def test_the_wait_of_what_is_left_behind_has_ended() -> None:

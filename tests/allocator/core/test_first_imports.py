@@ -1,4 +1,4 @@
-"""Every module can be the first one that a process imports: whoever starts in the middle meets no half-made module."""
+"""Every module can be the first one that a process imports, so no import order meets a half-made module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ AT_ONCE = min(4, os.cpu_count() or 1)
 
 
 def failure_of(module: str) -> str:
-    """What went wrong when a fresh interpreter imported this module first, with this one's path; empty if nothing."""
+    """Returns the error of a fresh interpreter that imported this module first, with this one's path; empty without
+    one."""
     script = f"import sys\nsys.path[:] = {sys.path!r}\nimport {module}\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     return f"status {done.returncode} {done.stderr[-500:]}" if done.returncode else ""

@@ -1,4 +1,4 @@
-"""Every kind of group is known wherever kinds are told apart: a new one that is forgotten somewhere fails here."""
+"""Every place that tells kinds of groups apart knows every kind: a new one that is forgotten somewhere fails here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`benchmarks/hybrid.py`: no cache hits more than its bound, its texts are prefixes of each other where they should be,
-and Quire's owner publishes what it computes."""
+"""`benchmarks/hybrid.py`: no cache hits more than its bound, texts are prefixes of each other as intended, and Quire's
+owner publishes its computed blocks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def choices(items: frozenset[Item], room: int) -> Iterator[frozenset[Item]]:
 
 
 def hits_at_most(requests: list[Request], room: int) -> int:
-    """Tokens that the best of all caches hits: every choice of what to keep is tried.
+    """Returns the hit tokens of the best cache: every choice of kept blocks is tried.
 
     A tail is one item for each end of a block, though windows overlap there by nothing: each is a block long.
     """
@@ -82,7 +82,7 @@ def hits_at_most(requests: list[Request], room: int) -> int:
             held = {item for item in kept if item[1] in path}
             for choice in choices(others | new | held, room):
                 after[choice] = max(after.get(choice, 0), hits + served * DIGEST_TOKENS)
-        for choice in list(best):  # what is dropped before a request makes room for it
+        for choice in list(best):  # dropped before a request, which makes room for it
             del best[choice]
         for kept, hits in after.items():
             best[kept] = max(best.get(kept, 0), hits)
@@ -122,7 +122,7 @@ def test_no_time_for_which_blocks_are_kept_hits_more_than_the_bound_of_ages(seed
     prompt_tokens = sum(request.prompt_token_count for request in requests)
     held = sum(4 * request.computed_token_count + 128 for request in requests) / len(requests)
     for kept_for in range(len(requests)):
-        last: dict[int, tuple[int, float]] = {}  # block -> when, and what it costs
+        last: dict[int, tuple[int, float]] = {}  # block -> time, cost
         hits, kept = 0, 0.0
         for now, request in enumerate(requests):
             path, is_hit = request.prompt.block_ids(), True

@@ -1,4 +1,4 @@
-"""Where prompts part from cached ones, and which windows stay therefore. Numbers worked out by hand."""
+"""The places where prompts part from cached ones, and the windows that stay for them. Numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from quire_allocator.core.readers import invariants
 from quire_allocator.core.retention.partings import LATE_BELIEVED, Partings
 from quire_allocator.core.spec import GroupSpec, PoolSpec
 
-from tests.allocator.core.pools import full, make_pool, sliding, state
+from tests.allocator.core.pools import full, grow, make_pool, sliding, state, stops_of
 from tests.allocator.core.test_retention import serve, text
 
 
 def partings_of(pool: Pool) -> Partings:
     retention = pool.coordinator.retention
-    assert retention is not None
     return retention.partings
 
 
@@ -38,7 +37,7 @@ def test_a_chat_that_goes_on_parts_late_and_an_edited_one_early() -> None:
     assert seen(pool) == (1, 0)
     serve(pool, parted(1, 10, 5), 41)  # inside of the ten
     assert seen(pool) == (1, 1)
-    serve(pool, parted(2, 10, 5), 41)  # where two ways go on already
+    serve(pool, parted(2, 10, 5), 41)  # where two ways part already
     assert seen(pool) == (1, 1)
 
 
@@ -80,21 +79,21 @@ def test_steps_double_their_distance_and_stand_at_edges() -> None:
 
 def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts() -> None:
     pool = make_pool(2_000, full(4), sliding(4, 8))
-    for number in range(1, 4):  # three edited prompts and four believed to go on: 3 of 7 are 0.4 and more
+    for number in range(1, 4):  # three edited prompts and four assumed to continue: 3 of 7 are 0.4 and more
         serve(pool, text(10 * number, 8), 32)
         serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
     assert partings_of(pool).are_inside
     serve(pool, text(0, 20), 81)
     invariants.check(pool)
     own = text(0, 20)
-    stops = pool.blocks.namespaces[""].stops
+    stops = stops_of(pool)
     ends = [count for count, digest in stops if digest == own[8 * count - 32 : 8 * count]]
     assert sorted(ends) == [16, 48, 64, 72, 80]  # 64, 32, 16 and 8 tokens before the end of the prompt, and that
     assert not any(stop.is_aside for stop in stops.values() if stop.token_count > 32)
 
 
 def edited_chats(pool: Pool, *, chat_count: int, round_count: int) -> float:
-    """Chats whose last quarter is written anew each time; returns the share of what they have in common that hits."""
+    """Returns the share of hits in the common tokens of chats whose last quarter is written anew each time."""
     hits = 0
     for number in range(round_count):
         for chat in range(chat_count):
@@ -106,7 +105,7 @@ def edited_chats(pool: Pool, *, chat_count: int, round_count: int) -> float:
 
 
 def test_a_pool_that_has_learned_it_hits_what_edited_prompts_have_in_common() -> None:
-    # A chat has 40 blocks and, with its steps, at most 40 of the window. The first edit of each is told its junction,
+    # A chat has 40 blocks and, with its steps, at most 40 of the window. The first edit of each gets its junction,
     # which is hit from then on.
     pool = Pool(PoolSpec(12 * 60, (full(4), sliding(4, 32))))
     assert edited_chats(pool, chat_count=8, round_count=6) > 0.8
@@ -143,11 +142,11 @@ def test_checkpoints_before_the_end_of_a_prompt_stay_while_prompts_part_early(gr
     pool.allocate(1, 16, text(0, 200 // size), prompt_token_count=200)
     for end in (*range(16, 200, 16), 196, 200):
         done = pool.sequences[1].committed_token_count
-        pool.grow(1, end)
+        grow(pool, 1, end)
         pool.commit(1, end, text(0, 200 // size)[32 * (done // size) : 32 * (end // size)], end)
     pool.free(1)
     invariants.check(pool)
-    stops = pool.blocks.namespaces[""].stops
+    stops = stops_of(pool)
     # Two, four, ... edges before 196, or before the last edge of 16 where there is no other.
     steps = {64, 128, 160, 176} if len(groups) > 1 else {64, 128, 160}
     assert {count for count, _ in stops} >= steps

@@ -1,4 +1,4 @@
-"""Who is let in and who is not: whole-prompt fit, watermark, promised blocks, quotas. Worked out by hand.
+"""Admission and refusal: whole-prompt fit, watermark, promised blocks, quotas. Worked out by hand.
 
 Unless said otherwise blocks have 4 tokens and there is one group of full attention.
 """
@@ -21,6 +21,7 @@ from tests.allocator.core.pools import (
     everything,
     filled,
     full,
+    grow,
     make_pool,
     sliding,
     state,
@@ -41,7 +42,7 @@ def test_a_new_sequence_leaves_the_watermark_to_those_that_run() -> None:
     pool.allocate(1, 16)
     assert refusal(pool.allocate(2, 9)) == (Result.NO_SPACE, 1)  # 3 of the 4 free ones, and 2 must stay
     assert pool.allocate(2, 8).result is Result.OK
-    assert pool.grow(1, 24).result is Result.OK  # growing may take them
+    assert grow(pool, 1, 24).result is Result.OK  # growing may take them
     assert counts(pool) == (0, 0, 8)
 
 
@@ -82,7 +83,7 @@ def test_the_rest_of_a_prompt_is_kept_from_later_admissions_until_it_is_granted(
     assert refusal(pool.allocate(2, 20)) == (Result.NO_SPACE, 1)  # 9 free, 5 of them promised
     assert pool.allocate(2, 16).result is Result.OK
     for token_count, promised in [(5, 4), (8, 4), (16, 2), (24, 0), (28, 0)]:
-        assert pool.grow(1, token_count).result is (Result.OK if token_count <= 24 else Result.NO_SPACE)
+        assert grow(pool, 1, token_count).result is (Result.OK if token_count <= 24 else Result.NO_SPACE)
         assert pool.admission.promised_block_count == promised
         invariants.check(pool)
 
@@ -91,8 +92,8 @@ def test_those_that_run_may_take_what_is_promised() -> None:
     pool = make_pool(4)
     pool.allocate(1, 4)
     pool.allocate(2, 4, prompt_token_count=12)
-    assert pool.grow(1, 12).result is Result.OK
-    assert refusal(pool.grow(2, 8)) == (Result.NO_SPACE, 1)
+    assert grow(pool, 1, 12).result is Result.OK
+    assert refusal(grow(pool, 2, 8)) == (Result.NO_SPACE, 1)
     assert pool.admission.promised_block_count == 2
 
 
@@ -110,7 +111,7 @@ def test_what_windows_give_back_is_promised_again_and_nothing_once_the_prompt_is
     pool.allocate(1, 4, d(LETTERS[:10]), prompt_token_count=40)
     assert pool.admission.promised_block_count == 9 + 2
     for block in range(1, 11):
-        assert pool.grow(1, 4 * block).result is Result.OK
+        assert grow(pool, 1, 4 * block).result is Result.OK
         # Of 8 tokens on, the token at `4 * block` reads 4 tokens before it: one block.
         window = 2 if block > 1 else 1
         assert pool.admission.promised_block_count == (10 - block) + min(10 - block, 3 - window)
@@ -140,7 +141,7 @@ def test_a_prompt_is_let_in_only_if_passes_as_large_as_its_owner_announces_fit(b
     if block_count == 45:
         assert pool.sequences[1].promised == 31 + 12
         for end in (16, 128, 256, 384, 512):
-            assert pool.grow(1, end).result is Result.OK
+            assert grow(pool, 1, end).result is Result.OK
             commit(pool, 1, letters, end)
     unannounced = make_pool(block_count, *groups)
     assert unannounced.allocate(1, 16, prompt_token_count=512).result is Result.OK
@@ -155,11 +156,11 @@ def test_a_pass_that_is_too_long_is_told_apart_from_what_can_never_fit() -> None
     assert pool.allocate(1, 12).result is Result.OK
     commit(pool, 1, "abc", 12)  # the window has 2 blocks of them, full attention 3
     before = everything(pool)
-    assert refusal(pool.grow(1, 28)) == (Result.PASS_TOO_LONG, 3)
-    assert refusal(pool.grow(1, 29)) == (Result.TOO_LONG, 0)
+    assert refusal(grow(pool, 1, 28)) == (Result.PASS_TOO_LONG, 3)
+    assert refusal(grow(pool, 1, 29)) == (Result.TOO_LONG, 0)
     assert everything(pool) == before
     for end in (16, 20, 24, 28):
-        assert pool.grow(1, end).result is Result.OK
+        assert grow(pool, 1, end).result is Result.OK
         commit(pool, 1, "abcdefg", end)
 
 
@@ -170,7 +171,7 @@ def test_a_chunk_begins_at_the_edge_of_a_block_where_a_window_may_begin_inside()
     assert refusal(pool.allocate(1, 28)) == (Result.PASS_TOO_LONG, 5)
     assert pool.allocate(1, 1, prompt_token_count=28).result is Result.OK
     for end in range(1, 29):
-        assert pool.grow(1, end).result is Result.OK
+        assert grow(pool, 1, end).result is Result.OK
         commit(pool, 1, "abcdefg", end)
     for block_count, result in ((9, Result.TOO_LONG), (10, Result.OK)):
         announced = make_pool(block_count, full(4), chunked(4, 8), chunk_token_count_max=4)
@@ -204,7 +205,7 @@ def test_while_nobody_decodes_no_prompt_that_was_let_in_ever_lacks_a_block(seed:
                 pool.free(runner)
                 del prompts[runner]
             else:
-                answer = pool.grow(runner, min(token_count + chunk, length))
+                answer = grow(pool, runner, min(token_count + chunk, length))
                 assert answer.result is Result.OK, (runner, answer)
         invariants.check(pool)
 
@@ -224,10 +225,10 @@ def test_a_namespace_holds_no_more_than_its_quota_and_others_do() -> None:
     assert refusal(pool.allocate(2, 8, namespace="blue")) == (Result.QUOTA, 1)
     pool.allocate(2, 1, namespace="blue")
     before = everything(pool)
-    assert refusal(pool.grow(1, 13)) == (Result.QUOTA, 1)
+    assert refusal(grow(pool, 1, 13)) == (Result.QUOTA, 1)
     assert everything(pool) == before
     assert pool.allocate(3, 16, namespace="red").result is Result.OK
-    assert pool.grow(1, 12).result is Result.OK
+    assert grow(pool, 1, 12).result is Result.OK
 
 
 def test_shared_blocks_count_once_and_cached_ones_when_they_are_taken_again() -> None:
@@ -309,7 +310,7 @@ def test_what_falls_out_of_a_window_counts_as_left_behind() -> None:
 def test_a_block_that_growing_leaves_behind_counts_too() -> None:
     pool = quota_pool(8, state(4), cached_block_count_max=0)
     computed(pool, 1, "a", namespace="blue")
-    answer = pool.grow(1, 5)  # goes on in a copy; the checkpoint would be cached
+    answer = grow(pool, 1, 5)  # goes on in a copy; the checkpoint would be cached
     assert [tuple(copy) for copy in answer.copies] == [(0, 1)]
     assert counts(pool) == (7, 0, 1)
     invariants.check(pool)
@@ -320,7 +321,7 @@ def test_going_on_from_a_checkpoint_at_the_limit_of_a_quota_is_no_growth() -> No
     pool = quota_pool(8, full(4), state(4), held_block_count_max=3)
     computed(pool, 1, "ab", namespace="blue")
     assert pool.blocks.namespaces["blue"].held_count == 3
-    assert refusal(pool.grow(1, 9)) == (Result.QUOTA, 1)
+    assert refusal(grow(pool, 1, 9)) == (Result.QUOTA, 1)
     pool.free(1)
     computed(pool, 2, "xy", namespace="blue", tokens=0)
     pool.commit(2, 8, b"", 8)
@@ -333,9 +334,9 @@ def test_going_on_from_a_checkpoint_at_the_limit_of_a_quota_is_no_growth() -> No
 def test_a_state_that_only_its_sequence_holds_is_copied_within_the_quota() -> None:
     pool = quota_pool(8, state(4), held_block_count_max=1)
     computed(pool, 1, "a", namespace="blue")
-    assert pool.grow(1, 5).copies == [(0, 1)]
+    assert grow(pool, 1, 5).copies == [(0, 1)]
     pool.free(1)
-    assert pool.allocate(2, 6, d("a"), "blue").matched_token_count == 4  # the same for a hit
+    assert pool.allocate(2, 6, d("a"), "blue").matched_token_count == 4  # as above, for a hit
     invariants.check(pool)
 
 
@@ -348,8 +349,8 @@ def test_who_asks_for_nothing_more_is_not_refused_although_a_swap_took_the_names
     pool.fork(2, 3)
     commit(pool, 2, "a", 4)  # swapped to the cached block; the half-filled one stays with the fork
     assert pool.blocks.namespaces["blue"].held_count == 2
-    assert refusal(pool.grow(3, 4)) == (Result.OK, 0)
-    assert refusal(pool.grow(3, 5)) == (Result.QUOTA, 2)
+    assert refusal(grow(pool, 3, 4)) == (Result.OK, 0)
+    assert refusal(grow(pool, 3, 5)) == (Result.QUOTA, 2)
 
 
 @pytest.mark.parametrize("group", [full(4), sliding(4, 8)])
@@ -359,6 +360,6 @@ def test_a_block_that_another_published_and_left_is_copied_within_the_quota(grou
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
     commit(pool, 1, "ab", 8)
-    assert refusal(pool.grow(2, 7)) == (Result.QUOTA, 1)
+    assert refusal(grow(pool, 2, 7)) == (Result.QUOTA, 1)
     pool.free(1)
-    assert pool.grow(2, 7).copies == [(1, 2)]
+    assert grow(pool, 2, 7).copies == [(1, 2)]

@@ -6,7 +6,7 @@ import pytest
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GrowResult, Result, Swap
 
-from tests.allocator.core.pools import blocks_of, commit, computed, counts, d, make_pool, sliding, state
+from tests.allocator.core.pools import blocks_of, commit, computed, counts, d, grow, make_pool, sliding, state
 
 
 def test_who_computed_a_block_beside_another_one_keeps_its_own() -> None:
@@ -25,7 +25,7 @@ def test_what_follows_a_kept_block_can_be_hit() -> None:
     for sequence_id in (1, 2):
         pool.allocate(sequence_id, 5, d("a"))
     commit(pool, 1, "a", 4)
-    pool.grow(2, 8)
+    grow(pool, 2, 8)
     commit(pool, 2, "ab", 8)
     assert pool.match("", d("ab")) == 8
     pool.free(2)
@@ -54,7 +54,7 @@ def test_a_sequence_alone_in_the_pool_can_have_all_of_it() -> None:
     own = blocks_of(pool, 2)
     pool.free(1)
     assert counts(pool) == (0, 0, 8), "twins are held"
-    grown = pool.grow(2, 32)
+    grown = grow(pool, 2, 32)
     invariants.check(pool)
     assert grown.result is Result.OK
     assert blocks_of(pool, 2)[:4] == own
@@ -67,11 +67,11 @@ def test_a_twin_that_another_sequence_needs_stays() -> None:
         pool.allocate(sequence_id, 16, d("abcd"))
     commit(pool, 1, "abcd", 16)
     commit(pool, 2, "abcd", 16)
-    assert pool.grow(2, 24).result is Result.NO_SPACE
+    assert grow(pool, 2, 24).result is Result.NO_SPACE
     pool.free(1)
     assert pool.allocate(3, 13, d("abc")).matched_token_count == 12
-    assert pool.grow(2, 20).result is Result.OK, "of the twins only the last one is not shared"
-    assert pool.grow(2, 24) == GrowResult(
+    assert grow(pool, 2, 20).result is Result.OK, "of the twins only the last one is not shared"
+    assert grow(pool, 2, 24) == GrowResult(
         Result.NO_SPACE, shortfall=1, victim=pool.admission.cheapest_victim(0, except_id=2)
     )
     invariants.check(pool)
@@ -82,10 +82,10 @@ def test_forks_part_at_the_edges_of_blocks() -> None:
     computed(pool, 1, "a", tokens=2)
     assert pool.fork(1, 2) is Result.UNCOMMITTED
     commit(pool, 1, "a", 6)
-    pool.grow(1, 8)
+    grow(pool, 1, 8)
     commit(pool, 1, "ab", 8)
     assert pool.fork(1, 2) is Result.OK
-    assert pool.grow(2, 9).copies == ()
+    assert grow(pool, 2, 9).copies == ()
 
 
 def test_a_fork_has_the_published_block_where_its_parent_keeps_one() -> None:
@@ -129,7 +129,7 @@ def test_a_sequence_with_windows_alone_in_the_pool_can_have_all_of_it() -> None:
         commit(pool, sequence_id, "abcd", 16)
     own = blocks_of(pool, 2)
     pool.free(1)
-    assert pool.grow(2, 32).result is Result.OK
+    assert grow(pool, 2, 32).result is Result.OK
     assert blocks_of(pool, 2)[:4] == own
     assert counts(pool) == (0, 0, 8)
     invariants.check(pool)

@@ -1,4 +1,4 @@
-"""Forgetting what is cached, of a pool, a namespace, a prefix; what left the index; and ids that begin higher."""
+"""Drops of a pool's, a namespace's or a prefix's cache; removals from the index; and ids that begin higher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the log tells of a pool's index: in order, once acknowledged, once for all copies. Blocks of 4 tokens."""
+"""The log of a pool's index: in order, once acknowledged, once for all copies. Blocks of 4 tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import index
 from quire_allocator.core.spec import GroupSpec
 
-from tests.allocator.core.pools import chunked, commit, computed, d, forget, full, make_pool, sliding, state
+from tests.allocator.core.pools import chunked, commit, computed, d, forget, full, grow, make_pool, sliding, state
 
 Told = list[tuple[str, str, int, str, int]]  # change, digests, first position, parent, manager
 
@@ -36,7 +36,7 @@ def told(pool: Pool, after: int = 0) -> Told:
 
 
 def all_told(pool: Pool) -> Told:
-    """The same, with everything acknowledged."""
+    """Returns the log with everything acknowledged."""
     pool.log.publish(pool.log.step)
     return told(pool)
 
@@ -55,7 +55,7 @@ def test_what_is_granted_or_hit_is_no_event() -> None:
     pool.allocate(2, 13, d("ab"))
     pool.fork(2, 3)
     pool.free(3)
-    pool.grow(2, 20)
+    grow(pool, 2, 20)
     assert all_told(pool) == [("STORED", "ab", 0, "", 0)]
 
 
@@ -140,8 +140,8 @@ def test_what_a_commit_stores_from_a_forked_block_on_is_one_event() -> None:
     pool.allocate(1, 6)
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
-    pool.grow(1, 13)  # writes on in a copy
-    pool.grow(2, 13)  # the only one left in the block
+    grow(pool, 1, 13)  # writes on in a copy
+    grow(pool, 2, 13)  # the only one left in the block
     pool.fork(2, 3)
     commit(pool, 1, "abc", 13)
     assert all_told(pool) == [("STORED", "a", 0, "", 0), ("STORED", "bc", 1, "a", 0)]
@@ -151,7 +151,7 @@ def test_what_a_commit_stores_from_a_forked_block_on_is_one_event() -> None:
     pool.fork(1, 2)
     commit(pool, 1, "abc", 12)  # the block that it shares with its fork, and the one behind
     assert all_told(pool) == [("STORED", "a", 0, "", 0), ("STORED", "bc", 1, "a", 0)]
-    pool.grow(2, 8)
+    grow(pool, 2, 8)
     commit(pool, 2, "abc", 8)  # its copy of what is published already
     pool.free(1)
     pool.free(2)
@@ -185,7 +185,7 @@ def test_what_was_stored_by_others_parts_what_a_commit_of_a_window_tells() -> No
     pool.allocate(2, 24)
     pool.free(1)
     forget(pool, 0, [0, 1, 4])
-    commit(pool, 2, "abcdef", 24)  # its own copies of what is gone, and what is still there
+    commit(pool, 2, "abcdef", 24)  # its own copies of evicted blocks, and the published rest
     assert [event for event in all_told(pool) if event[0] == "STORED"] == [
         ("STORED", "abcdef", 0, "", 0),
         ("STORED", "ab", 0, "", 0),
@@ -214,14 +214,14 @@ def test_a_checkpoint_that_is_evicted_or_given_up_is_removed() -> None:
     pool = make_pool(2, state(4))
     pool.allocate(1, 4)
     for token_count in (4, 8):
-        pool.grow(1, token_count)
+        grow(pool, 1, token_count)
         commit(pool, 1, "ab", token_count)
-    pool.grow(1, 12)
+    grow(pool, 1, 12)
     # Positions of states count the digests before and with them.
     assert [event[:3] for event in all_told(pool)] == [("STORED", "a", 1), ("STORED", "b", 2), ("REMOVED", "a", 1)]
     pool = make_pool(3, full(4), state(4))
     computed(pool, 1, "a")
-    pool.grow(1, 8)
+    grow(pool, 1, 8)
     assert all_told(pool)[2:] == [("REMOVED", "a", 1, "", 1)]
 
 

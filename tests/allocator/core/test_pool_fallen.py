@@ -1,4 +1,5 @@
-"""What windows leave behind costs by the stretch, not by the block: finding, committing, freeing and evicting it."""
+"""Blocks that fell out of windows cost by the stretch, not by the block: finding, committing, freeing and evicting
+them."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import random
 from typing import Any
 
 import pytest
-from quire_allocator.core.groups.units import Unit, UnitScope
+from quire_allocator.core.groups.units import UnitScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import index, invariants
+from quire_allocator.core.retention.stop import Unit
 from quire_allocator.core.spec import GroupSpec, PoolSpec, Result
 
 from tests.allocator.core.compiled import IS_COMPILED
-from tests.allocator.core.pools import chunked, full, positions_asked_for, published, sliding
+from tests.allocator.core.pools import chunked, full, grow, positions_asked_for, published, sliding
 
 LONG = 20_000  # blocks of a long prompt, of 4 tokens each
 WINDOW = 16  # blocks
@@ -43,7 +45,7 @@ def computed(pool: Pool, sequence_id: int, digests: bytes, chunk: int = 1 << 40)
         committed, done = done, min(done + chunk, count)
         if committed == count:
             return
-        assert pool.grow(sequence_id, 4 * done).result is Result.OK
+        assert grow(pool, sequence_id, 4 * done).result is Result.OK
 
 
 # -- how much work -----------------------------------------------------------------------------------------------------
@@ -64,7 +66,7 @@ def test_a_commit_makes_no_more_units_than_a_window_needs(
     pool, digests = window_pool(full(4), group, retention=retention), text(1, LONG)
     monkeypatch.setattr(Unit, "__init__", count)
     computed(pool, 1, digests)
-    assert len(made) <= 4 * (WINDOW + 2)  # the window, what the two last stops take, and one edge more
+    assert len(made) <= 4 * (WINDOW + 2)  # the window, the blocks of the two last stops, and one edge more
     assert len(window_scope(pool).stretches) <= 3
     pool.free(1)
     assert len(made) <= 4 * (WINDOW + 2)
@@ -196,5 +198,5 @@ def test_digests_that_stand_for_no_prefix_break_nothing(seed: int) -> None:
             if dice.random() < 0.5:
                 pool.free(sequence_id)
             else:
-                pool.grow(sequence_id, until + dice.randint(1, 9))
+                grow(pool, sequence_id, until + dice.randint(1, 9))
         invariants.check(pool)

@@ -21,6 +21,7 @@ from tests.allocator.core.pools import (
     everything,
     full,
     granted_next,
+    grow,
     make_pool,
     states,
     tables,
@@ -272,7 +273,7 @@ def test_with_two_groups_one_missing_block_refuses_both() -> None:
     before = everything(pool)
     assert (pool.allocate(2, 4).result, pool.allocate(2, 4).shortfall) == (Result.NO_SPACE, 1)
     assert everything(pool) == before
-    assert pool.grow(1, 12).result is Result.TOO_LONG
+    assert grow(pool, 1, 12).result is Result.TOO_LONG
 
 
 @pytest.mark.parametrize(("block_count", "group_count"), [(8, 1), (16, 2)])
@@ -280,7 +281,7 @@ def test_more_than_the_whole_pool_is_too_long_and_the_whole_pool_is_not(block_co
     pool = make_pool(block_count, group_count=group_count)
     assert pool.allocate(1, 33) == GrowResult(Result.TOO_LONG)
     assert pool.allocate(1, 32).result is Result.OK
-    assert pool.grow(1, 33) == GrowResult(Result.TOO_LONG)
+    assert grow(pool, 1, 33) == GrowResult(Result.TOO_LONG)
     assert pool.commit(1, 33) == CommitResult(Result.TOO_LONG)
 
 
@@ -301,7 +302,7 @@ def test_unknown_and_freed_sequences_are_not_found() -> None:
     pool.free(1)
     before = everything(pool)
     for sequence_id in (1, 9):
-        assert pool.grow(sequence_id, 1).result is Result.NOT_FOUND
+        assert grow(pool, sequence_id, 1).result is Result.NOT_FOUND
         assert pool.commit(sequence_id, 1).result is Result.NOT_FOUND
         assert pool.fork(sequence_id, 10) is Result.NOT_FOUND
         assert pool.free(sequence_id) is Result.NOT_FOUND
@@ -312,9 +313,9 @@ def test_growing_to_no_more_than_there_is_changes_nothing() -> None:
     pool = make_pool()
     pool.allocate(1, 6)
     before = everything(pool)
-    assert pool.grow(1, 3) == pool.grow(1, 6) == GrowResult(Result.OK)
+    assert grow(pool, 1, 3) == grow(pool, 1, 6) == GrowResult(Result.OK)
     assert everything(pool) == before
-    assert pool.grow(1, 8) == GrowResult(Result.OK)  # there is room in the second block
+    assert grow(pool, 1, 8) == GrowResult(Result.OK)  # there is room in the second block
     assert pool.sequences[1].token_count == 8
 
 
@@ -330,7 +331,7 @@ def test_many_grow_at_once_and_only_those_that_need_something_are_answered() -> 
 
 
 def test_a_group_of_larger_blocks_is_hit_only_where_both_end() -> None:
-    # Digests cover 4 tokens. 20 tokens: 5 blocks of 4, and 3 of 8, of which two are full.
+    # Digests cover 4 tokens. 20 tokens are 5 blocks of 4, or 3 of 8, two of them full.
     pool = make_pool(16, full(4), full(8))
     computed(pool, 1, "abcde")
     assert [len(table) for table in tables(pool, 1)] == [5, 3]
@@ -345,14 +346,14 @@ def test_a_group_of_larger_blocks_is_hit_only_where_both_end() -> None:
 def test_a_block_that_only_the_larger_group_has_half_filled_is_copied_by_whoever_goes_on() -> None:
     pool = make_pool(16, full(4), full(8))
     computed(pool, 1, "a")  # 4 tokens: a whole small block, half of a large one
-    pool.grow(1, 6)
+    grow(pool, 1, 6)
     pool.fork(1, 2)
     assert tables(pool, 2) == [[0], [1]]
     assert pool.sequences[1].limit == 6  # else it would write on behind the fork's back
-    grown = pool.grow(1, 7)
+    grown = grow(pool, 1, 7)
     assert grown.copies == [(1, 3)]
     invariants.check(pool)
-    assert not pool.grow(2, 5).copies  # the large block is its own now
+    assert not grow(pool, 2, 5).copies  # the large block is its own now
     assert tables(pool, 2) == [[0, 4], [1]]
 
 

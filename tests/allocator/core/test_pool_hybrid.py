@@ -1,4 +1,4 @@
-"""Several types of group in one pool: a hit is what all of them can serve. Numbers worked out by hand."""
+"""Several types of group in one pool: a hit is as long as all of them can serve. Numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.allocator.core.pools import (
     forget,
     full,
     granted_next,
+    grow,
     make_pool,
     sliding,
     state,
@@ -35,7 +36,7 @@ def test_blocks_of_a_position_are_handed_out_kind_after_kind_and_tables_keep_the
     pool = make_pool(12, sliding(4, 8), full(4), sliding(4, 8))
     pool.allocate(1, 8)
     assert tables(pool, 1) == [[2, 4], [0, 1], [3, 5]]
-    grown = pool.grow(1, 12)
+    grown = grow(pool, 1, 12)
     assert [list(blocks) for blocks in grown.blocks] == [[7], [6], [8]]
     assert tables(pool, 1) == [[2, 4, 7], [0, 1, 6], [3, 5, 8]]
 
@@ -44,9 +45,9 @@ def test_growing_past_one_kinds_edge_only_grants_to_that_kind() -> None:
     pool = make_pool(12, full(8), sliding(4, 8))
     pool.allocate(1, 4)
     assert tables(pool, 1) == [[0], [1]]
-    grown = pool.grow(1, 5)
+    grown = grow(pool, 1, 5)
     assert [list(blocks) for blocks in grown.blocks] == [[], [2]]
-    assert pool.grow(1, 8).blocks == ()
+    assert grow(pool, 1, 8).blocks == ()
 
 
 def test_full_and_sliding_agree_on_the_longest_prefix_that_both_have() -> None:
@@ -64,7 +65,7 @@ def test_full_and_sliding_agree_on_the_longest_prefix_that_both_have() -> None:
 
 def test_three_kinds_are_asked_again_until_none_of_them_gives_way() -> None:
     # Blocks of one token. Full has all 12. A window of 3 needs the last two and has 2, 3, 8, 9: prefixes of 4 and 10.
-    # Chunks of 4 need what comes since the last multiple of 4, and 8 is missing: of 10 only 8 is left, which the window
+    # Chunks of 4 need the tokens since the last multiple of 4, and 8 is missing: of 10 only 8 is left, which the window
     # cannot serve; so 4.
     pool = make_pool(60, full(1), sliding(1, 3), chunked(1, 4))
     computed(pool, 1, LETTERS[:12])
@@ -117,12 +118,12 @@ def test_a_freed_sequence_leaves_kind_after_kind_and_what_fell_out_before_goes_f
 def test_no_group_grows_if_one_of_them_cannot() -> None:
     pool = make_pool(5, full(4), sliding(4, 8))
     pool.allocate(1, 8)
-    answer = pool.grow(1, 9)
+    answer = grow(pool, 1, 9)
     assert (answer.result, answer.shortfall) == (Result.TOO_LONG, 0)  # 3 + 3 of 5
     pool = make_pool(7, full(4), sliding(4, 8))
     pool.allocate(1, 8)
     pool.allocate(2, 1)
-    answer = pool.grow(1, 9)
+    answer = grow(pool, 1, 9)
     assert (answer.result, answer.shortfall) == (Result.NO_SPACE, 1)
     assert counts(pool) == (1, 0, 6)
 
@@ -133,7 +134,7 @@ def test_eight_identical_prompts_with_every_kind_of_group_share_all_that_can_be_
     pool = make_pool(80, full(4), sliding(4, 8), chunked(4, 8), state(4))
     pool.allocate(1, 16, d("abcd"), prompt_token_count=17)
     commit(pool, 1, "abcd", 16)
-    pool.grow(1, 17)
+    grow(pool, 1, 17)
     for sequence_id in range(2, 9):
         grown = pool.allocate(sequence_id, 17, d("abcd"))
         assert grown.matched_token_count == 16

@@ -13,7 +13,20 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import Quota, Result
 
-from tests.allocator.core.pools import blocks_of, chunked, commit, computed, d, filled, full, make_pool, sliding, state
+from tests.allocator.core.pools import (
+    blocks_of,
+    chunked,
+    commit,
+    computed,
+    d,
+    filled,
+    full,
+    grow,
+    make_pool,
+    sliding,
+    state,
+    stops_of,
+)
 
 
 def test_a_block_never_stands_at_two_positions_even_if_its_owner_repeats_a_digest() -> None:
@@ -55,7 +68,7 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
         if name == "allocate":
             pool.allocate(new_id, token_count, b"".join(digests), prompt_token_count=token_count + choice - 6)
         elif name == "grow":
-            pool.grow(sequence_id, token_count)
+            grow(pool, sequence_id, token_count)
         elif name == "commit" and pool.sequences:
             sequence = pool.sequences[sequence_id]
             until = min(token_count, sequence.token_count)
@@ -77,7 +90,7 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
 def busy_pool() -> Pool:
     """A borrower, a hold, a prompt in chunks, sharers of a half-filled block, something cached.
 
-    Sequence 3 borrows what 1 published; 4 is a hold of 1; 5 is a prompt in chunks; 7 and 8 share.
+    Sequence 3 borrows a block that 1 published; 4 is a hold of 1; 5 is a prompt in chunks; 7 and 8 share.
     """
     pool = make_pool(60, full(4), sliding(4, 6), quotas=(Quota("", None, 20),))
     pool.allocate(1, 12)
@@ -100,7 +113,7 @@ def state_pool() -> Pool:
     pool = make_pool(8, state(4))
     pool.allocate(1, 4)
     commit(pool, 1, "ab", 4)
-    assert pool.grow(1, 8).result is Result.OK
+    assert grow(pool, 1, 8).result is Result.OK
     commit(pool, 1, "ab", 8)
     pool.fork(1, 2)
     invariants.check(pool)
@@ -180,16 +193,16 @@ def lose_a_queue_entry_of_a_namespace(pool: Pool) -> None:
 
 def last_stop(pool: Pool) -> Any:
     """One behind which there is none."""
-    return next(b for b in pool.blocks.namespaces[""].stops.values() if not b.way_count)
+    return next(b for b in stops_of(pool).values() if not b.way_count)
 
 
 def a_stop(pool: Pool) -> Any:
-    return next(b for b in pool.blocks.namespaces[""].stops.values() if b.needed)
+    return next(b for b in stops_of(pool).values() if b.needed)
 
 
 def lose_a_stop(pool: Pool) -> None:
     stop = a_stop(pool)
-    del stop.index[stop.key]
+    del pool.coordinator.retention.stops[stop.key]
 
 
 def forget_where_a_stop_stands(pool: Pool) -> None:
@@ -261,7 +274,7 @@ DEFECTS: list[tuple[str, Callable[[Pool], None]]] = [
     ("a ticket where nothing may leave", drop_a_candidate),
     ("candidate is not queued", lose_a_queue_entry),
     ("missing among those of its namespace", lose_a_queue_entry_of_a_namespace),
-    ("counts others", lose_a_stop),
+    ("has a stop that is gone", lose_a_stop),
     ("does not know a stop that stands in it", forget_where_a_stop_stands),
     ("counts others", need_one_unit_less),
     ("counts other ways", add(a_stop, "way_count", 1)),
@@ -293,8 +306,8 @@ def test_a_defect_is_noticed_and_named(message: str, corrupt: Callable[[Pool], N
         ("another count|not in the index", keep_the_key),
         ("has no state", lose_the_state),
         ("other depths", lambda pool: scope(pool, 0).depths.add(99)),
-        ("elsewhere than at the stops of its sequence", lambda pool: setattr(part(pool, 1, 0), "stops", (4,))),
-        ("do not rise|elsewhere", lambda pool: setattr(pool.sequences[1], "stops", (8, 4))),
+        ("do not rise", lambda pool: setattr(pool.sequences[1].stops, "token_counts", (8, 4))),
+        ("off the edges", lambda pool: setattr(pool.sequences[1].stops, "token_counts", (5,))),
         ("counts .* holders", add(lambda pool: part(pool, 1, 0).unit, "live", -1)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Junctions: who is told up to where a checkpoint would have made it a hit, and that it does so the next time."""
+"""Junctions: a prompt learns where a checkpoint would have made a hit, and the next prompt hits there."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from tests.allocator.core.pools import (
     d,
     forget,
     full,
+    grow,
     make_pool,
     positions_asked_for,
     sliding,
     state,
 )
 
-SYSTEM = "abcd"  # 64 tokens in blocks of 16, with which three prompts of 96 tokens begin
+SYSTEM = "abcd"  # 64 tokens in blocks of 16, the common prefix of three prompts of 96 tokens
 
 
 def told(answer: GrowResult) -> tuple[Result, int, int]:
@@ -31,14 +32,14 @@ def told(answer: GrowResult) -> tuple[Result, int, int]:
 
 
 def served(pool: Pool, sequence_id: int, letters: str) -> tuple[int, int]:
-    """A prompt as an owner serves it that cuts its passes where it is told to: tokens matched, and the junction."""
+    """Serves a prompt as an owner that cuts its passes at stops; returns the matched tokens, and the junction."""
     size, length = pool.digest_tokens, len(letters) * pool.digest_tokens
     answer = pool.allocate(sequence_id, length, d(letters))
     assert answer.result is Result.OK
     junction = answer.junction_token_count
     if junction:
         commit(pool, sequence_id, letters[: junction // size], junction, keep=junction)
-        assert pool.grow(sequence_id, length).result is Result.OK
+        assert grow(pool, sequence_id, length).result is Result.OK
     commit(pool, sequence_id, letters, length)
     pool.free(sequence_id)
     return answer.matched_token_count, junction
@@ -59,7 +60,7 @@ def test_the_second_of_three_prompts_is_told_of_what_they_share_and_the_third_hi
     groups: tuple[GroupSpec, ...],
 ) -> None:
     if groups == (state(1024),):
-        groups = (state(16), state(1024))  # digests cover what the smallest block does
+        groups = (state(16), state(1024))  # a digest covers the smallest block
     pool = make_pool(64, *groups)
     assert [served(pool, i + 1, SYSTEM + user) for i, user in enumerate(("wx", "yz", "uv"))] == [
         (0, 0),
@@ -80,8 +81,8 @@ def test_a_junction_leaves_a_token_to_compute() -> None:
     pool.allocate(1, 12)
     commit(pool, 1, "abc", 12)
     assert told(pool.allocate(2, 12, d("abc"))) == (Result.OK, 0, 8)
-    assert pool.sequences[2].stops[:2] == (8, 16)  # which is the end of its prompt as well
-    assert pool.sequences[2].prompt_end == 8
+    assert pool.sequences[2].stops.token_counts[:2] == (8, 16)  # which is the end of its prompt as well
+    assert pool.sequences[2].stops.prompt_end == 8
 
 
 def test_nothing_is_told_where_a_checkpoint_would_gain_nothing() -> None:
@@ -102,11 +103,11 @@ def test_a_match_and_a_pending_answer_tell_the_junction_too() -> None:
 
 
 def test_others_are_not_told_of_what_the_owner_has_not_acknowledged() -> None:
-    pool = make_pool(32, full(4), state(64), state(64))  # whose answers have no ends
+    pool = make_pool(32, full(4), state(64), state(64))  # answers without ends
     pool.log.step = 1
     computed(pool, 1, "ab")
     pool.log.step = 2
-    assert pool.grow(1, 16).result is Result.OK
+    assert grow(pool, 1, 16).result is Result.OK
     commit(pool, 1, "abcd", 16)
     pool.log.publish(1)
     assert pool.find("", d("abcd")) == Match(0, 16)
@@ -120,7 +121,7 @@ def test_a_window_that_was_lost_is_told_as_well() -> None:
     forget(pool, 1, range(6))
     assert pool.find("", d("abcdxy")) == Match(0, 16)
     assert told(pool.allocate(2, 24, d("abcdxy"))) == (Result.OK, 0, 16)
-    assert pool.sequences[2].stops == (16, 20)
+    assert pool.sequences[2].stops.token_counts == (16, 20)
 
 
 def test_a_checkpoint_before_the_junction_is_a_replay() -> None:
@@ -128,7 +129,7 @@ def test_a_checkpoint_before_the_junction_is_a_replay() -> None:
     pool = make_pool(32, full(4), state(16))
     pool.allocate(1, 16, prompt_token_count=29)
     commit(pool, 1, "abcd", 16)
-    assert pool.grow(1, 29).result is Result.OK
+    assert grow(pool, 1, 29).result is Result.OK
     commit(pool, 1, "abcdefg", 29)
     assert told(pool.allocate(2, 36, d("abcdefgxy"))) == (Result.OK, 16, 28)
 
@@ -138,7 +139,7 @@ def test_forks_make_checkpoints_where_their_parent_would() -> None:
     pool.allocate(1, 4, prompt_token_count=14)
     commit(pool, 1, "a", 4)
     pool.fork(1, 2)
-    pool.grow(2, 12)
+    grow(pool, 2, 12)
     commit(pool, 2, "abc", 12)
     assert pool.match("", d("abc")) == 12
 
@@ -171,7 +172,7 @@ def common(first: list[int], second: list[int]) -> int:
 
 
 def packed(prompt: list[int]) -> bytes:
-    """Digests of a prompt's prefixes, each of which stands for all before it."""
+    """Returns digests of a prompt's prefixes, each for all tokens before its end."""
     return b"".join(repr(prompt[: end + 1]).encode()[-32:].rjust(32, b" ") for end in range(len(prompt)))
 
 

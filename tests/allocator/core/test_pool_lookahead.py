@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 from quire_allocator.core.spec import Copy, GrowResult, Result
 
-from tests.allocator.core.pools import blocks_of, commit, counts, d, full, make_pool, sliding, tables
+from tests.allocator.core.pools import blocks_of, commit, counts, d, full, grow, make_pool, sliding, tables
 
 
 @pytest.mark.parametrize(
     ("keep", "token_count", "blocks"),
     [
         (0, 14, [0, 1, 2, 3]),  # nothing is given back
-        (1, 9, [0, 1, 2]),  # never less than what is committed
+        (1, 9, [0, 1, 2]),  # never below the committed length
         (9, 9, [0, 1, 2]),
         (12, 12, [0, 1, 2]),
         (13, 13, [0, 1, 2, 3]),
         (14, 14, [0, 1, 2, 3]),
-        (99, 14, [0, 1, 2, 3]),  # never more than what was granted
+        (99, 14, [0, 1, 2, 3]),  # never above the granted length
     ],
 )
 def test_a_commit_gives_back_what_is_not_to_be_kept(keep: int, token_count: int, blocks: list[int]) -> None:
     pool = make_pool()
     pool.allocate(1, 6, d("a"))
-    pool.grow(1, 14)
+    grow(pool, 1, 14)
     commit(pool, 1, "ab", 9, keep=keep)
     assert blocks_of(pool, 1) == blocks
     assert pool.sequences[1].token_count == token_count
@@ -35,7 +35,7 @@ def test_what_was_given_back_is_granted_next_in_the_order_of_the_table() -> None
     pool.allocate(1, 20)
     commit(pool, 1, "a", 5, keep=5)
     assert list(pool.blocks.empty) == [2, 3, 4, 5, 6, 7]
-    assert pool.grow(1, 9).blocks[0].tolist() == [2]
+    assert grow(pool, 1, 9).blocks[0].tolist() == [2]
 
 
 def test_draft_tokens_are_never_published() -> None:
@@ -43,7 +43,7 @@ def test_draft_tokens_are_never_published() -> None:
     pool.allocate(1, 12, d("abc"))  # all three blocks are written, drafts in the last two
     commit(pool, 1, "ab", 7, keep=8)
     assert pool.match("", d("abc")) == 4
-    pool.grow(1, 12)
+    grow(pool, 1, 12)
     commit(pool, 1, "axy", 12)
     assert [pool.match("", d(text)) for text in ("abc", "axy")] == [4, 12]
 
@@ -53,10 +53,10 @@ def test_after_giving_back_a_half_filled_block_that_a_fork_shares_is_copied() ->
     pool.allocate(1, 8)
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
-    assert pool.grow(1, 8) == GrowResult(Result.OK)  # granted before the fork
+    assert grow(pool, 1, 8) == GrowResult(Result.OK)  # granted before the fork
     commit(pool, 1, "a", 6, keep=6)
     assert pool.sequences[1].limit == 6
-    assert pool.grow(1, 7).copies == [Copy(1, 2)]
+    assert grow(pool, 1, 7).copies == [Copy(1, 2)]
 
 
 def test_lookahead_is_given_back_by_every_group() -> None:
@@ -72,6 +72,6 @@ def test_a_grant_for_several_tokens_ahead_is_used_up_without_another() -> None:
     pool = make_pool()
     pool.allocate(1, 3)
     granted = pool.granted_block_count
-    assert pool.grow(1, 8).blocks[0].tolist() == [1]
-    assert [pool.grow(1, count) for count in (4, 8)] == [GrowResult(Result.OK)] * 2
+    assert grow(pool, 1, 8).blocks[0].tolist() == [1]
+    assert [grow(pool, 1, count) for count in (4, 8)] == [GrowResult(Result.OK)] * 2
     assert pool.granted_block_count == granted + 1

@@ -1,11 +1,11 @@
-"""Prefixes that somebody is computing right now: who asks for one is told so, and may wait. Blocks of 4 tokens."""
+"""Prefixes under way in another sequence: a request for one learns of it, and may wait. Blocks of 4 tokens."""
 
 from __future__ import annotations
 
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import Result
 
-from tests.allocator.core.pools import commit, computed, d, everything, full, make_pool, sliding, state
+from tests.allocator.core.pools import commit, computed, d, everything, full, grow, make_pool, sliding, state
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -88,7 +88,7 @@ def test_a_prompt_in_chunks_announces_all_of_itself() -> None:
     pool.allocate(1, 4, d("abcd"), prompt_token_count=17)
     assert asked(pool, "abcd", 17) == (0, 16)
     commit(pool, 1, "abcd", 4)
-    pool.grow(1, 8)
+    grow(pool, 1, 8)
     assert asked(pool, "abcd", 17) == (4, 12)
 
 
@@ -117,7 +117,7 @@ def test_a_fork_announces_nothing() -> None:
 
 
 def eight_at_once(pool: Pool, letters: str, prompt: int, chunk: int) -> list[int]:
-    """Eight identical prompts, of which those that are told to wait ask again every step; tokens each computed."""
+    """Runs eight identical prompts, where waiting ones ask again every step; returns the tokens that each computed."""
     waiting, running, computed_by = list(range(1, 9)), [], []
     for _ in range(60):
         for _ in list(waiting):
@@ -139,7 +139,7 @@ def eight_at_once(pool: Pool, letters: str, prompt: int, chunk: int) -> list[int
             if token_count == prompt:
                 running.remove(sequence_id)
             else:
-                assert pool.grow(sequence_id, min(ends)).result is Result.OK
+                assert grow(pool, sequence_id, min(ends)).result is Result.OK
     assert not waiting
     return computed_by
 

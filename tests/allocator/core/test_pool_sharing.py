@@ -16,6 +16,7 @@ from tests.allocator.core.pools import (
     d,
     everything,
     granted_next,
+    grow,
     make_pool,
     sliding,
     states,
@@ -25,7 +26,7 @@ from tests.allocator.core.pools import (
 
 def grown(pool: Pool, sequence_id: int, token_count: int) -> tuple[list[int], list[Copy]]:
     """What growing grants and copies."""
-    answer = pool.grow(sequence_id, token_count)
+    answer = grow(pool, sequence_id, token_count)
     assert answer.result is Result.OK
     invariants.check(pool)
     return (list(answer.blocks[0]) if answer.blocks else [], list(answer.copies))
@@ -76,7 +77,7 @@ def test_a_fork_shares_what_is_committed_and_not_what_is_merely_granted() -> Non
     pool.fork(1, 2)
     assert blocks_of(pool, 2) == [0, 1]
     assert pool.sequences[2].token_count == 6
-    # The parent was granted the rest of block 1 before the fork: it goes on writing there, the child copies.
+    # The parent was granted the rest of block 1 before the fork: it writes on there, and the child copies.
     assert grown(pool, 1, 16) == ([], [])
     assert grown(pool, 2, 7) == ([4], [Copy(1, 4)])
 
@@ -96,7 +97,7 @@ def test_freeing_one_side_of_a_fork_leaves_the_other_whole() -> None:
     pool.free(1)
     assert blocks_of(pool, 2) == [0, 1]
     assert states(pool)[:3] == [2, 2, 0]
-    assert grown(pool, 2, 7) == ([], [])  # nobody else is left: no copy
+    assert grown(pool, 2, 7) == ([], [])  # the only holder left: no copy
 
 
 def half_borrowed() -> Pool:
@@ -182,8 +183,8 @@ def test_of_two_forks_that_grow_alike_the_second_takes_over_what_the_first_publi
     computed(pool, 1, "a", tokens=2)
     pool.fork(1, 2)
     assert tables(pool, 2) == [[0, 2], [1, 3]]
-    assert pool.grow(1, 8).copies == [Copy(2, 4), Copy(3, 5)]
-    assert not pool.grow(2, 8).copies
+    assert grow(pool, 1, 8).copies == [Copy(2, 4), Copy(3, 5)]
+    assert not grow(pool, 2, 8).copies
     commit(pool, 1, "ab", 8)
     assert commit(pool, 2, "ab", 8).swaps == [Swap(0, 1, 4), Swap(1, 1, 5)]
     assert tables(pool, 1) == tables(pool, 2) == [[0, 4], [1, 5]]
@@ -199,7 +200,7 @@ def test_the_source_of_a_copy_is_never_granted_by_the_same_operation() -> None:
     pool.free(1)  # block 0: published, held by the child alone
     before = everything(pool)
     # Two blocks would do in the end, but while one is copied there must be three: no space, yet not too long.
-    assert pool.grow(2, 8) == GrowResult(Result.NO_SPACE, shortfall=1)
+    assert grow(pool, 2, 8) == GrowResult(Result.NO_SPACE, shortfall=1)
     assert everything(pool) == before
     assert grown(pool, 2, 4) == ([1], [Copy(0, 1)])
 
@@ -209,7 +210,7 @@ def test_a_copy_without_a_free_block_is_no_space_and_changes_nothing() -> None:
     computed(pool, 1, "a", tokens=2)
     pool.fork(1, 2)
     before = everything(pool)
-    answer = pool.grow(2, 7)
+    answer = grow(pool, 2, 7)
     assert (answer.result, answer.shortfall) == (Result.NO_SPACE, 1)
     assert everything(pool) == before
 
@@ -254,7 +255,7 @@ def test_holds_end_in_the_order_of_their_ids_and_forks_of_them_do_not() -> None:
     computed(pool, 1, "a", tokens=1)
     pool.fork(1, 2, hold_until=5.0)
     pool.fork(1, 3, hold_until=4.0)
-    pool.fork(3, 4)  # goes on: an ordinary sequence
+    pool.fork(3, 4)  # continues: an ordinary sequence
     assert pool.expire_holds(7.0) == [2, 3]
     assert list(pool.sequences) == [1, 4]
     assert blocks_of(pool, 4) == [0, 1]

@@ -13,6 +13,7 @@ from tests.allocator.core.pools import (
     d,
     everything,
     full,
+    grow,
     make_pool,
     sliding,
     state,
@@ -23,14 +24,14 @@ from tests.allocator.core.pools import (
 
 def grown(pool: Pool, sequence_id: int, token_count: int) -> tuple[list[list[int]], list[Copy]]:
     """What growing grants and copies."""
-    answer = pool.grow(sequence_id, token_count)
+    answer = grow(pool, sequence_id, token_count)
     assert answer.result is Result.OK
     invariants.check(pool)
     return ([list(blocks) for blocks in answer.blocks], list(answer.copies))
 
 
 def checkpoints(pool: Pool, letters: str) -> list[int]:
-    """Digest blocks after which a state alone could go on."""
+    """Returns the digest blocks after which a state alone could continue."""
     scope = pool.blocks.namespaces[""].scopes[-1]
     found = [(unit.first_position, unit.first_digest) for unit in scope.units()]  # type: ignore[attr-defined]
     return sorted(count for count, digest in found if d(letters)[32 * count - 32 : 32 * count] == digest)
@@ -40,7 +41,7 @@ def in_passes(pool: Pool, sequence_id: int, letters: str, ends: list[int]) -> No
     """A sequence that is granted, computed and committed pass by pass."""
     pool.allocate(sequence_id, ends[0])
     for end in ends:
-        assert pool.grow(sequence_id, end).result is Result.OK
+        assert grow(pool, sequence_id, end).result is Result.OK
         commit(pool, sequence_id, letters, end)
 
 
@@ -69,7 +70,7 @@ def test_a_commit_that_passes_a_multiple_makes_none() -> None:
 
 
 def test_no_checkpoint_is_made_while_tokens_beyond_it_are_granted() -> None:
-    # They may be computed without asking again, and would overwrite what was published.
+    # They may be computed without another request, and would overwrite the published state.
     pool = make_pool(4, state(4))
     pool.allocate(1, 8)
     commit(pool, 1, "a", 4)
@@ -91,7 +92,7 @@ def test_the_end_of_a_prompt_is_a_checkpoint_too() -> None:
     pool = make_pool(16, full(2), state(8))
     pool.allocate(1, 6, prompt_token_count=13)
     for end in (6, 8, 12, 13):
-        pool.grow(1, end)
+        grow(pool, 1, end)
         commit(pool, 1, "abcdef", end)
     assert checkpoints(pool, "abcdef") == [4, 6]
     assert pool.match("", d("abcdef")) == 12
@@ -104,7 +105,7 @@ def test_the_checkpoint_of_a_prompt_is_at_an_edge_of_all_other_groups() -> None:
     in_passes_of_prompt = [8, 10, 11]
     pool.allocate(1, 8, prompt_token_count=11)
     for end in in_passes_of_prompt:
-        pool.grow(1, end)
+        grow(pool, 1, end)
         commit(pool, 1, "abcde", end)
     assert checkpoints(pool, "abcde") == [4]
     assert pool.match("", d("abcde")) == 8
@@ -129,7 +130,7 @@ def test_full_attention_and_state_agree_on_a_checkpoint() -> None:
     pool = make_pool(20, full(2), state(8))
     pool.allocate(1, 8, prompt_token_count=14)
     for end in (8, 12, 14):
-        pool.grow(1, end)
+        grow(pool, 1, end)
         commit(pool, 1, "abcdefg", end)
     assert [pool.match("", d("abcdefg")[: 32 * count]) for count in range(8)] == [0, 0, 0, 0, 8, 8, 12, 12]
     hit = pool.allocate(2, 12, d("abcdef"))  # at least one token is computed, so 12 is too far
@@ -153,7 +154,7 @@ def test_a_checkpoint_that_was_hit_leaves_after_those_that_were_not() -> None:
     in_passes(pool, 1, "abcdef", [4])
     pool.allocate(2, 6, d("a"))  # copies the state after 4
     for end in (8, 12, 16, 20):
-        pool.grow(1, end)
+        grow(pool, 1, end)
         commit(pool, 1, "abcdef", end)
     assert checkpoints(pool, "abcdef") == [1, 3, 4, 5]
 
@@ -216,7 +217,7 @@ def test_a_checkpoint_that_others_hold_is_not_given_up() -> None:
     computed(pool, 1, "a")
     pool.fork(1, 2)
     before = everything(pool)
-    answer = pool.grow(1, 8)
+    answer = grow(pool, 1, 8)
     assert (answer.result, answer.shortfall) == (Result.NO_SPACE, 1)
     assert everything(pool) == before
 
@@ -226,7 +227,7 @@ def test_a_checkpoint_is_not_given_up_where_that_would_not_be_enough() -> None:
     computed(pool, 1, "a")
     pool.allocate(2, 1)
     before = everything(pool)
-    answer = pool.grow(1, 12)  # two blocks and a copy, and one is free
+    answer = grow(pool, 1, 12)  # two blocks and a copy, and one is free
     assert (answer.result, answer.shortfall) == (Result.NO_SPACE, 2)
     assert everything(pool) == before
 

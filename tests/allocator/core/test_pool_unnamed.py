@@ -10,7 +10,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupSpec, PoolSpec, Result
 
-from tests.allocator.core.pools import chunked, full, sliding, state
+from tests.allocator.core.pools import chunked, full, grow, sliding, state
 
 POOLS = {
     "full": (full(4),),
@@ -39,7 +39,7 @@ def test_blocks_without_digests_are_private_and_given_back(
         assert each.allocate(1, 64, digests[: 32 * 16]).result is Result.OK
         first = each.sequences[1].committed_token_count // 4  # a chunk begins without any block before it
         assert each.commit(1, 64, digests[32 * first : 32 * given]).result is Result.OK
-        assert each.grow(1, 160).result is Result.OK
+        assert grow(each, 1, 160).result is Result.OK
         invariants.check(each)
         assert each.commit(1, 160, digests[32 * 16 :]).result is Result.OK
         invariants.check(each)

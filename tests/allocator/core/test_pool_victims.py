@@ -1,4 +1,5 @@
-"""Whom NO_SPACE names to be preempted: who loses least; and its return. By hand; blocks of 4 tokens, one group."""
+"""The victim named by NO_SPACE: the sequence that loses least; and its return. By hand; blocks of 4 tokens, one
+group."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 from quire_allocator.core.spec import Result, Victim
 
 from tests.allocator.core.compiled import IS_COMPILED
-from tests.allocator.core.pools import commit, computed, counts, d, full, make_pool, sliding, state
+from tests.allocator.core.pools import commit, computed, counts, d, full, grow, make_pool, sliding, state
 
 
 def test_no_space_names_the_sequence_that_has_least_to_compute_again() -> None:
@@ -18,7 +19,7 @@ def test_no_space_names_the_sequence_that_has_least_to_compute_again() -> None:
     computed(pool, 3, "pq")
     assert pool.allocate(4, 8).victim == Victim(2, 6)
     assert pool.allocate(4, 8).shortfall == 1
-    assert pool.grow(2, 13).victim == Victim(3, 8)  # never itself
+    assert grow(pool, 2, 13).victim == Victim(3, 8)  # never itself
 
 
 def test_tokens_that_others_hold_too_need_not_be_computed_again() -> None:
@@ -49,8 +50,8 @@ def test_a_sequence_of_a_higher_priority_is_never_named() -> None:
     assert pool.allocate(3, 4, priority=0).victim is None
     assert pool.allocate(3, 4, priority=1).victim == Victim(2, 0)
     assert pool.allocate(3, 4, priority=2).victim == Victim(2, 0)  # the lowest first
-    assert pool.grow(2, 5).victim is None
-    assert pool.grow(1, 5).victim == Victim(2, 0)
+    assert grow(pool, 2, 5).victim is None
+    assert grow(pool, 1, 5).victim == Victim(2, 0)
 
 
 def test_a_fork_has_the_priority_of_its_parent() -> None:
@@ -86,7 +87,7 @@ def test_a_state_that_a_fork_shares_need_not_be_computed_again() -> None:
     assert pool.admission.cheapest_victim(0) == Victim(1, 8)
     pool.fork(1, 2)
     assert pool.admission.cheapest_victim(0) == Victim(2, 0)
-    pool.grow(2, 9)  # it has a copy of the state now
+    grow(pool, 2, 9)  # it has a copy of the state now
     assert pool.admission.cheapest_victim(0) == Victim(2, 8)
 
 
@@ -120,7 +121,7 @@ def test_many_refusals_look_for_their_victim_once_and_again_after_each_change(mo
     assert {grown.victim for _, grown in refused} == {Victim(8, 4), Victim(7, 4)}  # the eighth is not its own
     assert searches == 1
     pool.free(8)
-    assert pool.grow(1, 9).victim == Victim(7, 4)
+    assert grow(pool, 1, 9).victim == Victim(7, 4)
     assert searches == 2
 
 

@@ -1,4 +1,4 @@
-"""Sliding-window and chunked-local groups: what is kept, what falls out, what is hit. Numbers worked out by hand.
+"""Sliding-window and chunked-local groups: kept blocks, fallen blocks, and hits. Numbers worked out by hand.
 
 A token at position `t` of a sliding window of `w` reads `t - w + 1` to `t`; of chunks of `w` it reads its own chunk up
 to itself. A block falls out when no token to come reads anything in it.
@@ -22,6 +22,7 @@ from tests.allocator.core.pools import (
     forget,
     full,
     granted_next,
+    grow,
     make_pool,
     sliding,
     states,
@@ -54,7 +55,7 @@ def test_the_same_prompt_in_chunks_of_16_is_let_in_where_15_blocks_are(block_cou
     assert (at_once.result, at_once.shortfall) == (Result.PASS_TOO_LONG, 21 - block_count)
     assert pool.allocate(1, 16, d("abcdefg"), prompt_token_count=112).result is result
     for token_count in range(16, 113, 16) if result is Result.OK else ():
-        assert pool.grow(1, token_count).result is Result.OK
+        assert grow(pool, 1, token_count).result is Result.OK
         commit(pool, 1, "abcdefg", token_count)
 
 
@@ -90,13 +91,13 @@ def test_a_chunk_is_given_back_whole_at_its_edge_and_what_reaches_beyond_it_is_k
     pool = make_pool(8, chunked(4, 8))
     computed(pool, 1, "a", tokens=3)
     assert blocks_of(pool, 1) == [0, 1]
-    pool.grow(1, 8)
+    grow(pool, 1, 8)
     commit(pool, 1, "ab", 8)
     assert blocks_of(pool, 1) == [NULL, NULL]
     pool = make_pool(8, chunked(4, 6))
     computed(pool, 1, "ab", tokens=3)  # chunks end at 6 and 12: tokens 8 to 10 read 6 and 7, in block 1
     assert blocks_of(pool, 1) == [NULL, 1, 2]
-    pool.grow(1, 12)
+    grow(pool, 1, 12)
     commit(pool, 1, "abc", 12)
     assert blocks_of(pool, 1) == [NULL, NULL, NULL]
 
@@ -121,7 +122,7 @@ def test_blocks_that_fell_out_make_room_for_the_ones_that_come() -> None:
     pool = make_pool(3, sliding(4, 5))  # the next token and 4 before it: at most 2 blocks, and one being entered
     pool.allocate(1, 4, prompt_token_count=40)
     for count in range(1, 11):
-        assert pool.grow(1, 4 * count).result is Result.OK
+        assert grow(pool, 1, 4 * count).result is Result.OK
         commit(pool, 1, LETTERS, 4 * count)
     assert pool.blocks.evicted_count == 7
     assert pool.sequences[1].committed_token_count == 40
@@ -132,8 +133,8 @@ def test_blocks_that_fell_out_make_room_for_the_ones_that_come() -> None:
 
 @pytest.mark.parametrize(("limit", "hit"), [(14, 14), (13, 6), (6, 6), (5, 5), (4, 0)])
 def test_a_window_of_4_over_15_tokens_is_hit_at_5_6_and_14(limit: int, hit: int) -> None:
-    # Of blocks of one token 2 to 5 and 11 to 13 are cached. A prefix needs its last 3: 14 has 11 to 13, 6 has 3 to 5,
-    # 5 has 2 to 4; 4 would need 1, and 13 would need 10.
+    # Among blocks of one token, 2 to 5 and 11 to 13 are cached. A prefix needs its last 3: 14 has 11 to 13, 6 has 3 to
+    # 5, 5 has 2 to 4; 4 would need 1, and 13 would need 10.
     pool = make_pool(20, sliding(1, 4))
     computed(pool, 1, LETTERS[:15])
     pool.free(1)
@@ -222,7 +223,7 @@ def test_no_sequence_ever_holds_more_than_admission_counted(make: object, window
             pool.allocate(1, first, prompt_token_count=30)
             held = []
             for token_count in [*range(first, 30, chunk), 30]:
-                assert pool.grow(1, token_count).result is Result.OK
+                assert grow(pool, 1, token_count).result is Result.OK
                 held.append(pool.blocks.block_count - pool.blocks.free_count)
                 pool.commit(1, token_count, bytes(32) * filled(pool, 1, token_count))
             assert max(held) <= peak, (chunk, first)

@@ -14,7 +14,7 @@ from quire.session.block_report import report_chunks, report_end
 from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.events import Event
-from quire_allocator.core.eviction.queue import KEPT, LED, SPARE
+from quire_allocator.core.eviction.queue import LED, RANKED, SPARE
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import index, invariants
@@ -27,6 +27,7 @@ from quire_allocator.session.machine import pool_digest
 from quire_allocator.session.staged_report import StagedReport
 from quire_allocator.wire import step_apply, step_checks, translate
 
+from tests.allocator.core.pools import grow, stops_of
 from tests.allocator.twin.rebuild import NodeBuilder
 from tests.simulation.histories import APPEND_ONLY, GROUPS, History, pool_spec
 
@@ -34,7 +35,7 @@ FULL = PoolSpec(8, (GroupSpec(GroupKind.FULL_ATTENTION, 4),))
 
 
 def rebuilt(ledger: Ledger, spec: PoolSpec, now: float) -> Pool:
-    """What an allocator would make of the ledger's report."""
+    """Returns the pool that an allocator makes of the ledger's report."""
     return taken_in(report_chunks(ledger, now), ledger, spec, now)
 
 
@@ -57,7 +58,7 @@ def published(pool: Pool) -> set[tuple[Any, ...]]:
 
 
 def eviction_order(pool: Pool) -> list[tuple[int, bytes]]:
-    """What leaves the cache, in that order: takes all of it."""
+    """Evicts the whole cache, and returns the order."""
     pool.log.discard()
     order = []
     while pool.blocks.cached_count:
@@ -164,7 +165,7 @@ def shape(pool: Pool) -> set[tuple[Any, ...]]:
 
 
 def cut_up(chunks: list[pb.ReportChunk], dice: random.Random) -> list[pb.ReportChunk]:
-    """The same report, with stretches cut where they need not be, in another order, one in each chunk."""
+    """Returns an equal report, with stretches cut at other places, in another order, one in each chunk."""
     single = []
     for chunk in chunks:
         for whole in chunk.prefixes:
@@ -313,7 +314,7 @@ def test_the_right_one_beside_them_is_taken() -> None:
     invariants.check(pool)
     assert pool.match("", d("abc")) == 8
     assert pool.blocks.free_count == 5
-    assert pool.grow(7, 4).result.name == "NOT_FOUND"
+    assert grow(pool, 7, 4).result.name == "NOT_FOUND"
     assert pool.allocate(8, 4).result.name == "OK"
 
 
@@ -342,11 +343,11 @@ def test_a_rebuilt_pool_keeps_what_the_lost_one_kept(has_full: bool) -> None:
     pool = rebuild.finish(report)
     invariants.check(pool)
     space = pool.blocks.namespaces[""]
-    stops = sorted(token_count for token_count, _ in space.stops)
+    stops = sorted(token_count for token_count, _ in stops_of(pool))
     assert stops[-1] == 32
     units = space.scopes[int(has_full)].units()  # type: ignore[attr-defined]
     worths = {unit.blocks[0]: unit.worth for unit in units}
-    kept = LED if has_full else KEPT
+    kept = LED if has_full else RANKED
     assert [worths[block] for block in (15, 16, 17)] == [SPARE, kept, kept]
     joined = b"".join(text)
     assert pool.match("", joined) == 32
@@ -359,11 +360,10 @@ def test_what_is_spare_in_a_rebuilt_pool_was_not_needed_by_the_deepest_stops(kin
     for _ in range(80):
         played.step()
     again = rebuilt(played.ledger, played.spec, 80.0)
-    for name, space in played.pool.blocks.namespaces.items():
-        ours = again.blocks.namespaces[name].stops
+    for name in played.pool.blocks.namespaces:
         last = {
             key
-            for key, stop in space.stops.items()
+            for key, stop in stops_of(played.pool, name).items()
             if not stop.way_count and not stop.is_parting and not stop.runs[0].live
         }
-        assert last <= set(ours)
+        assert last <= set(stops_of(again, name))

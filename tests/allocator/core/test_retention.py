@@ -1,4 +1,4 @@
-"""Which blocks of windowed groups stay cached, and what leaves before what. Numbers worked out by hand."""
+"""The blocks of windowed groups that stay cached, and the order of eviction. Numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupSpec, PoolSpec, Result
 
-from tests.allocator.core.pools import commit, computed, d, full, make_pool, sliding
+from tests.allocator.core.pools import commit, computed, d, full, grow, make_pool, sliding, stops_of
 
 
 def text(number: int, block_count: int, *, tail: int = 0) -> bytes:
@@ -123,7 +123,7 @@ def test_when_a_window_is_evicted_the_full_blocks_that_it_served_leave_next() ->
         pool.blocks.take(pool.blocks.empty_count + 1)
     assert before == 8
     worth = [entry.worth for _, ticket, entry in pool.blocks.queue.items() if ticket == entry.ticket]
-    assert 0 in worth  # what is left of the older prompt
+    assert 0 in worth  # the rest of the older prompt
 
 
 def test_of_a_chats_turns_the_last_three_stops_stay() -> None:
@@ -134,10 +134,10 @@ def test_of_a_chats_turns_the_last_three_stops_stay() -> None:
         pool.allocate(number, 4 * blocks - 12, digests)
         first = pool.sequences[number].committed_token_count // 4
         pool.commit(number, 4 * blocks - 12, digests[32 * first : 32 * (blocks - 3)])
-        pool.grow(number, 4 * blocks)
+        grow(pool, number, 4 * blocks)
         pool.commit(number, 4 * blocks, digests[32 * (blocks - 3) :])
         pool.free(number)
-    ends = sorted(count for count, _ in pool.blocks.namespaces[""].stops)
+    ends = sorted(count for count, _ in stops_of(pool))
     assert ends == [4 * 32, 4 * 40 - 16, 4 * 40]  # the end of turn 4, of the last prompt, and of its answer
 
 
@@ -151,7 +151,7 @@ def test_where_paths_part_a_stop_stays_however_long_they_go_on() -> None:
             digests += text(10 * user + turn, 4)
             serve(pool, digests, len(digests) // 8 + 1)
     invariants.check(pool)
-    stops = pool.blocks.namespaces[""].stops
+    stops = stops_of(pool)
     assert [b.is_parting for (count, _), b in stops.items() if count == 16] == [True]
     assert len(stops) == 1 + 2 * 3
 
@@ -161,7 +161,7 @@ def test_a_fork_ends_a_turn() -> None:
     pool.allocate(1, 21)
     commit(pool, 1, "abcde", 20)
     assert pool.fork(1, 2) is Result.OK
-    pool.grow(1, 40)
+    grow(pool, 1, 40)
     commit(pool, 1, "abcdefghij", 40)
-    assert 20 in [count for count, _ in pool.blocks.namespaces[""].stops]
+    assert 20 in [count for count, _ in stops_of(pool)]
     invariants.check(pool)

@@ -1,15 +1,16 @@
-"""Which checkpoints of states stay cached, and with what they leave. Numbers worked out by hand."""
+"""The checkpoints of states that stay cached, and the blocks with which they are evicted. Numbers worked out by
+hand."""
 
 from __future__ import annotations
 
 import pytest
-from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED, SPARE
-from quire_allocator.core.groups.units import Unit
+from quire_allocator.core.eviction.queue import ASIDE, LED, RANKED, SPARE
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants, usage
+from quire_allocator.core.retention.stop import Unit
 from quire_allocator.core.spec import PoolSpec, Result
 
-from tests.allocator.core.pools import forget, full, make_pool, sliding, state
+from tests.allocator.core.pools import forget, full, grow, make_pool, sliding, state, stops_of
 from tests.allocator.core.test_retention import text
 
 HYBRID = (full(4), state(16), state(16))
@@ -18,13 +19,13 @@ THREE_STATES = (full(4), *(state(16),) * 3)
 
 def without_early_ends(pool: Pool) -> Pool:
     """A pool of which prompts leave states at their ends, at junctions and at multiples of the interval alone."""
-    pool.coordinator.stop_rules.foresees = False
+    pool.coordinator.retention.rules.foresees = False
     return pool
 
 
 def serve(pool: Pool, digests: bytes, token_count: int) -> int:
-    """Allocates, computes and frees a prompt whose passes end at its stops and at every 16 tokens; returns how
-    many tokens of it hit."""
+    """Allocates, computes and frees a prompt whose passes end at its stops and at every 16 tokens; returns the hit
+    tokens."""
     number, size = pool.last_sequence_id + 1, pool.digest_tokens
     own = digests[: token_count // size * 32]
     answer = pool.allocate(number, min(16, token_count), own, prompt_token_count=token_count)
@@ -34,7 +35,7 @@ def serve(pool: Pool, digests: bytes, token_count: int) -> int:
     for end in sorted({*stops, *range(16, token_count, 16), token_count}):
         if end <= done:
             continue
-        assert pool.grow(number, end).result is Result.OK
+        assert grow(pool, number, end).result is Result.OK
         pool.commit(number, end, digests[done // size * 32 : end // size * 32], end)
         done = end
     pool.free(number)
@@ -42,7 +43,7 @@ def serve(pool: Pool, digests: bytes, token_count: int) -> int:
 
 
 def worths(pool: Pool, digests: bytes, manager: int = 1) -> dict[int, int]:
-    """What the cached checkpoints of a text are worth, by the tokens before them."""
+    """Returns the worth of a text's cached checkpoints, by the tokens before them."""
     scope, size = pool.blocks.namespaces[""].scopes[manager], pool.digest_tokens
     units: list[Unit] = scope.units()  # type: ignore[attr-defined]
     placed = sorted([(unit.first_position, unit) for unit in units], key=lambda item: item[0])
@@ -82,7 +83,7 @@ def test_a_checkpoint_leaves_with_the_prefix_that_it_stands_behind() -> None:
         serve(pool, text(number, 4), 17)
     pool.blocks.take(pool.blocks.empty_count + 1)  # the last block before the older one's stop: it is gone
     assert worths(pool, text(1, 4)) == {16: SPARE}
-    pool.blocks.take(pool.blocks.empty_count + 5)  # what is left of it: three blocks, and three of states
+    pool.blocks.take(pool.blocks.empty_count + 5)  # its rest: three blocks, and three of states
     assert worths(pool, text(1, 4)) == {}
     assert pool.match("", text(2, 4)) == 16
 
@@ -92,7 +93,7 @@ def test_when_a_checkpoint_is_evicted_the_blocks_before_it_leave_next() -> None:
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
     forget(pool, 1, [4])
-    assert not pool.blocks.namespaces[""].stops
+    assert not stops_of(pool)
     worth = {entry.worth for _, ticket, entry in pool.blocks.queue.items() if ticket == entry.ticket}
     assert worth == {SPARE}
 
@@ -120,15 +121,15 @@ def test_where_paths_part_a_checkpoint_stays_however_long_they_go_on() -> None:
 def test_where_everything_is_dense_checkpoints_are_like_all_other_blocks() -> None:
     pool = make_pool(60, *HYBRID, retention="dense")
     serve(pool, text(1, 10), 41)
-    assert set(worths(pool, text(1, 10)).values()) == {KEPT}
-    assert not pool.blocks.namespaces[""].stops
+    assert set(worths(pool, text(1, 10)).values()) == {RANKED}
+    assert not stops_of(pool)
 
 
 def test_without_full_attention_the_policy_ranks_checkpoints_at_stops() -> None:
     pool = make_pool(20, state(4), state(16))
     serve(pool, text(1, 10), 41)
-    assert worths(pool, text(1, 10), 0) == {16: SPARE, 32: SPARE, 40: KEPT}
-    assert worths(pool, text(1, 10), 1) == {16: SPARE, 32: SPARE, 40: KEPT}
+    assert worths(pool, text(1, 10), 0) == {16: SPARE, 32: SPARE, 40: RANKED}
+    assert worths(pool, text(1, 10), 1) == {16: SPARE, 32: SPARE, 40: RANKED}
 
 
 def test_an_owner_that_ends_no_pass_at_a_stop_keeps_the_deepest_checkpoint_that_it_made() -> None:
@@ -137,7 +138,7 @@ def test_an_owner_that_ends_no_pass_at_a_stop_keeps_the_deepest_checkpoint_that_
     pool.allocate(1, 16, digests, prompt_token_count=45)
     done = 0
     for end in (16, 32, 45):
-        pool.grow(1, end)
+        grow(pool, 1, end)
         pool.commit(1, end, digests[done // 4 * 32 : end // 4 * 32])
         done = end
     pool.free(1)
@@ -151,7 +152,7 @@ HEAVY = (full(4), *(state(1024),) * 6)
 
 
 def burdens(pool: Pool, digests: bytes) -> list[int]:
-    """Of the runs of a text, from the root down."""
+    """Returns the burdens of a text's runs, from the root down."""
     hit = pool.managers[0].find(pool.blocks.namespaces[""].scopes[0], digests, 4 * len(digests) // 32)
     return [run.burden for run in hit.runs]  # type: ignore[attr-defined]
 
@@ -197,7 +198,7 @@ def test_what_is_kept_and_what_is_spare_is_told_of_the_groups_of_each_specificat
     pool = without_early_ends(make_pool(80, full(4), sliding(4, 8), *(state(16),) * 5))
     serve(pool, text(1, 8), 33)
     pool.allocate(1 + pool.last_sequence_id, 4)
-    # Of the window the last two blocks are kept; of the checkpoints after 16 and 32 tokens, the latter.
+    # Of the window the last two blocks are kept, of the checkpoints after 16 and 32 tokens the latter.
     assert usage.retention(pool) == [
         ("full_attention 4", 1, 8, 0),
         ("sliding_window 4 8", 1, 2, 6),

@@ -9,11 +9,11 @@ from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 
-from tests.allocator.service.harness import Allocator, refused, running_allocator, spec
+from tests.allocator.service.harness import RunningAllocator, refused, running_allocator, spec
 
 
 @pytest.fixture
-async def allocator() -> AsyncIterator[Allocator]:
+async def allocator() -> AsyncIterator[RunningAllocator]:
     async with running_allocator() as running:
         yield running
 
@@ -55,7 +55,7 @@ WRONG_SPECS: list[tuple[pb.PoolSpec, Reason]] = [
 
 @pytest.mark.parametrize(("wrong", "reason"), WRONG_SPECS, ids=range(len(WRONG_SPECS)))
 async def test_a_specification_that_cannot_be_managed_is_refused(
-    allocator: Allocator, wrong: pb.PoolSpec, reason: Reason
+    allocator: RunningAllocator, wrong: pb.PoolSpec, reason: Reason
 ) -> None:
     with refused(reason):
         await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="r", pool="a", spec=wrong))

@@ -1,19 +1,19 @@
-"""What reaches the limits on stops and passes; see `limit_cases.py`."""
+"""Requests that reach the limits on stops and passes; see `limit_cases.py`."""
 
 from __future__ import annotations
 
 from quire.v1 import allocator_pb2 as pb
 
-from tests.allocator.service.harness import Allocator, spec
+from tests.allocator.service.harness import RunningAllocator, spec
 from tests.allocator.service.limit_cases import open_pool, report_chunks, reported
 
 
-async def reported_stops(allocator: Allocator, number: int) -> None:
+async def reported_stops(allocator: RunningAllocator, number: int) -> None:
     sequence = reported(1, stops=range(1, number + 1))
     await report_chunks(allocator, pb.ReportChunk(namespaces=[""], sequences=[sequence]))
 
 
-async def chunk_tokens(allocator: Allocator, number: int) -> None:
+async def chunk_tokens(allocator: RunningAllocator, number: int) -> None:
     declared = spec()
     declared.chunk_token_count_max = number
     await open_pool(allocator, declared)

@@ -1,26 +1,26 @@
-"""What reaches the limits on drops and on the first block id; see `limit_cases.py`."""
+"""Requests that reach the limits on drops and on the first block id; see `limit_cases.py`."""
 
 from __future__ import annotations
 
 from quire.v1 import allocator_pb2 as pb
 
-from tests.allocator.service.harness import Allocator, StreamOwner, spec
+from tests.allocator.service.harness import RunningAllocator, StreamOwner, spec
 from tests.allocator.service.limit_cases import last, open_pool
 
 
-async def first_block(allocator: Allocator, number: int) -> None:
+async def first_block(allocator: RunningAllocator, number: int) -> None:
     declared = spec()
     declared.first_block_id = number
     await open_pool(allocator, declared)
 
 
-async def drops_of_a_step(allocator: Allocator, number: int) -> None:
+async def drops_of_a_step(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     last()
     await owner.step(drops=[pb.CacheDrop(namespace=f"n{each}") for each in range(number)])
 
 
-async def drops_of_others(allocator: Allocator, number: int) -> None:
+async def drops_of_others(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     for each in range(number):
         last()
@@ -28,7 +28,7 @@ async def drops_of_others(allocator: Allocator, number: int) -> None:
     assert len((await owner.step()).outside_drops) == number
 
 
-async def digests_of_drops_of_others(allocator: Allocator, number: int) -> None:
+async def digests_of_drops_of_others(allocator: RunningAllocator, number: int) -> None:
     await StreamOwner.ready(allocator)
     for digests in (bytes(32 * 24), bytes(32 * (number - 24))):
         last()

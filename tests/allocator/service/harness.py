@@ -46,7 +46,7 @@ class Clock:
 
 
 @dataclass
-class Allocator:
+class RunningAllocator:
     """A running allocator."""
 
     service: AllocatorService
@@ -60,7 +60,7 @@ class Allocator:
         self.service.expire_leases(self.clock.now)
 
     @contextlib.asynccontextmanager
-    async def from_elsewhere(self, number: int) -> AsyncIterator[Allocator]:
+    async def from_elsewhere(self, number: int) -> AsyncIterator[RunningAllocator]:
         """The same as another caller reaches it, on a connection of its own."""
         options = [*MESSAGE_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("number", number)]
         async with aio.insecure_channel(self.address, options=options) as channel:
@@ -70,7 +70,7 @@ class Allocator:
 @contextlib.asynccontextmanager
 async def running_allocator(
     *, pools_max: int = 4, blocks_max: int = BLOCKS_OF_CALLER_MAX, check_invariants: bool = True
-) -> AsyncIterator[Allocator]:
+) -> AsyncIterator[RunningAllocator]:
     """Serves until the block ends; every pool must be consistent then."""
     clock = Clock()
     directory = Directory(lease_s=10.0, pools_max=pools_max, blocks_max=blocks_max)
@@ -82,7 +82,7 @@ async def running_allocator(
     try:
         address = f"127.0.0.1:{port}"
         async with aio.insecure_channel(address, options=MESSAGE_OPTIONS) as channel:
-            yield Allocator(service, clock, pb_grpc.AllocatorServiceStub(channel), address)
+            yield RunningAllocator(service, clock, pb_grpc.AllocatorServiceStub(channel), address)
         directory.check_invariants()
     finally:
         await server.stop(None)
@@ -123,13 +123,13 @@ def refused(reason: Reason, message: str = "") -> Iterator[None]:
 class UnaryOwner:
     """A unary session; request ids are made up unless given."""
 
-    def __init__(self, allocator: Allocator, session_id: bytes) -> None:
+    def __init__(self, allocator: RunningAllocator, session_id: bytes) -> None:
         self._stub = allocator.stub
         self._ids = itertools.count(1)
         self.session_id = session_id
 
     @classmethod
-    async def open(cls, allocator: Allocator, pool: str = "a", **shape: int) -> UnaryOwner:
+    async def open(cls, allocator: RunningAllocator, pool: str = "a", **shape: int) -> UnaryOwner:
         """Takes a pool."""
         request = pb.OpenSessionRequest(request_id=f"open {pool}", pool=pool, spec=spec(**shape))
         return cls(allocator, (await allocator.stub.OpenSession(request)).session_id)
@@ -145,14 +145,14 @@ class UnaryOwner:
 class StreamOwner:
     """The owner's end of a Session stream; remembers its session and numbers its steps."""
 
-    def __init__(self, allocator: Allocator) -> None:
+    def __init__(self, allocator: RunningAllocator) -> None:
         self.call = allocator.stub.Session()
         self._ending = Ending(self.call)
         self.session_id = b""
         self.next_step = 1
 
     @classmethod
-    async def ready(cls, allocator: Allocator, pool: str = "a", **shape: int) -> StreamOwner:
+    async def ready(cls, allocator: RunningAllocator, pool: str = "a", **shape: int) -> StreamOwner:
         """Attached, reported, ready."""
         owner = cls(allocator)
         reply = await owner.attach(pool=pool, spec=spec(**shape))
@@ -175,7 +175,7 @@ class StreamOwner:
 
     async def exchange(self, message: pb.SessionRequest) -> pb.SessionReply:
         """One message there, one back."""
-        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # what went wrong is told by reading
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # reading shows the error
             await self.send(message)
         return await self.receive()
 
@@ -212,7 +212,7 @@ class StreamOwner:
         assert await self.call.read() is aio.EOF
 
     async def end(self) -> None:
-        """How the stream ended: nothing, or the error raised."""
+        """Waits for the end of the stream, and raises its error, if any."""
         status = await self._ending.status()
         if status.code() is not grpc.StatusCode.OK:
             raise status
@@ -238,7 +238,9 @@ def commits(*operations: tuple[int, int, bytes]) -> pb.CommitPhase:
     )
 
 
-async def state(allocator: Allocator, pool: str = "a") -> tuple[bytes, list[tuple[int, int, int, list[list[int]]]]]:
+async def state(
+    allocator: RunningAllocator, pool: str = "a"
+) -> tuple[bytes, list[tuple[int, int, int, list[list[int]]]]]:
     """States of all blocks; id, tokens, committed tokens and tables of all sequences: nothing that time changes."""
     seen = await allocator.stub.GetPool(pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS))
     sequences = [(s.sequence_id, s.token_count, s.committed_token_count, tables_in(s.tables)) for s in seen.sequences]

@@ -1,6 +1,6 @@
 """One way to ask a running allocator for a number of each thing that is limited.
 
-Each case does what leads up to the limit, marks the moment before the last request (`last`), and makes it.
+Each case prepares the limit, marks the moment before the last request (`last`), and makes that request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.session.machine import pool_digest
 
-from tests.allocator.service.harness import EMPTY_SHA256, Allocator, StreamOwner, UnaryOwner, grows, spec
+from tests.allocator.service.harness import EMPTY_SHA256, RunningAllocator, StreamOwner, UnaryOwner, grows, spec
 
 _before_last: list[Callable[[], None]] = []
 
@@ -32,20 +32,20 @@ def remembering(look: Callable[[], None]) -> Iterator[None]:
 
 
 def last() -> None:
-    """What follows is the request that reaches the limit."""
+    """Marks that the next request is the one that reaches the limit."""
     for look in _before_last:
         look()
 
 
 def digest_of(owner: Ownership) -> tuple[bytes, int, int]:
-    """Of a pool's state: its sequences, and what is free."""
+    """Returns the digest of a pool's state: its sequences, and its free blocks."""
     return pool_digest(owner.pool), owner.pool.blocks.free_count, owner.pool.blocks.cached_count
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-async def step_of_bytes(allocator: Allocator, number: int) -> None:
+async def step_of_bytes(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     step = pb.Step(session_id=owner.session_id, number=1, grows=grows((1, 1, b"")))
     fill(step.grows.namespaces, step.ByteSize, number)
@@ -66,13 +66,13 @@ def fill(names: Any, size: Callable[[], int], number: int) -> None:
             names[-1] += "x"
 
 
-async def step_of_operations(allocator: Allocator, number: int) -> None:
+async def step_of_operations(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     last()
     await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1] * (number - 1))), grows=grows((1, 1, b"")))
 
 
-async def sequences_of_a_stream(allocator: Allocator, number: int) -> None:
+async def sequences_of_a_stream(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator, block_count=number, block_size=1)
     size = limits.OPERATIONS_PER_STEP_MAX
     batches = [range(first, min(first + size, number + 1)) for first in range(1, number + 1, size)]
@@ -82,7 +82,7 @@ async def sequences_of_a_stream(allocator: Allocator, number: int) -> None:
         await owner.step(grows=pb.GrowPhase(sequences=pack_uint64(batch), token_counts=pack_uint32([1] * len(batch))))
 
 
-async def hold_of_a_step(allocator: Allocator, number: int) -> None:
+async def hold_of_a_step(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 1, b"")))
     last()
@@ -92,7 +92,7 @@ async def hold_of_a_step(allocator: Allocator, number: int) -> None:
     assert not reply.fork_results
 
 
-async def namespace_of_a_step(allocator: Allocator, number: int) -> None:
+async def namespace_of_a_step(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     last()
     await owner.step(
@@ -101,33 +101,33 @@ async def namespace_of_a_step(allocator: Allocator, number: int) -> None:
 
 
 def name_of(size: int) -> str:
-    """So many bytes, in fewer characters."""
+    """Returns a name of this many bytes, in fewer characters."""
     return "é" * (size // 2) + "x" * (size % 2)
 
 
 # -- attach and report -------------------------------------------------------------------------------------------------
 
 
-async def window(allocator: Allocator, number: int) -> None:
+async def window(allocator: RunningAllocator, number: int) -> None:
     assert (await StreamOwner(allocator).attach(window=number)).HasField("report_required")
 
 
-async def version(allocator: Allocator, number: int) -> None:
+async def version(allocator: RunningAllocator, number: int) -> None:
     assert (await StreamOwner(allocator).attach(version=number)).HasField("report_required")
 
 
-async def pool_name(allocator: Allocator, number: int) -> None:
+async def pool_name(allocator: RunningAllocator, number: int) -> None:
     await StreamOwner(allocator).attach(pool="p" * number)
 
 
-async def reported_last_step(allocator: Allocator, number: int) -> None:
+async def reported_last_step(allocator: RunningAllocator, number: int) -> None:
     owner = StreamOwner(allocator)
     await owner.attach()
     last()
     assert (await owner.report(number)).next_step == number + 1
 
 
-async def reported_last_sequence_id(allocator: Allocator, number: int) -> None:
+async def reported_last_sequence_id(allocator: RunningAllocator, number: int) -> None:
     owner = StreamOwner(allocator)
     await owner.attach()
     last()
@@ -141,7 +141,7 @@ def reported(number: int, **fields: Any) -> pb.ReportedSequence:
     return pb.ReportedSequence(sequence_id=number, token_count=1, tables=[table], **fields)
 
 
-async def report_chunks(allocator: Allocator, *chunks: pb.ReportChunk, block_count: int = 8192) -> None:
+async def report_chunks(allocator: RunningAllocator, *chunks: pb.ReportChunk, block_count: int = 8192) -> None:
     """Reports them as the whole of a pool."""
     owner = StreamOwner(allocator)
     await owner.attach(spec=spec(block_count=block_count, block_size=1))
@@ -157,7 +157,7 @@ async def report_chunks(allocator: Allocator, *chunks: pb.ReportChunk, block_cou
     assert (await owner.exchange(pb.SessionRequest(report_end=end))).HasField("ready")
 
 
-async def taken_in(allocator: Allocator, owner: StreamOwner, count: int) -> bool:
+async def taken_in(allocator: RunningAllocator, owner: StreamOwner, count: int) -> bool:
     """Waits until so many chunks are staged; False where the stream was ended instead."""
     while not any(
         machine._report and machine._report._chunk_count == count for machine in allocator.service.sessions.staging
@@ -168,19 +168,19 @@ async def taken_in(allocator: Allocator, owner: StreamOwner, count: int) -> bool
     return True
 
 
-async def chunk_of_bytes(allocator: Allocator, number: int) -> None:
+async def chunk_of_bytes(allocator: RunningAllocator, number: int) -> None:
     chunk = pb.ReportChunk(namespaces=[""], sequences=[reported(1)])
     fill(chunk.namespaces, chunk.ByteSize, number)
     await report_chunks(allocator, chunk)
 
 
-async def chunk_of_entries(allocator: Allocator, number: int) -> None:
+async def chunk_of_entries(allocator: RunningAllocator, number: int) -> None:
     await report_chunks(
         allocator, pb.ReportChunk(namespaces=[""], sequences=[reported(i) for i in range(1, number + 1)])
     )
 
 
-async def report_of_bytes(allocator: Allocator, number: int) -> None:
+async def report_of_bytes(allocator: RunningAllocator, number: int) -> None:
     first = pb.ReportChunk(namespaces=[""], sequences=[reported(1)])
     fill(first.namespaces, first.ByteSize, number // 2)
     second = pb.ReportChunk(number=1, namespaces=[""], sequences=[reported(2)])
@@ -188,7 +188,7 @@ async def report_of_bytes(allocator: Allocator, number: int) -> None:
     await report_chunks(allocator, first, second)
 
 
-async def reported_shared_entries(allocator: Allocator, number: int) -> None:
+async def reported_shared_entries(allocator: RunningAllocator, number: int) -> None:
     block_count = 16
     prefix = range((block_count + number) // 2)
     published = pb.ReportedPrefix(
@@ -205,7 +205,7 @@ async def reported_shared_entries(allocator: Allocator, number: int) -> None:
     await report_chunks(allocator, chunk, block_count=block_count)
 
 
-async def reported_sequences(allocator: Allocator, number: int) -> None:
+async def reported_sequences(allocator: RunningAllocator, number: int) -> None:
     half = number // 2
     await report_chunks(
         allocator,
@@ -214,15 +214,15 @@ async def reported_sequences(allocator: Allocator, number: int) -> None:
     )
 
 
-async def reported_hold(allocator: Allocator, number: int) -> None:
+async def reported_hold(allocator: RunningAllocator, number: int) -> None:
     await report_chunks(allocator, pb.ReportChunk(namespaces=[""], sequences=[reported(1, hold_remaining_ms=number)]))
 
 
-async def namespace_of_a_report(allocator: Allocator, number: int) -> None:
+async def namespace_of_a_report(allocator: RunningAllocator, number: int) -> None:
     await report_chunks(allocator, pb.ReportChunk(namespaces=[name_of(number)], sequences=[reported(1)]))
 
 
-async def reports_at_a_time(allocator: Allocator, number: int) -> None:
+async def reports_at_a_time(allocator: RunningAllocator, number: int) -> None:
     chunk = pb.ReportChunk(namespaces=[""], sequences=[reported(1)])
     end = pb.ReportEnd(chunk_count=1, sha256=hashlib.sha256(chunk.SerializeToString()).digest(), last_sequence_id=1)
     async with contextlib.AsyncExitStack() as connections:
@@ -241,7 +241,7 @@ async def reports_at_a_time(allocator: Allocator, number: int) -> None:
             assert (await owner.exchange(pb.SessionRequest(report_end=end))).HasField("ready")
 
 
-async def streams(allocator: Allocator, number: int) -> None:
+async def streams(allocator: RunningAllocator, number: int) -> None:
     waiting = [allocator.stub.Session() for _ in range(number - 1)]
     for call in waiting:
         await call.wait_for_connection()
@@ -256,7 +256,7 @@ async def streams(allocator: Allocator, number: int) -> None:
 # -- specifications ----------------------------------------------------------------------------------------------------
 
 
-async def open_pool(allocator: Allocator, declared: pb.PoolSpec) -> None:
+async def open_pool(allocator: RunningAllocator, declared: pb.PoolSpec) -> None:
     last()
     await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="r", pool="a", spec=declared))
 
@@ -265,54 +265,54 @@ def one_group(kind: pb.GroupKind.ValueType, **fields: int) -> pb.PoolSpec:
     return pb.PoolSpec(block_count=9, groups=[pb.GroupSpec(kind=kind, block_size=4, **fields)])
 
 
-async def blocks(allocator: Allocator, number: int) -> None:
+async def blocks(allocator: RunningAllocator, number: int) -> None:
     await StreamOwner(allocator).attach(spec=spec(block_count=number))
 
 
-async def block_size(allocator: Allocator, number: int) -> None:
+async def block_size(allocator: RunningAllocator, number: int) -> None:
     await open_pool(allocator, spec(block_size=number))
 
 
-async def groups(allocator: Allocator, number: int) -> None:
+async def groups(allocator: RunningAllocator, number: int) -> None:
     await open_pool(allocator, spec(group_count=number))
 
 
-async def window_tokens(allocator: Allocator, number: int) -> None:
+async def window_tokens(allocator: RunningAllocator, number: int) -> None:
     await open_pool(allocator, one_group(pb.GROUP_KIND_SLIDING_WINDOW, window=number))
 
 
-async def quotas(allocator: Allocator, number: int) -> None:
+async def quotas(allocator: RunningAllocator, number: int) -> None:
     declared = spec()
     declared.quotas.extend(pb.Quota(namespace=str(i)) for i in range(number))
     await open_pool(allocator, declared)
 
 
-async def namespace_of_a_quota(allocator: Allocator, number: int) -> None:
+async def namespace_of_a_quota(allocator: RunningAllocator, number: int) -> None:
     declared = spec()
     declared.quotas.add(namespace=name_of(number))
     await open_pool(allocator, declared)
 
 
-async def layout(allocator: Allocator, number: int) -> None:
+async def layout(allocator: RunningAllocator, number: int) -> None:
     declared = spec()
     declared.cache_layout = name_of(number)
     await open_pool(allocator, declared)
 
 
-async def fingerprint(allocator: Allocator, number: int) -> None:
+async def fingerprint(allocator: RunningAllocator, number: int) -> None:
     declared = spec()
     declared.model_fingerprint = bytes(number)
     await open_pool(allocator, declared)
 
 
-async def pools(allocator: Allocator, number: int) -> None:
+async def pools(allocator: RunningAllocator, number: int) -> None:
     for place in range(number):
         if place == number - 1:
             last()
         await UnaryOwner.open(allocator, f"p{place}", block_count=1)
 
 
-async def blocks_of_all_pools(allocator: Allocator, number: int) -> None:
+async def blocks_of_all_pools(allocator: RunningAllocator, number: int) -> None:
     bystanders = sum(owner.spec.block_count for owner in allocator.service.directory.open_pools())
     left, place = number - bystanders, 0
     while left:
@@ -326,7 +326,7 @@ async def blocks_of_all_pools(allocator: Allocator, number: int) -> None:
 # -- unary sessions, readers -------------------------------------------------------------------------------------------
 
 
-async def allocation_with_an_answer_of_bytes(allocator: Allocator, number: int) -> None:
+async def allocation_with_an_answer_of_bytes(allocator: RunningAllocator, number: int) -> None:
     owner = await UnaryOwner.open(allocator, block_count=600_000, block_size=1)
     last()
     entries = -(-(number - 28) // 4)  # 28 bytes beside 4 for each entry, as `budget` counts
@@ -334,7 +334,7 @@ async def allocation_with_an_answer_of_bytes(allocator: Allocator, number: int) 
     await owner.call("CloseSession")
 
 
-async def sequences_of_a_unary_session(allocator: Allocator, number: int) -> None:
+async def sequences_of_a_unary_session(allocator: RunningAllocator, number: int) -> None:
     owner = await UnaryOwner.open(allocator, block_count=number, block_size=1)
     await owner.call("Allocate", sequence_id=1, token_count=1)
     for sequence_id in range(2, number + 1):
@@ -347,35 +347,35 @@ async def sequences_of_a_unary_session(allocator: Allocator, number: int) -> Non
             await owner.call("Allocate", **method)
 
 
-async def hold_of_a_unary_session(allocator: Allocator, number: int) -> None:
+async def hold_of_a_unary_session(allocator: RunningAllocator, number: int) -> None:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", sequence_id=1, token_count=1)
     last()
     await owner.call("Fork", parent_id=1, child_id=2, hold_ms=number)
 
 
-async def namespace_of_a_unary_session(allocator: Allocator, number: int) -> None:
+async def namespace_of_a_unary_session(allocator: RunningAllocator, number: int) -> None:
     owner = await UnaryOwner.open(allocator)
     last()
     await owner.call("Allocate", sequence_id=1, token_count=1, namespace=name_of(number))
 
 
-async def namespace_of_a_match(allocator: Allocator, number: int) -> None:
+async def namespace_of_a_match(allocator: RunningAllocator, number: int) -> None:
     await allocator.stub.MatchPrefix(pb.MatchPrefixRequest(namespace=name_of(number)))
 
 
-async def request_id(allocator: Allocator, number: int) -> None:
+async def request_id(allocator: RunningAllocator, number: int) -> None:
     owner = await UnaryOwner.open(allocator)
     last()
     await owner.call("Allocate", request_id="é" * number, sequence_id=1, token_count=1)
 
 
-async def request_id_of_opening(allocator: Allocator, number: int) -> None:
+async def request_id_of_opening(allocator: RunningAllocator, number: int) -> None:
     last()
     await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="r" * number, pool="a", spec=spec()))
 
 
-async def message_of_bytes(allocator: Allocator, number: int) -> None:
+async def message_of_bytes(allocator: RunningAllocator, number: int) -> None:
     request = pb.MatchPrefixRequest()
     request.digests = bytes((number - 512) // 32 * 32)
     request.namespace = "x" * 128
@@ -388,7 +388,7 @@ async def message_of_bytes(allocator: Allocator, number: int) -> None:
     await allocator.stub.MatchPrefix(request)
 
 
-async def watchers(allocator: Allocator, number: int) -> None:
+async def watchers(allocator: RunningAllocator, number: int) -> None:
     await UnaryOwner.open(allocator)
     calls = [allocator.stub.WatchEvents(pb.WatchEventsRequest(pool="a")) for _ in range(number)]
     for call in calls:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from quire.aio import AsyncAllocatorClient
+from quire import AsyncAllocator
 from quire.errors import Reason
 from quire.protocol.limits import MESSAGE_BYTES_MAX
 from quire.protocol.packing import pack_uint64
@@ -19,7 +19,7 @@ from quire_allocator.wire import reply_size, step_apply, step_checks
 
 from tests.allocator.core.pools import make_pool
 from tests.allocator.service.harness import (
-    Allocator,
+    RunningAllocator,
     StreamOwner,
     UnaryOwner,
     commits,
@@ -36,7 +36,7 @@ EVERY_BLOCK = 1_200_000  # of the large pool: more than one answer can list
 
 
 @pytest.fixture
-async def allocator() -> AsyncIterator[Allocator]:
+async def allocator() -> AsyncIterator[RunningAllocator]:
     async with running_allocator() as running:
         yield running
 
@@ -120,7 +120,7 @@ def test_a_reply_is_never_larger_than_foreseen(groups: int) -> None:
 # -- the log of answers ------------------------------------------------------------------------------------------------
 
 
-async def test_a_prompt_is_not_kept_for_its_repetition(allocator: Allocator) -> None:
+async def test_a_prompt_is_not_kept_for_its_repetition(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     request = {"request_id": "r", "sequence_id": 1, "token_count": 8, "digests": d("a") * 10_000}
     first = await owner.call("Allocate", **request)
@@ -131,7 +131,7 @@ async def test_a_prompt_is_not_kept_for_its_repetition(allocator: Allocator) -> 
 
 
 async def test_large_answers_are_forgotten_before_small_ones_would_be(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = await UnaryOwner.open(allocator, block_count=64)
     monkeypatch.setattr(replay, "ANSWER_BYTES_KEPT_MAX", 250)  # an answer of 16 blocks has some 70 bytes
@@ -170,7 +170,7 @@ async def test_a_pool_cannot_outgrow_the_limit_by_a_second_report() -> None:
         assert (await again.attach(epoch=3, spec=spec(block_count=20), resume_session=owner.session_id)).resumed
 
 
-async def test_an_attach_alone_takes_no_memory(allocator: Allocator) -> None:
+async def test_an_attach_alone_takes_no_memory(allocator: RunningAllocator) -> None:
     owner = StreamOwner(allocator)
     await owner.attach(spec=spec(block_count=limits.BLOCKS_MAX))
     (claimed,) = allocator.service.directory._owners.values()
@@ -190,7 +190,7 @@ async def test_a_large_pool_is_read_in_answers_that_fit() -> None:
             method = "Allocate" if token_count == 400_000 else "Grow"
             await owner.call(method, sequence_id=5, token_count=token_count)
         await owner.call("Allocate", sequence_id=9, token_count=7)
-        async with AsyncAllocatorClient(allocator.address) as client:
+        async with AsyncAllocator(allocator.address) as client:
             seen = await client.get_pool_blocks("a")
         pool = allocator.service.directory.pool("a").pool
         assert seen.block_states == usage.block_states(pool).to_bytes()
@@ -202,12 +202,12 @@ async def test_a_large_pool_is_read_in_answers_that_fit() -> None:
 
 
 async def test_tables_of_several_groups_and_block_states_are_put_together_again(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = await UnaryOwner.open(allocator, block_count=300, block_size=1, group_count=2)
     for sequence_id in (1, 2, 7):
         await owner.call("Allocate", sequence_id=sequence_id, token_count=11 * sequence_id)
-    async with AsyncAllocatorClient(allocator.address) as client:
+    async with AsyncAllocator(allocator.address) as client:
         whole = await client.get_pool_blocks("a")
         for states_max, sequence_bytes_max in ((7, 1 << 19), (1 << 20, 40), (7, 40), (200, 1), (3, 300)):
             monkeypatch.setattr(limits, "STATES_PER_ANSWER_MAX", states_max)
@@ -217,7 +217,7 @@ async def test_tables_of_several_groups_and_block_states_are_put_together_again(
 
 
 async def test_a_sequence_that_goes_while_it_is_read_harms_nobody(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "SEQUENCE_BYTES_PER_ANSWER_MAX", 16)
     owner = await UnaryOwner.open(allocator, block_count=20, block_size=1)

@@ -13,7 +13,7 @@ from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
 
 from tests.allocator.service.harness import (
-    Allocator,
+    RunningAllocator,
     StreamOwner,
     UnaryOwner,
     commits,
@@ -32,22 +32,24 @@ STATE = pb.GroupSpec(kind=pb.GROUP_KIND_STATE, block_size=32)
 
 
 @pytest.fixture
-async def allocator() -> AsyncIterator[Allocator]:
+async def allocator() -> AsyncIterator[RunningAllocator]:
     async with running_allocator() as running:
         yield running
 
 
-async def opened(allocator: Allocator, *groups: pb.GroupSpec, block_count: int = 64, **fields: object) -> UnaryOwner:
+async def opened(
+    allocator: RunningAllocator, *groups: pb.GroupSpec, block_count: int = 64, **fields: object
+) -> UnaryOwner:
     pool = pb.PoolSpec(block_count=block_count, groups=groups, **fields)  # type: ignore[arg-type]
     request = pb.OpenSessionRequest(request_id="open", pool="a", spec=pool)
     return UnaryOwner(allocator, (await allocator.stub.OpenSession(request)).session_id)
 
 
-async def summary(allocator: Allocator) -> pb.PoolSummary:
+async def summary(allocator: RunningAllocator) -> pb.PoolSummary:
     return (await allocator.stub.GetPool(pb.GetPoolRequest(pool="a"))).summary
 
 
-async def test_a_hybrid_pool_gives_back_what_fell_out_and_leaves_null_entries(allocator: Allocator) -> None:
+async def test_a_hybrid_pool_gives_back_what_fell_out_and_leaves_null_entries(allocator: RunningAllocator) -> None:
     owner = await opened(allocator, FULL, SLIDING, SLIDING)
     await owner.call("Allocate", sequence_id=1, token_count=112)
     await owner.call("Commit", sequence_id=1, token_count=112, digests=d("abcdefg"))
@@ -61,7 +63,7 @@ async def test_a_hybrid_pool_gives_back_what_fell_out_and_leaves_null_entries(al
     assert [(g.held_block_count, g.cached_block_count) for g in seen.summary.groups] == [(7, 0), (2, 5), (2, 5)]
 
 
-async def test_groups_out_of_order_keep_their_own_tables(allocator: Allocator) -> None:
+async def test_groups_out_of_order_keep_their_own_tables(allocator: RunningAllocator) -> None:
     owner = await opened(allocator, SLIDING, FULL, SLIDING)
     allocated = await owner.call("Allocate", sequence_id=1, token_count=48)
     await owner.call("Commit", sequence_id=1, token_count=48, digests=d("abc"))
@@ -71,7 +73,7 @@ async def test_groups_out_of_order_keep_their_own_tables(allocator: Allocator) -
     assert [table[1:] for table in tables] == [table[1:] for table in tables_in(allocated.tables)]
 
 
-async def test_a_state_hit_is_answered_with_the_copy_of_its_checkpoint(allocator: Allocator) -> None:
+async def test_a_state_hit_is_answered_with_the_copy_of_its_checkpoint(allocator: RunningAllocator) -> None:
     owner = await opened(allocator, FULL, STATE)
     first = await owner.call("Allocate", sequence_id=1, token_count=32, digests=d("ab"))
     assert [len(table) for table in tables_in(first.tables)] == [2, 1]
@@ -82,14 +84,14 @@ async def test_a_state_hit_is_answered_with_the_copy_of_its_checkpoint(allocator
     assert (list(hit.copy_sources), list(hit.copy_destinations)) == ([checkpoint], [running])
 
 
-async def test_waste_is_that_of_the_first_group_that_holds_tokens(allocator: Allocator) -> None:
+async def test_waste_is_that_of_the_first_group_that_holds_tokens(allocator: RunningAllocator) -> None:
     owner = await opened(allocator, pb.GroupSpec(kind=pb.GROUP_KIND_STATE, block_size=256), FULL)
     await owner.call("Allocate", sequence_id=1, token_count=20)
     await owner.call("Commit", sequence_id=1, token_count=20, digests=d("a"))
     assert (await summary(allocator)).unwritten_slot_count == 12
 
 
-async def test_a_state_with_uncommitted_tokens_cannot_be_forked(allocator: Allocator) -> None:
+async def test_a_state_with_uncommitted_tokens_cannot_be_forked(allocator: RunningAllocator) -> None:
     owner = await opened(allocator, FULL, STATE)
     await owner.call("Allocate", sequence_id=1, token_count=20)
     assert (await owner.call("Fork", parent_id=1, child_id=2)).result == pb.RESULT_UNCOMMITTED
@@ -97,7 +99,7 @@ async def test_a_state_with_uncommitted_tokens_cannot_be_forked(allocator: Alloc
     assert (await owner.call("Fork", parent_id=1, child_id=2)).result == pb.RESULT_OK
 
 
-async def test_a_prompt_whose_prefix_is_being_computed_is_told_and_may_wait(allocator: Allocator) -> None:
+async def test_a_prompt_whose_prefix_is_being_computed_is_told_and_may_wait(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 8, d("a"))))
     both = grows((2, 9, d("ab")), (2, 8, d("a")))
@@ -110,7 +112,7 @@ async def test_a_prompt_whose_prefix_is_being_computed_is_told_and_may_wait(allo
     assert list((await owner.step(grows=grows((3, 8, d("a"))))).matched_token_counts) == [4]
 
 
-async def test_lookahead_that_was_not_used_is_given_back_by_the_commit(allocator: Allocator) -> None:
+async def test_lookahead_that_was_not_used_is_given_back_by_the_commit(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 20, b"")))
     kept = commits((1, 6, d("a")))
@@ -119,7 +121,7 @@ async def test_lookahead_that_was_not_used_is_given_back_by_the_commit(allocator
     assert numbers_in((await owner.step(grows=grows((1, 9, b"")))).blocks) == [2]
 
 
-async def test_no_space_names_the_cheapest_victim(allocator: Allocator) -> None:
+async def test_no_space_names_the_cheapest_victim(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 16, b""), (2, 12, b"")))
     await owner.step(commits=commits((1, 16, d("abcd")), (2, 12, d("xyz"))))
@@ -129,7 +131,7 @@ async def test_no_space_names_the_cheapest_victim(allocator: Allocator) -> None:
     assert (list(reply.victim_sequences), list(reply.victim_token_counts)) == ([2], [12])
 
 
-async def test_a_hold_ends_with_the_first_step_after_its_time(allocator: Allocator) -> None:
+async def test_a_hold_ends_with_the_first_step_after_its_time(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 8, b"")))
     await owner.step(
@@ -145,7 +147,7 @@ async def test_a_hold_ends_with_the_first_step_after_its_time(allocator: Allocat
     assert (await summary(allocator)).cached_block_count == 2
 
 
-async def test_a_unary_hold_ends_by_itself(allocator: Allocator) -> None:
+async def test_a_unary_hold_ends_by_itself(allocator: RunningAllocator) -> None:
     owner = await opened(allocator, FULL)
     await owner.call("Allocate", sequence_id=1, token_count=16)
     await owner.call("Commit", sequence_id=1, token_count=16, digests=d("a"))
@@ -157,13 +159,13 @@ async def test_a_unary_hold_ends_by_itself(allocator: Allocator) -> None:
     assert (await summary(allocator)).sequence_count == 0
 
 
-async def test_a_hold_is_at_most_a_day(allocator: Allocator) -> None:
+async def test_a_hold_is_at_most_a_day(allocator: RunningAllocator) -> None:
     owner = await opened(allocator, FULL)
     with refused(Reason.MALFORMED, "hold_ms"):
         await owner.call("Fork", parent_id=1, child_id=2, hold_ms=86_400_001)
 
 
-async def test_a_namespace_cannot_hold_more_than_its_quota(allocator: Allocator) -> None:
+async def test_a_namespace_cannot_hold_more_than_its_quota(allocator: RunningAllocator) -> None:
     quotas = [pb.Quota(namespace="small", held_blocks_max=2), pb.Quota(namespace="*", held_blocks_max=4)]
     owner = await opened(allocator, FULL, quotas=quotas)
     small = {"namespace": "small", "token_count": 48}
@@ -172,7 +174,7 @@ async def test_a_namespace_cannot_hold_more_than_its_quota(allocator: Allocator)
     assert (await owner.call("Allocate", sequence_id=1, namespace="other", token_count=64)).result == pb.RESULT_OK
 
 
-async def test_usage_tells_where_the_memory_goes(allocator: Allocator) -> None:
+async def test_usage_tells_where_the_memory_goes(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator, block_count=16)
     await owner.call("Allocate", sequence_id=1, token_count=12, namespace="n")
     await owner.call("Commit", sequence_id=1, token_count=9, digests=d("ab"))
@@ -204,7 +206,7 @@ async def test_usage_tells_where_the_memory_goes(allocator: Allocator) -> None:
     ],
 )
 async def test_a_column_of_another_length_makes_the_step_malformed(
-    allocator: Allocator, phase: str, complaint: str, column: bytes
+    allocator: RunningAllocator, phase: str, complaint: str, column: bytes
 ) -> None:
     owner = await StreamOwner.ready(allocator)
     committed, forks, grown = (
@@ -219,7 +221,7 @@ async def test_a_column_of_another_length_makes_the_step_malformed(
         await owner.step(commits=committed, forks=forks, grows=grown)
 
 
-async def test_what_returns_in_a_step_is_counted_apart_from_what_is_new(allocator: Allocator) -> None:
+async def test_what_returns_in_a_step_is_counted_apart_from_what_is_new(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     both = grows((1, 5, b""), (2, 6, b""))
     both.returns = pack_uint32([0, 1])
@@ -232,7 +234,7 @@ async def test_what_returns_in_a_step_is_counted_apart_from_what_is_new(allocato
         await owner.step(grows=both)
 
 
-async def test_a_specification_is_told_as_it_was_declared(allocator: Allocator) -> None:
+async def test_a_specification_is_told_as_it_was_declared(allocator: RunningAllocator) -> None:
     declared = pb.PoolSpec(
         block_count=64,
         groups=[FULL, SLIDING, pb.GroupSpec(kind=pb.GROUP_KIND_STATE, block_size=64)],
@@ -246,7 +248,7 @@ async def test_a_specification_is_told_as_it_was_declared(allocator: Allocator) 
     assert (await summary(allocator)).spec == declared
 
 
-async def test_a_pool_of_one_kind_still_shares_over_the_wire(allocator: Allocator) -> None:
+async def test_a_pool_of_one_kind_still_shares_over_the_wire(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator, block_count=8)
     await owner.step(grows=grows((1, 9, d("ab"))))
     await owner.step(commits=commits((1, 9, d("ab"))))

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec, Result
+from quire import AsyncAllocator, GroupKind, GroupSpec, PoolSpec
 from quire.errors import Reason
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
+from quire.session import Result
 from quire.v1 import allocator_pb2 as pb
 
-from tests.allocator.service.harness import Allocator, d, refused, running_allocator
+from tests.allocator.service.harness import RunningAllocator, d, refused, running_allocator
 
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16)
 SLIDING = GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=64)
@@ -23,14 +24,14 @@ SHARED = "abcd"
 
 
 @pytest.fixture
-async def allocator() -> AsyncIterator[Allocator]:
+async def allocator() -> AsyncIterator[RunningAllocator]:
     async with running_allocator() as running:
         yield running
 
 
 @pytest.fixture
-async def client(allocator: Allocator) -> AsyncIterator[AsyncAllocatorClient]:
-    async with AsyncAllocatorClient(allocator.address) as connected:
+async def client(allocator: RunningAllocator) -> AsyncIterator[AsyncAllocator]:
+    async with AsyncAllocator(allocator.address) as connected:
         yield connected
 
 
@@ -41,8 +42,8 @@ def step_of(*operations: tuple[str, tuple[object, ...], dict[str, object]]) -> S
     return step
 
 
-async def test_by_unary_calls_the_second_prompt_is_told_and_the_third_hits(client: AsyncAllocatorClient) -> None:
-    async with await client.open_session("a", PoolSpec(64, (FULL, STATE))) as session:
+async def test_by_unary_calls_the_second_prompt_is_told_and_the_third_hits(client: AsyncAllocator) -> None:
+    async with client.session("a", PoolSpec(64, (FULL, STATE)), transport="calls") as session:
         seen = []
         for number, letters in enumerate(("abcdwx", "abcdyz", "abcduv"), 1):
             done = await session.allocate(number, 96, d(letters))
@@ -58,11 +59,11 @@ async def test_by_unary_calls_the_second_prompt_is_told_and_the_third_hits(clien
 
 
 async def test_a_router_is_told_of_a_pool_that_serves_nothing_yet_but_its_junction(
-    client: AsyncAllocatorClient,
+    client: AsyncAllocator,
 ) -> None:
     async with (
-        await client.open_session("a", PoolSpec(64, (FULL, STATE))) as bare,
-        await client.open_session("b", PoolSpec(64, (FULL, STATE))) as ready,
+        client.session("a", PoolSpec(64, (FULL, STATE)), transport="calls") as bare,
+        client.session("b", PoolSpec(64, (FULL, STATE)), transport="calls") as ready,
     ):
         for session in (bare, ready):
             await session.allocate(1, 80)
@@ -77,7 +78,7 @@ async def test_a_router_is_told_of_a_pool_that_serves_nothing_yet_but_its_juncti
 
 
 async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that_lost_the_pool(
-    allocator: Allocator, client: AsyncAllocatorClient
+    allocator: RunningAllocator, client: AsyncAllocator
 ) -> None:
     session = client.session("a", PoolSpec(64, (FULL, STATE), retention="auto", chunk_token_count_max=96))
     await session.open()
@@ -91,7 +92,7 @@ async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that
     (told,) = (await done(("allocate", (2, 96, d("abcdyz")), {}))).grows
     assert (told.matched_token_count, told.junction_token_count) == (0, 64)
     before = allocator.service.directory.pool("a")
-    stops = [sequence.stops for sequence in before.pool.sequences.values()]
+    stops = [sequence.stops.token_counts for sequence in before.pool.sequences.values()]
     assert [own[:2] for own in stops] == [(64, 80), (64, 80)]
 
     before.stream.end("SESSION_UNKNOWN", "lost on purpose")  # type: ignore[union-attr]
@@ -99,7 +100,7 @@ async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that
     await done(("commit", (2, 64, d("abcd")), {"keep_token_count": 64}), ("grow", (2, 96), {}))
     after = allocator.service.directory.pool("a")
     assert after is not before
-    assert [sequence.stops for sequence in after.pool.sequences.values()] == stops
+    assert [sequence.stops.token_counts for sequence in after.pool.sequences.values()] == stops
     assert (after.spec.retention, after.spec.chunk_token_count_max) == ("auto", 96)
     (hit,) = (await done(("allocate", (3, 96, d("abcduv")), {}))).grows
     assert (hit.matched_token_count, hit.junction_token_count) == (64, 0)
@@ -108,24 +109,24 @@ async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that
     await session.close()
 
 
-async def test_a_prompt_whose_passes_will_not_fit_is_refused_before_it_begins(client: AsyncAllocatorClient) -> None:
+async def test_a_prompt_whose_passes_will_not_fit_is_refused_before_it_begins(client: AsyncAllocator) -> None:
     for block_count in range(38, 43):
         spec = PoolSpec(block_count, (FULL, SLIDING), chunk_token_count_max=128)
-        async with await client.open_session(f"announced-{block_count}", spec) as session:
+        async with client.session(f"announced-{block_count}", spec, transport="calls") as session:
             # 32 blocks of full attention, and 13 of a window of 64 with passes of 128: 45.
             assert (await session.allocate(1, 16, prompt_token_count=512)).result is Result.TOO_LONG
 
 
 async def test_a_pass_that_is_too_long_says_by_how_much_and_a_smaller_one_is_granted(
-    client: AsyncAllocatorClient,
+    client: AsyncAllocator,
 ) -> None:
     letters = [chr(33 + number) for number in range(32)]
     digests = b"".join(letter.encode().ljust(32, b".") for letter in letters)
-    async with await client.open_session("a", PoolSpec(40, (FULL, SLIDING))) as session:
+    async with client.session("a", PoolSpec(40, (FULL, SLIDING)), transport="calls") as session:
         assert (await session.allocate(1, 512)).result is Result.PASS_TOO_LONG
         assert (await session.allocate(1, 16, prompt_token_count=512)).ok
         await session.commit(1, 16, digests[:32])
-        refused_pass = await session.grow(1, 512)  # 32 + 32 of 40, of which the window has given back none
+        refused_pass = await session.grow(1, 512)  # 32 + 32 of 40; the window has given back none
         assert (refused_pass.result, refused_pass.shortfall) == (Result.PASS_TOO_LONG, 24)
         done = 16
         while done < 512:
@@ -144,7 +145,7 @@ async def test_a_pass_that_is_too_long_says_by_how_much_and_a_smaller_one_is_gra
     ],
 )
 async def test_a_retention_or_a_largest_chunk_that_nobody_knows_is_refused(
-    allocator: Allocator, fields: dict[str, object], message: str
+    allocator: RunningAllocator, fields: dict[str, object], message: str
 ) -> None:
     group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=16)
     pool = pb.PoolSpec(block_count=8, groups=[group], **fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Every limit is kept to the number: what reaches it is accepted, one more is refused, says why, and changes nothing.
+"""Every limit is exact: a request at it is accepted. One more is refused with a reason, and changes nothing.
 
 `EDGES` has a row for each constant of `quire_allocator.limits`, `quire.protocol.limits`, and `core.ownership`, or
 `ELSEWHERE` names the test that holds it; a constant without a row fails.
@@ -26,7 +26,7 @@ from quire_allocator.core.ownership import directory, replay
 from tests.allocator.service import boundary_limit_cases as boundary_cases
 from tests.allocator.service import drop_limit_cases as drop_cases
 from tests.allocator.service import limit_cases as cases
-from tests.allocator.service.harness import Allocator, UnaryOwner, running_allocator
+from tests.allocator.service.harness import RunningAllocator, UnaryOwner, running_allocator
 
 TESTS = Path(__file__).resolve().parents[2]
 MODULES: tuple[ModuleType, ...] = (limits, quire.protocol.limits, directory, replay)
@@ -37,14 +37,14 @@ class Edge(NamedTuple):
 
     Attributes:
         limit: its name.
-        use: asks a running allocator for so many of what is limited.
+        use: makes a running allocator use this many of the limited things.
         reason: why one more is refused.
         code: and under which code, where the transport refuses without a reason.
         small: stands in for a limit that would take minutes or gigabytes to reach; it is read where it is checked.
     """
 
     limit: str
-    use: Callable[[Allocator, int], Awaitable[Any]]
+    use: Callable[[RunningAllocator, int], Awaitable[Any]]
     reason: str | None = "MALFORMED"
     code: StatusCode | None = None
     small: int | None = None
@@ -153,7 +153,7 @@ def value_of(name: str) -> int:
     return int(getattr(module, name))
 
 
-def seen(allocator: Allocator) -> Any:
+def seen(allocator: RunningAllocator) -> Any:
     """Everything that a refused request must leave as it was; time may have passed."""
     return {
         name: (owner.session_id, owner.steps.next_step, cases.digest_of(owner))

@@ -1,4 +1,4 @@
-"""An allocator whose output nobody takes: it serves on, counts what is lost, and ends when it is told to."""
+"""An allocator whose output is not read: it keeps serving, counts the lost lines, and ends on request."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire import AllocatorClient, PoolSpec, _certs
+from quire import Allocator, PoolSpec, _certs
 
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
 WAIT_S = 30.0
 
 
 class Unread:
-    """A pipe that nobody reads; small, so that a few lines fill it."""
+    """A pipe without a reader; small, so that a few lines fill it."""
 
     def __enter__(self) -> int:
         self._reader, writer = os.pipe()
@@ -80,9 +80,9 @@ def dropped(metrics: str) -> float:
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_an_allocator_whose_output_nobody_takes_serves_on_and_ends_when_told(name: str, tmp_path: Path) -> None:
     with OUTPUTS[name]() as output, serving(tmp_path, stdout=output, stderr=output) as (process, ready):
-        with AllocatorClient(ready["address"]) as client:
+        with Allocator(ready["address"]) as client:
             for number in range(300):  # two lines each, of some 150 bytes: more than a pipe holds
-                with client.open_session(f"pool-{number}", SPEC, keep_alive=False, timeout_s=WAIT_S) as session:
+                with client.session(f"pool-{number}", SPEC, transport="calls", keep_alive=False) as session:
                     assert session.allocate(1, 10, timeout_s=WAIT_S).ok
         if name != "unread":
             assert dropped(ready["metrics_address"]) >= 600
@@ -106,7 +106,7 @@ def test_an_allocator_without_standard_streams_serves_and_none_of_its_sockets_ge
                 process.wait(0.02)
         for number in (0, 1, 2):
             assert os.readlink(f"/proc/{process.pid}/fd/{number}") == os.devnull
-        with AllocatorClient(json.loads(ready.read_text())["address"]) as client:
+        with Allocator(json.loads(ready.read_text())["address"]) as client:
             assert client.health()
         process.terminate()
         assert process.wait(WAIT_S) == 0

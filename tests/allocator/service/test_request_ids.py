@@ -11,17 +11,17 @@ from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.ownership.replay import ANSWERS_KEPT_MAX
 
-from tests.allocator.service.harness import Allocator, UnaryOwner, d, refused, running_allocator
+from tests.allocator.service.harness import RunningAllocator, UnaryOwner, d, refused, running_allocator
 from tests.allocator.service.test_service import blocks_view, summary
 
 
 @pytest.fixture
-async def allocator() -> AsyncIterator[Allocator]:
+async def allocator() -> AsyncIterator[RunningAllocator]:
     async with running_allocator() as running:
         yield running
 
 
-async def test_a_repeated_request_is_answered_again_and_not_applied_again(allocator: Allocator) -> None:
+async def test_a_repeated_request_is_answered_again_and_not_applied_again(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     requests: list[tuple[str, dict[str, Any]]] = [
         ("Allocate", {"sequence_id": 1, "token_count": 6, "digests": d("a")}),
@@ -38,7 +38,7 @@ async def test_a_repeated_request_is_answered_again_and_not_applied_again(alloca
         assert await blocks_view(allocator) == state
 
 
-async def test_a_request_id_used_for_something_else_is_a_mismatch(allocator: Allocator) -> None:
+async def test_a_request_id_used_for_something_else_is_a_mismatch(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", request_id="r", sequence_id=1, token_count=6)
     before = await blocks_view(allocator)
@@ -49,7 +49,9 @@ async def test_a_request_id_used_for_something_else_is_a_mismatch(allocator: All
     assert await blocks_view(allocator) == before
 
 
-async def test_a_request_id_used_for_another_operation_with_equal_fields_is_a_mismatch(allocator: Allocator) -> None:
+async def test_a_request_id_used_for_another_operation_with_equal_fields_is_a_mismatch(
+    allocator: RunningAllocator,
+) -> None:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", request_id="r", sequence_id=1, token_count=6)
     before = await blocks_view(allocator)
@@ -63,7 +65,9 @@ async def test_a_request_id_used_for_another_operation_with_equal_fields_is_a_mi
     assert await blocks_view(allocator) == before
 
 
-async def test_of_equal_requests_at_the_same_time_one_is_applied_and_all_get_its_answer(allocator: Allocator) -> None:
+async def test_of_equal_requests_at_the_same_time_one_is_applied_and_all_get_its_answer(
+    allocator: RunningAllocator,
+) -> None:
     owner = await UnaryOwner.open(allocator)
     calls = (owner.call("Allocate", request_id="r", sequence_id=1, token_count=6) for _ in range(20))
     answers = await asyncio.gather(*calls)
@@ -71,7 +75,7 @@ async def test_of_equal_requests_at_the_same_time_one_is_applied_and_all_get_its
     assert (await summary(allocator)).held_block_count == 2
 
 
-async def test_an_answer_is_kept_no_longer_than_its_session(allocator: Allocator) -> None:
+async def test_an_answer_is_kept_no_longer_than_its_session(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", request_id="r", sequence_id=1, token_count=6)
     allocator.pass_time(10.1)
@@ -81,7 +85,7 @@ async def test_an_answer_is_kept_no_longer_than_its_session(allocator: Allocator
     assert (await again.call("Allocate", request_id="r", sequence_id=1, token_count=24)).result == pb.RESULT_OK
 
 
-async def test_an_answer_is_kept_for_the_last_1024_requests(allocator: Allocator) -> None:
+async def test_an_answer_is_kept_for_the_last_1024_requests(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", request_id="first", sequence_id=1, token_count=1)
     for _ in range(ANSWERS_KEPT_MAX):
@@ -90,7 +94,7 @@ async def test_an_answer_is_kept_for_the_last_1024_requests(allocator: Allocator
     assert forgotten.result == pb.RESULT_EXISTS
 
 
-async def test_a_refused_request_does_not_use_up_its_id(allocator: Allocator) -> None:
+async def test_a_refused_request_does_not_use_up_its_id(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", sequence_id=1, token_count=4)
     with refused(Reason.MALFORMED):

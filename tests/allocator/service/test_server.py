@@ -86,7 +86,7 @@ def exit_of(*arguments: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One allocator without a token, for tests that leave it as it was."""
+    """Starts one allocator without a token, for tests that do not change it."""
     with started(tmp_path_factory.mktemp("plain"), "--log-format", "json") as running:
         yield running
 
@@ -169,7 +169,7 @@ def test_a_cpu_of_its_own_is_where_all_its_threads_run_without_interrupting_each
         pid = running.process.pid
         threads = {int(task.name): (task / "comm").read_text() for task in Path(f"/proc/{pid}/task").iterdir()}
         own = [thread for thread, name in threads.items() if name == threads[pid]]  # not those of gRPC's library
-        assert len(own) >= 3  # the event loop, who completes calls, who serves metrics
+        assert len(own) >= 3  # the event loop, gRPC's completion thread, the metrics server
         assert {os.sched_getscheduler(thread) for thread in own} == {os.SCHED_BATCH}
         assert {frozenset(os.sched_getaffinity(thread)) for thread in own} == {frozenset({cpu})}
 

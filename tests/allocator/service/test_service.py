@@ -12,7 +12,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 
 from tests.allocator.service.harness import (
-    Allocator,
+    RunningAllocator,
     StreamOwner,
     UnaryOwner,
     d,
@@ -24,23 +24,23 @@ from tests.allocator.service.harness import (
 
 
 @pytest.fixture
-async def allocator() -> AsyncIterator[Allocator]:
+async def allocator() -> AsyncIterator[RunningAllocator]:
     async with running_allocator() as running:
         yield running
 
 
-async def blocks_view(allocator: Allocator, pool: str = "a", after: int = 0) -> pb.GetPoolResponse:
+async def blocks_view(allocator: RunningAllocator, pool: str = "a", after: int = 0) -> pb.GetPoolResponse:
     return await allocator.stub.GetPool(pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS, after_sequence_id=after))
 
 
-async def summary(allocator: Allocator, pool: str = "a") -> pb.PoolSummary:
+async def summary(allocator: RunningAllocator, pool: str = "a") -> pb.PoolSummary:
     return (await allocator.stub.GetPool(pb.GetPoolRequest(pool=pool))).summary
 
 
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_session_says_its_lease_and_the_limits(allocator: Allocator) -> None:
+async def test_a_session_says_its_lease_and_the_limits(allocator: RunningAllocator) -> None:
     opened = await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="r", pool="a", spec=spec()))
     assert len(opened.session_id) == 16
     assert opened.lease_ms == 10_000
@@ -48,7 +48,7 @@ async def test_a_session_says_its_lease_and_the_limits(allocator: Allocator) -> 
     assert opened.limits.window_max == limits.WINDOW_MAX
 
 
-async def test_opening_again_with_the_same_request_id_gives_the_same_session(allocator: Allocator) -> None:
+async def test_opening_again_with_the_same_request_id_gives_the_same_session(allocator: RunningAllocator) -> None:
     request = pb.OpenSessionRequest(request_id="r", pool="a", spec=spec())
     first, second = await allocator.stub.OpenSession(request), await allocator.stub.OpenSession(request)
     assert first == second
@@ -56,7 +56,7 @@ async def test_opening_again_with_the_same_request_id_gives_the_same_session(all
         await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="other", pool="a", spec=spec()))
 
 
-async def test_a_silent_session_expires_and_its_pool_can_be_taken(allocator: Allocator) -> None:
+async def test_a_silent_session_expires_and_its_pool_can_be_taken(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     allocator.pass_time(9.9)
     assert (await summary(allocator)).lease_remaining_ms == pytest.approx(100, abs=1)
@@ -68,7 +68,7 @@ async def test_a_silent_session_expires_and_its_pool_can_be_taken(allocator: All
     await UnaryOwner.open(allocator)
 
 
-async def test_every_call_of_the_owner_renews_the_lease_and_reading_does_not(allocator: Allocator) -> None:
+async def test_every_call_of_the_owner_renews_the_lease_and_reading_does_not(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     allocator.pass_time(9)
     assert (await owner.call("KeepAlive")).lease_ms == 10_000
@@ -81,7 +81,7 @@ async def test_every_call_of_the_owner_renews_the_lease_and_reading_does_not(all
         await owner.call("Grow", sequence_id=1, token_count=2)
 
 
-async def test_closing_a_session_drops_its_pool_and_may_be_repeated(allocator: Allocator) -> None:
+async def test_closing_a_session_drops_its_pool_and_may_be_repeated(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     await owner.call("CloseSession")
     await owner.call("CloseSession")
@@ -92,7 +92,7 @@ async def test_closing_a_session_drops_its_pool_and_may_be_repeated(allocator: A
     assert again.session_id != owner.session_id
 
 
-async def test_a_streams_session_takes_no_unary_call_not_even_closing(allocator: Allocator) -> None:
+async def test_a_streams_session_takes_no_unary_call_not_even_closing(allocator: RunningAllocator) -> None:
     stream = await StreamOwner.ready(allocator)
     intruder = UnaryOwner(allocator, stream.session_id)
     for method, fields in (("Free", {"sequence_id": 1}), ("KeepAlive", {}), ("CloseSession", {})):
@@ -110,7 +110,7 @@ async def test_the_number_of_pools_is_limited() -> None:
         assert [owner.name for owner in allocator.service.directory.open_pools()] == ["a", "b"]
 
 
-async def test_a_draining_allocator_opens_nothing_but_serves_what_is_open(allocator: Allocator) -> None:
+async def test_a_draining_allocator_opens_nothing_but_serves_what_is_open(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     allocator.service.drain()
     with refused(Reason.DRAINING):
@@ -121,7 +121,7 @@ async def test_a_draining_allocator_opens_nothing_but_serves_what_is_open(alloca
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_sequence_lives_through_all_operations(allocator: Allocator) -> None:
+async def test_a_sequence_lives_through_all_operations(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator, group_count=2, block_count=12)
     allocated = await owner.call("Allocate", sequence_id=1, token_count=6, digests=d("a"))
     assert (allocated.result, allocated.matched_token_count) == (pb.RESULT_OK, 0)
@@ -144,7 +144,7 @@ async def test_a_sequence_lives_through_all_operations(allocator: Allocator) -> 
     ]
 
 
-async def test_what_an_operation_cannot_do_is_a_result_and_no_error(allocator: Allocator) -> None:
+async def test_what_an_operation_cannot_do_is_a_result_and_no_error(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", sequence_id=1, token_count=24)
     calls: list[tuple[str, dict[str, int], int, int]] = [
@@ -169,7 +169,9 @@ async def test_what_an_operation_cannot_do_is_a_result_and_no_error(allocator: A
     assert await blocks_view(allocator) == before
 
 
-async def test_the_number_of_live_sequences_is_limited(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_live_sequences_is_limited(
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "SEQUENCES_MAX", 2)
     owner = await UnaryOwner.open(allocator)
     for sequence_id in (1, 2):
@@ -182,7 +184,7 @@ async def test_the_number_of_live_sequences_is_limited(allocator: Allocator, mon
     assert (await owner.call("Fork", parent_id=2, child_id=3)).result == pb.RESULT_OK
 
 
-async def test_a_commit_that_goes_back_is_refused_with_both_numbers(allocator: Allocator) -> None:
+async def test_a_commit_that_goes_back_is_refused_with_both_numbers(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", sequence_id=1, token_count=8)
     await owner.call("Commit", sequence_id=1, token_count=6, digests=d("a"))
@@ -193,7 +195,7 @@ async def test_a_commit_that_goes_back_is_refused_with_both_numbers(allocator: A
     assert (await owner.call("Commit", sequence_id=1, token_count=9)).result == pb.RESULT_TOO_LONG
 
 
-async def test_a_refused_call_renews_no_lease(allocator: Allocator) -> None:
+async def test_a_refused_call_renews_no_lease(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     lease_end = allocator.service.directory.pool("a").lease_end
     allocator.clock.now += 5.0
@@ -206,7 +208,7 @@ async def test_a_refused_call_renews_no_lease(allocator: Allocator) -> None:
     assert allocator.service.directory.pool("a").lease_end == lease_end + 5.0
 
 
-async def test_a_defect_quarantines_the_one_pool_and_spares_the_others(allocator: Allocator) -> None:
+async def test_a_defect_quarantines_the_one_pool_and_spares_the_others(allocator: RunningAllocator) -> None:
     broken, sound = await UnaryOwner.open(allocator, "a"), await UnaryOwner.open(allocator, "b")
     await broken.call("Allocate", sequence_id=1, token_count=6)
     allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # the defect
@@ -220,7 +222,9 @@ async def test_a_defect_quarantines_the_one_pool_and_spares_the_others(allocator
     assert (await again.call("Allocate", sequence_id=1, token_count=6)).result == pb.RESULT_OK
 
 
-async def test_a_pool_that_breaks_a_third_time_is_opened_again_only_ten_minutes_later(allocator: Allocator) -> None:
+async def test_a_pool_that_breaks_a_third_time_is_opened_again_only_ten_minutes_later(
+    allocator: RunningAllocator,
+) -> None:
     for _ in range(limits.QUARANTINES_MAX):
         broken = await UnaryOwner.open(allocator, "a")
         allocator.service.directory.pool("a").pool.blocks.cached_count += 1
@@ -256,7 +260,9 @@ MALFORMED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("method", "fields"), MALFORMED, ids=range(len(MALFORMED)))
-async def test_a_malformed_operation_changes_nothing(allocator: Allocator, method: str, fields: dict[str, Any]) -> None:
+async def test_a_malformed_operation_changes_nothing(
+    allocator: RunningAllocator, method: str, fields: dict[str, Any]
+) -> None:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", sequence_id=1, token_count=8)
     await owner.call("Commit", sequence_id=1, token_count=4, digests=d("a"))
@@ -267,7 +273,7 @@ async def test_a_malformed_operation_changes_nothing(allocator: Allocator, metho
 
 
 @pytest.mark.parametrize("name", ["", "a b", "ä", "x" * 129, "a\n"])
-async def test_a_name_that_no_pool_may_have_is_refused(allocator: Allocator, name: str) -> None:
+async def test_a_name_that_no_pool_may_have_is_refused(allocator: RunningAllocator, name: str) -> None:
     with refused(Reason.MALFORMED):
         await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="r", pool=name, spec=spec()))
     with refused(Reason.MALFORMED):
@@ -275,7 +281,7 @@ async def test_a_name_that_no_pool_may_have_is_refused(allocator: Allocator, nam
     assert list(allocator.service.directory.open_pools()) == []
 
 
-async def test_a_repeated_opening_with_another_specification_is_refused(allocator: Allocator) -> None:
+async def test_a_repeated_opening_with_another_specification_is_refused(allocator: RunningAllocator) -> None:
     await UnaryOwner.open(allocator)
     with refused(Reason.LAYOUT):
         await UnaryOwner.open(allocator, block_count=9)
@@ -285,7 +291,7 @@ async def test_a_repeated_opening_with_another_specification_is_refused(allocato
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-async def test_pools_are_listed_by_name_with_counts_that_add_up(allocator: Allocator) -> None:
+async def test_pools_are_listed_by_name_with_counts_that_add_up(allocator: RunningAllocator) -> None:
     stream = await StreamOwner.ready(allocator, "b")
     owner = await UnaryOwner.open(allocator, "a")
     await owner.call("Allocate", sequence_id=1, token_count=8)
@@ -305,7 +311,9 @@ async def test_pools_are_listed_by_name_with_counts_that_add_up(allocator: Alloc
     assert not (await summary(allocator, "b")).connected
 
 
-async def test_the_blocks_view_shows_states_and_sequences_and_the_summary_alone_does_not(allocator: Allocator) -> None:
+async def test_the_blocks_view_shows_states_and_sequences_and_the_summary_alone_does_not(
+    allocator: RunningAllocator,
+) -> None:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", sequence_id=3, token_count=6, namespace="blue")
     await owner.call("Commit", sequence_id=3, token_count=5, digests=d("a"))
@@ -321,7 +329,9 @@ async def test_the_blocks_view_shows_states_and_sequences_and_the_summary_alone_
     assert (brief.summary, brief.block_states, list(brief.sequences)) == (seen.summary, b"", [])
 
 
-async def test_many_sequences_are_read_page_by_page(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_sequences_are_read_page_by_page(
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "SEQUENCE_BYTES_PER_ANSWER_MAX", 30)
     owner = await UnaryOwner.open(allocator)
     for sequence_id in range(1, 9):
@@ -338,7 +348,7 @@ async def test_many_sequences_are_read_page_by_page(allocator: Allocator, monkey
     assert 2 <= pages <= 8
 
 
-async def test_a_prefix_is_matched_over_all_pools_longest_first(allocator: Allocator) -> None:
+async def test_a_prefix_is_matched_over_all_pools_longest_first(allocator: RunningAllocator) -> None:
     for pool, letters in (("a", "ab"), ("b", "abc"), ("c", "ab"), ("d", "x")):
         owner = await UnaryOwner.open(allocator, pool)
         await owner.call("Allocate", sequence_id=1, token_count=4 * len(letters))
@@ -351,7 +361,7 @@ async def test_a_prefix_is_matched_over_all_pools_longest_first(allocator: Alloc
         await allocator.stub.MatchPrefix(pb.MatchPrefixRequest(digests=b"short"))
 
 
-async def test_calls_are_counted_by_method_and_code(allocator: Allocator) -> None:
+async def test_calls_are_counted_by_method_and_code(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", sequence_id=1, token_count=1)
     with refused(Reason.MALFORMED):

@@ -1,4 +1,4 @@
-"""WatchEvents over gRPC: snapshot, order, acknowledgement, resuming, and what ends a watch."""
+"""WatchEvents over gRPC: snapshot, order, acknowledgment, resuming, and the ends of a watch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire_allocator.core.readers import index
 from tests.allocator.service.harness import (
     EMPTY_REPORT,
     HEARTBEAT,
-    Allocator,
+    RunningAllocator,
     StreamOwner,
     UnaryOwner,
     commits,
@@ -30,15 +30,15 @@ from tests.allocator.service.harness import (
 
 
 @pytest.fixture
-async def allocator() -> AsyncIterator[Allocator]:
+async def allocator() -> AsyncIterator[RunningAllocator]:
     async with running_allocator() as running:
         yield running
 
 
 class Watch:
-    """A watcher, and what it believes can be hit."""
+    """A watcher, and its view of what can be hit."""
 
-    def __init__(self, allocator: Allocator, session_id: bytes = b"", cursor: int = 0, pool: str = "a") -> None:
+    def __init__(self, allocator: RunningAllocator, session_id: bytes = b"", cursor: int = 0, pool: str = "a") -> None:
         request = pb.WatchEventsRequest(pool=pool, session_id=session_id, cursor=cursor)
         self.call = allocator.stub.WatchEvents(request)
         self.session_id, self.cursor = session_id, cursor
@@ -77,7 +77,7 @@ def keys(event: pb.CacheEvent, change: pb.BlocksStored | pb.BlocksRemoved) -> se
     }
 
 
-def hittable(allocator: Allocator, pool: str = "a") -> set[tuple[int, str, int, bytes]]:
+def hittable(allocator: RunningAllocator, pool: str = "a") -> set[tuple[int, str, int, bytes]]:
     found = set()
     for stretch in index.walk(allocator.service.directory.pool(pool).pool):
         for i in range(0, len(stretch.digests), 32):
@@ -88,18 +88,18 @@ def hittable(allocator: Allocator, pool: str = "a") -> set[tuple[int, str, int, 
     return found
 
 
-def keep_two_events(allocator: Allocator, pool: str = "a") -> None:
+def keep_two_events(allocator: RunningAllocator, pool: str = "a") -> None:
     allocator.service.directory.pool(pool).pool.log.event_count_max = 2
 
 
-async def filled(allocator: Allocator, letters: str = "ab") -> UnaryOwner:
+async def filled(allocator: RunningAllocator, letters: str = "ab") -> UnaryOwner:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", sequence_id=1, token_count=4 * len(letters))
     await owner.call("Commit", sequence_id=1, token_count=4 * len(letters), digests=d(letters))
     return owner
 
 
-async def test_a_watch_begins_with_everything_that_can_be_hit(allocator: Allocator) -> None:
+async def test_a_watch_begins_with_everything_that_can_be_hit(allocator: RunningAllocator) -> None:
     await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
@@ -107,7 +107,7 @@ async def test_a_watch_begins_with_everything_that_can_be_hit(allocator: Allocat
     assert watch.stored == hittable(allocator) == {(0, "", 0, d("ab")[:32]), (0, "", 1, d("ab")[32:])}
 
 
-async def test_changes_follow_in_order_with_parent_block_size_and_session(allocator: Allocator) -> None:
+async def test_changes_follow_in_order_with_parent_block_size_and_session(allocator: RunningAllocator) -> None:
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
@@ -122,7 +122,9 @@ async def test_changes_follow_in_order_with_parent_block_size_and_session(alloca
     assert (await watch.next()).removed.digests == d("abc")[64:]
 
 
-async def test_a_digest_that_a_second_block_carries_is_neither_stored_nor_removed_again(allocator: Allocator) -> None:
+async def test_a_digest_that_a_second_block_carries_is_neither_stored_nor_removed_again(
+    allocator: RunningAllocator,
+) -> None:
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
@@ -134,7 +136,7 @@ async def test_a_digest_that_a_second_block_carries_is_neither_stored_nor_remove
     assert (await watch.next()).stored.digests == d("z")
 
 
-async def test_what_a_step_did_is_told_only_once_its_reply_is_acknowledged(allocator: Allocator) -> None:
+async def test_what_a_step_did_is_told_only_once_its_reply_is_acknowledged(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
@@ -148,7 +150,9 @@ async def test_what_a_step_did_is_told_only_once_its_reply_is_acknowledged(alloc
     assert (event.stored.digests, event.step) == (d("a"), 2)
 
 
-async def test_nobody_is_told_what_hits_before_the_step_that_made_it_hit_is_acknowledged(allocator: Allocator) -> None:
+async def test_nobody_is_told_what_hits_before_the_step_that_made_it_hit_is_acknowledged(
+    allocator: RunningAllocator,
+) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 12, b"")))
     await owner.step(commits=commits((1, 4, d("a"))))
@@ -166,7 +170,7 @@ async def test_nobody_is_told_what_hits_before_the_step_that_made_it_hit_is_ackn
     assert (await matched(), watch.stored) == ([12], hittable(allocator))
 
 
-async def test_a_watch_resumes_where_it_ended(allocator: Allocator) -> None:
+async def test_a_watch_resumes_where_it_ended(allocator: RunningAllocator) -> None:
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
@@ -177,7 +181,7 @@ async def test_a_watch_resumes_where_it_ended(allocator: Allocator) -> None:
     assert (await again.next()).stored.digests == d("z")
 
 
-async def test_a_cursor_that_is_not_kept_any_more_starts_over(allocator: Allocator) -> None:
+async def test_a_cursor_that_is_not_kept_any_more_starts_over(allocator: RunningAllocator) -> None:
     owner = await filled(allocator, "a")
     keep_two_events(allocator)
     for sequence_id, letter in enumerate("wxyz", 2):
@@ -189,7 +193,7 @@ async def test_a_cursor_that_is_not_kept_any_more_starts_over(allocator: Allocat
     assert watch.stored == hittable(allocator)
 
 
-async def test_a_watcher_that_falls_behind_is_dropped_with_a_reason(allocator: Allocator) -> None:
+async def test_a_watcher_that_falls_behind_is_dropped_with_a_reason(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator, block_count=200_000)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
@@ -206,13 +210,13 @@ async def test_a_watcher_that_falls_behind_is_dropped_with_a_reason(allocator: A
 
 
 async def test_a_watcher_far_behind_is_served_in_turns_until_it_has_caught_up(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "EVENTS_PER_TURN_MAX", 3)
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
-    for sequence_id, letters in enumerate("cdefghij", 2):  # each evicts what the one before has left
+    for sequence_id, letters in enumerate("cdefghij", 2):  # each evicts the blocks of the one before
         await owner.call("Allocate", sequence_id=sequence_id, token_count=4, digests=d(letters))
         await owner.call("Commit", sequence_id=sequence_id, token_count=4, digests=d(letters))
         await owner.call("Free", sequence_id=sequence_id)
@@ -223,7 +227,7 @@ async def test_a_watcher_far_behind_is_served_in_turns_until_it_has_caught_up(
     assert watch.stored == hittable(allocator)
 
 
-async def test_a_new_session_of_the_pool_is_told_as_a_new_snapshot(allocator: Allocator) -> None:
+async def test_a_new_session_of_the_pool_is_told_as_a_new_snapshot(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     watch = Watch(allocator)
     first = await watch.until("snapshot_end")
@@ -236,7 +240,7 @@ async def test_a_new_session_of_the_pool_is_told_as_a_new_snapshot(allocator: Al
     assert first.session_id != second.session_id
 
 
-async def test_a_watch_ends_with_its_pool(allocator: Allocator) -> None:
+async def test_a_watch_ends_with_its_pool(allocator: RunningAllocator) -> None:
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
@@ -245,7 +249,7 @@ async def test_a_watch_ends_with_its_pool(allocator: Allocator) -> None:
         await watch.call.read()
 
 
-async def test_a_watch_ends_when_its_pool_is_quarantined(allocator: Allocator) -> None:
+async def test_a_watch_ends_when_its_pool_is_quarantined(allocator: RunningAllocator) -> None:
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
@@ -256,7 +260,7 @@ async def test_a_watch_ends_when_its_pool_is_quarantined(allocator: Allocator) -
         await watch.call.read()
 
 
-async def test_a_watch_ends_when_the_allocator_drains(allocator: Allocator) -> None:
+async def test_a_watch_ends_when_the_allocator_drains(allocator: RunningAllocator) -> None:
     await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
@@ -265,12 +269,12 @@ async def test_a_watch_ends_when_the_allocator_drains(allocator: Allocator) -> N
         await watch.call.read()
 
 
-async def test_an_unknown_pool_cannot_be_watched(allocator: Allocator) -> None:
+async def test_an_unknown_pool_cannot_be_watched(allocator: RunningAllocator) -> None:
     with refused(Reason.POOL_UNKNOWN):
         await Watch(allocator).call.read()
 
 
-async def test_the_number_of_watchers_is_limited(allocator: Allocator) -> None:
+async def test_the_number_of_watchers_is_limited(allocator: RunningAllocator) -> None:
     allocator.service.watching.places = Places(1)
     await filled(allocator)
     first = Watch(allocator)
@@ -281,7 +285,7 @@ async def test_the_number_of_watchers_is_limited(allocator: Allocator) -> None:
 
 
 async def test_a_watch_of_a_quiet_pool_is_told_that_nothing_happens(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire_allocator.watch.WATCH_BEAT_S", 0.01)
     await filled(allocator)
@@ -295,7 +299,7 @@ async def test_a_watch_of_a_quiet_pool_is_told_that_nothing_happens(
     watch.call.cancel()
 
 
-async def test_a_long_stretch_comes_in_pieces_that_fit_a_message(allocator: Allocator) -> None:
+async def test_a_long_stretch_comes_in_pieces_that_fit_a_message(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator, block_count=20_000)
     digests = b"".join(i.to_bytes(32, "little") for i in range(10_000))
     await owner.call("Allocate", sequence_id=1, token_count=40_000)
@@ -308,7 +312,7 @@ async def test_a_long_stretch_comes_in_pieces_that_fit_a_message(allocator: Allo
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_watcher_knows_what_can_be_hit_after_any_history(allocator: Allocator, seed: int) -> None:
+async def test_a_watcher_knows_what_can_be_hit_after_any_history(allocator: RunningAllocator, seed: int) -> None:
     window = pb.GroupSpec(kind=pb.GROUP_KIND_SLIDING_WINDOW, block_size=4, window=6)
     pool = pb.PoolSpec(block_count=24, groups=[*spec().groups, window])
     opened = await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="open", pool="a", spec=pool))
@@ -322,7 +326,7 @@ async def test_a_watcher_knows_what_can_be_hit_after_any_history(allocator: Allo
             new = d(letters)[grown.matched_token_count * 8 :]
             await owner.call("Commit", sequence_id=sequence_id, token_count=length, digests=new)
             await owner.call("Free", sequence_id=sequence_id)
-        if chance.random() < 0.1:  # go on from where it is, with another call
+        if chance.random() < 0.1:  # continue from the cursor, with another call
             while watch.log[-1:] != ["snapshot_end"] and "snapshot_end" not in watch.log:
                 await watch.next()
             watch.call.cancel()

@@ -1,4 +1,4 @@
-"""Both sides' state machines hand in hand, without a wire: what a gRPC stream cannot easily be made to do."""
+"""Both sides' state machines together, without a wire: sequences of events that a gRPC stream cannot easily produce."""
 
 from __future__ import annotations
 

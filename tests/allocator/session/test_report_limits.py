@@ -1,4 +1,4 @@
-"""What the report of a pool may take follows from the pool: any that its owner can have to send is accepted."""
+"""The limits of a pool's report follow from the pool: every report that its owner can have to send is accepted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FULL = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=1)
 
 class Worst(NamedTuple):
     """Every sequence, and every block in a prefix of its own, is the only one of its namespace, and all numbers take
-    the most bytes. Blocks were freed, or the sequences hold them. `share` of what is allowed is needed at least."""
+    the most bytes. Blocks were freed, or the sequences hold them. `share` of the limit is needed at least."""
 
     block_count: int
     sequence_count: int
@@ -39,7 +39,7 @@ class Worst(NamedTuple):
 
 
 def ledger_of(worst: Worst) -> Ledger:
-    """What its owner knows."""
+    """Returns the ledger of its owner."""
     block_count, sequence_count, group_count, freed, _ = worst
     ledger = Ledger(pb.PoolSpec(block_count=block_count, groups=[FULL] * group_count))
     held = array("I", () if freed else range(block_count))

@@ -1,4 +1,4 @@
-"""What one owner may not do to the others, and what a defect may not do to the process: the allocator's side alone."""
+"""Limits of one owner's influence on others, and of a defect's influence on the process: the allocator's side alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def attached(sessions: SessionRegistry, name: str) -> tuple[SessionMachine, Pool
 
 
 def claimed(sessions: SessionRegistry, name: str, now: float = 0.0) -> SessionMachine:
-    """A stream that has a place for its report, and has sent none of it."""
+    """Returns a stream that has a place for its report, and has sent none of it."""
     side, stream = owner(name, last_step=7), SessionMachine(sessions)
     side.attach()
     stream.receive(side.outbox.popleft(), now)
@@ -149,7 +149,7 @@ def test_who_sends_no_report_loses_its_place_whatever_else_it_sends(sessions: Se
     for stream in idle:
         assert stream.ending is not None
         assert stream.ending.reason == "IDLE"
-        stream.close()  # as who waits for its messages does when it is told
+        stream.close()  # as a handler does that waits for its messages
     assert claimed(sessions, "honest", limits.REPORT_PAUSE_S).phase is Phase.REPORTING
 
 

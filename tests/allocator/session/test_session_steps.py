@@ -16,7 +16,7 @@ from quire_allocator.session.stream import SessionStream
 from tests.allocator.core.compiled import IS_COMPILED
 from tests.allocator.service.harness import (
     EMPTY_REPORT,
-    Allocator,
+    RunningAllocator,
     StreamOwner,
     UnaryOwner,
     commits,
@@ -32,12 +32,12 @@ from tests.allocator.service.harness import (
 
 
 @pytest.fixture
-async def allocator() -> AsyncIterator[Allocator]:
+async def allocator() -> AsyncIterator[RunningAllocator]:
     async with running_allocator() as running:
         yield running
 
 
-async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: Allocator) -> None:
+async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator, block_count=4)
     first = await owner.step(grows=grows((1, 8, b""), (2, 8, b"")))
     assert (numbers_in(first.blocks), numbers_in(first.block_counts)) == ([0, 1, 2, 3], [2, 2])
@@ -45,7 +45,7 @@ async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: 
     reply = await owner.step(
         commits=commits((1, 6, d("a"))),  # published before the new sequence looks for it
         frees=pb.FreePhase(sequences=pack_uint64([2])),  # makes the room that the grows need
-        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])),  # shares what the commit made visible
+        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])),  # shares the published block
         grows=grows((3, 7, b""), (4, 5, d("a"))),
     )
     assert [list(results) for results in (reply.commit_results, reply.fork_results, reply.grow_results)] == [[]] * 3
@@ -55,7 +55,7 @@ async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: 
     assert reply.free_block_count == 0
 
 
-async def test_results_that_are_not_all_ok_are_listed_per_operation(allocator: Allocator) -> None:
+async def test_results_that_are_not_all_ok_are_listed_per_operation(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 24, b"")))
     reply = await owner.step(
@@ -73,7 +73,7 @@ async def test_results_that_are_not_all_ok_are_listed_per_operation(allocator: A
     assert (list(reply.victim_sequences), list(reply.victim_token_counts)) == ([2, 0, 0], [])
 
 
-async def test_swaps_name_their_commit_group_position_and_block(allocator: Allocator) -> None:
+async def test_swaps_name_their_commit_group_position_and_block(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator, group_count=2)
     await owner.step(grows=grows((1, 4, b""), (2, 4, b"")))
     reply = await owner.step(commits=commits((1, 4, d("a")), (2, 4, d("a"))))
@@ -81,7 +81,7 @@ async def test_swaps_name_their_commit_group_position_and_block(allocator: Alloc
     assert list(swaps) == [(1, 0, 0, 0), (1, 1, 0, 1)]
 
 
-async def test_namespaces_are_named_once_per_step(allocator: Allocator) -> None:
+async def test_namespaces_are_named_once_per_step(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator, block_count=16)
     phase = grows((1, 4, b""), (2, 4, b""))
     phase.namespaces.extend(["red", "blue"])
@@ -94,7 +94,7 @@ async def test_namespaces_are_named_once_per_step(allocator: Allocator) -> None:
     assert list((await owner.step(grows=hits)).matched_token_counts) == [4, 0]
 
 
-async def test_a_repeated_step_gets_the_same_reply_and_changes_nothing(allocator: Allocator) -> None:
+async def test_a_repeated_step_gets_the_same_reply_and_changes_nothing(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     phases = {"grows": grows((1, 6, b""))}
     first = await owner.step(**phases)
@@ -103,7 +103,7 @@ async def test_a_repeated_step_gets_the_same_reply_and_changes_nothing(allocator
     assert await state(allocator) == before
 
 
-async def test_a_repeated_number_with_other_content_is_a_mismatch(allocator: Allocator) -> None:
+async def test_a_repeated_number_with_other_content_is_a_mismatch(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 6, b"")))
     before = await state(allocator)
@@ -113,7 +113,7 @@ async def test_a_repeated_number_with_other_content_is_a_mismatch(allocator: All
 
 
 @pytest.mark.parametrize("number", [1, 2, 5, 7])
-async def test_a_number_that_is_neither_next_nor_kept_is_a_gap(allocator: Allocator, number: int) -> None:
+async def test_a_number_that_is_neither_next_nor_kept_is_a_gap(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     for ack in (0, 1, 2):
         await owner.step(ack=ack)
@@ -123,7 +123,7 @@ async def test_a_number_that_is_neither_next_nor_kept_is_a_gap(allocator: Alloca
     assert await state(allocator) == before
 
 
-async def test_replies_are_kept_for_as_many_steps_as_the_window(allocator: Allocator) -> None:
+async def test_replies_are_kept_for_as_many_steps_as_the_window(allocator: RunningAllocator) -> None:
     owner = StreamOwner(allocator)
     await owner.attach(window=2)
     await owner.report()
@@ -134,7 +134,7 @@ async def test_replies_are_kept_for_as_many_steps_as_the_window(allocator: Alloc
         await owner.step_as(1)
 
 
-async def test_a_step_of_another_session_is_refused(allocator: Allocator) -> None:
+async def test_a_step_of_another_session_is_refused(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     with refused(Reason.SESSION_UNKNOWN):
         await owner.step_as(1, session_id=bytes(16), grows=grows((1, 6, b"")))
@@ -197,7 +197,7 @@ MALFORMED_STEPS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("phases", MALFORMED_STEPS, ids=range(len(MALFORMED_STEPS)))
 async def test_a_malformed_step_is_refused_whole_and_its_number_is_not_consumed(
-    allocator: Allocator, phases: dict[str, Any]
+    allocator: RunningAllocator, phases: dict[str, Any]
 ) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 8, b"")))
@@ -210,7 +210,7 @@ async def test_a_malformed_step_is_refused_whole_and_its_number_is_not_consumed(
     assert (await again.attach(epoch=2, resume_session=owner.session_id)).resumed.next_step == 3
 
 
-async def test_a_message_that_is_not_expected_ends_an_open_session(allocator: Allocator) -> None:
+async def test_a_message_that_is_not_expected_ends_an_open_session(allocator: RunningAllocator) -> None:
     for message in (EMPTY_REPORT, pb.SessionRequest(), pb.SessionRequest(attach=pb.Attach())):
         owner = await StreamOwner.ready(allocator)
         with refused(Reason.MALFORMED):
@@ -218,7 +218,7 @@ async def test_a_message_that_is_not_expected_ends_an_open_session(allocator: Al
         allocator.pass_time(10)
 
 
-async def test_steps_are_limited_in_bytes_and_operations(allocator: Allocator) -> None:
+async def test_steps_are_limited_in_bytes_and_operations(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator, "a")
     with refused(Reason.TOO_LARGE):
         await owner.step(grows=pb.GrowPhase(digests=bytes(limits.STEP_BYTES_MAX)))
@@ -229,7 +229,7 @@ async def test_steps_are_limited_in_bytes_and_operations(allocator: Allocator) -
 
 
 @pytest.mark.skipif(IS_COMPILED, reason="constants of extension modules cannot be replaced")
-async def test_children_count_as_live_sequences(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_children_count_as_live_sequences(allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SEQUENCES_MAX", 2)
     owner = await StreamOwner.ready(allocator)
     with refused(Reason.LIMIT, "live sequences"):
@@ -241,7 +241,7 @@ async def test_children_count_as_live_sequences(allocator: Allocator, monkeypatc
     assert (dict(owned.pool.sequences), owned.steps.next_step) == ({}, 1)
 
 
-async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator: Allocator) -> None:
+async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator: RunningAllocator) -> None:
     owner, other = await StreamOwner.ready(allocator, "a"), await StreamOwner.ready(allocator, "b")
     await owner.step(grows=grows((1, 6, b"")))
     allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # the defect
@@ -256,7 +256,7 @@ async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator
     assert (await again.step(grows=grows((1, 6, b"")))).number == 2
 
 
-async def test_steps_are_counted_by_operation_and_result(allocator: Allocator) -> None:
+async def test_steps_are_counted_by_operation_and_result(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 4, b""), (2, 4, b"")), frees=pb.FreePhase(sequences=pack_uint64([9])))
     await owner.hang_up()  # a step is counted once its answer is out
@@ -266,7 +266,7 @@ async def test_steps_are_counted_by_operation_and_result(allocator: Allocator) -
 
 
 async def test_a_pool_that_is_dropped_while_an_answer_is_sent_leaves_no_counters(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = SessionStream._write
 
@@ -283,7 +283,7 @@ async def test_a_pool_that_is_dropped_while_an_answer_is_sent_leaves_no_counters
 
 
 async def test_a_pool_that_goes_while_metrics_are_read_leaves_no_counters(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await StreamOwner.ready(allocator)
     service = allocator.service
@@ -298,7 +298,7 @@ async def test_a_pool_that_goes_while_metrics_are_read_leaves_no_counters(
 # -- stream and unary --------------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_and_a_unary_session_give_equal_results(allocator: Allocator) -> None:
+async def test_a_stream_and_a_unary_session_give_equal_results(allocator: RunningAllocator) -> None:
     stream = await StreamOwner.ready(allocator, "stream", group_count=2, block_count=16)
     unary = await UnaryOwner.open(allocator, "unary", group_count=2, block_count=16)
 

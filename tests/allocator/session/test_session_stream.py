@@ -19,7 +19,7 @@ from tests.allocator.service.harness import (
     DETACH,
     EMPTY_REPORT,
     HEARTBEAT,
-    Allocator,
+    RunningAllocator,
     StreamOwner,
     UnaryOwner,
     grows,
@@ -31,7 +31,7 @@ from tests.allocator.service.harness import (
 
 
 @pytest.fixture
-async def allocator() -> AsyncIterator[Allocator]:
+async def allocator() -> AsyncIterator[RunningAllocator]:
     async with running_allocator() as running:
         yield running
 
@@ -39,7 +39,7 @@ async def allocator() -> AsyncIterator[Allocator]:
 # -- attach and report -------------------------------------------------------------------------------------------------
 
 
-async def test_attach_report_ready(allocator: Allocator) -> None:
+async def test_attach_report_ready(allocator: RunningAllocator) -> None:
     owner = StreamOwner(allocator)
     assert (await owner.attach()).HasField("report_required")
     ready = await owner.report(last_step=41)
@@ -48,7 +48,7 @@ async def test_attach_report_ready(allocator: Allocator) -> None:
     assert (await owner.step()).number == 42
 
 
-async def test_a_pool_is_not_open_before_its_report(allocator: Allocator) -> None:
+async def test_a_pool_is_not_open_before_its_report(allocator: RunningAllocator) -> None:
     owner = StreamOwner(allocator)
     await owner.attach()
     with refused(Reason.POOL_UNKNOWN):
@@ -73,7 +73,7 @@ WRONG_ATTACHES: list[tuple[dict[str, Any], Reason]] = [
 
 @pytest.mark.parametrize(("fields", "reason"), WRONG_ATTACHES, ids=range(len(WRONG_ATTACHES)))
 async def test_a_wrong_attach_is_refused_and_takes_nothing(
-    allocator: Allocator, fields: dict[str, Any], reason: Reason
+    allocator: RunningAllocator, fields: dict[str, Any], reason: Reason
 ) -> None:
     with refused(reason):
         await StreamOwner(allocator).attach(**fields)
@@ -81,12 +81,14 @@ async def test_a_wrong_attach_is_refused_and_takes_nothing(
 
 
 @pytest.mark.parametrize("first", [HEARTBEAT, EMPTY_REPORT, DETACH, pb.SessionRequest()], ids=range(4))
-async def test_the_first_message_must_be_attach(allocator: Allocator, first: pb.SessionRequest) -> None:
+async def test_the_first_message_must_be_attach(allocator: RunningAllocator, first: pb.SessionRequest) -> None:
     with refused(Reason.MALFORMED, "must be Attach"):
         await StreamOwner(allocator).exchange(first)
 
 
-async def test_a_stream_that_sends_no_attach_is_ended(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_sends_no_attach_is_ended(
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "ATTACH_TIMEOUT_S", 0.01)
     with refused(Reason.IDLE):
         await StreamOwner(allocator).receive()
@@ -117,7 +119,7 @@ WRONG_REPORTS: list[tuple[pb.SessionRequest, Reason]] = [
 
 @pytest.mark.parametrize(("message", "reason"), WRONG_REPORTS, ids=range(len(WRONG_REPORTS)))
 async def test_a_wrong_report_is_refused_and_opens_nothing(
-    allocator: Allocator, message: pb.SessionRequest, reason: Reason
+    allocator: RunningAllocator, message: pb.SessionRequest, reason: Reason
 ) -> None:
     owner = StreamOwner(allocator)
     await owner.attach()
@@ -126,7 +128,9 @@ async def test_a_wrong_report_is_refused_and_opens_nothing(
     assert list((await allocator.stub.ListPools(pb.ListPoolsRequest())).pools) == []
 
 
-async def test_a_failed_second_report_leaves_the_open_pool_and_shows_it_disconnected(allocator: Allocator) -> None:
+async def test_a_failed_second_report_leaves_the_open_pool_and_shows_it_disconnected(
+    allocator: RunningAllocator,
+) -> None:
     first = await StreamOwner.ready(allocator)
     await first.step(grows=grows((1, 6, b"")))
     second = StreamOwner(allocator)
@@ -139,7 +143,7 @@ async def test_a_failed_second_report_leaves_the_open_pool_and_shows_it_disconne
     assert pool.empty_block_count + pool.cached_block_count + pool.held_block_count == pool.spec.block_count
 
 
-async def test_heartbeats_during_the_report_keep_the_claim(allocator: Allocator) -> None:
+async def test_heartbeats_during_the_report_keep_the_claim(allocator: RunningAllocator) -> None:
     owner = StreamOwner(allocator)
     await owner.attach()
     allocator.pass_time(9)
@@ -153,7 +157,7 @@ async def test_heartbeats_during_the_report_keep_the_claim(allocator: Allocator)
 
 
 async def test_while_a_report_is_awaited_the_server_says_by_itself_that_it_is_there(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire_allocator.session.stream.HEARTBEAT_S", 0.01)
     owner = StreamOwner(allocator)
@@ -169,7 +173,7 @@ async def test_while_a_report_is_awaited_the_server_says_by_itself_that_it_is_th
     assert await owner.call.read() is aio.EOF  # no heartbeat any more
 
 
-async def test_a_newer_attach_fences_the_older_stream(allocator: Allocator) -> None:
+async def test_a_newer_attach_fences_the_older_stream(allocator: RunningAllocator) -> None:
     old = await StreamOwner.ready(allocator)
     new = StreamOwner(allocator)
     assert (await new.attach(epoch=2)).HasField("report_required")
@@ -181,7 +185,7 @@ async def test_a_newer_attach_fences_the_older_stream(allocator: Allocator) -> N
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
-async def test_an_attach_with_an_epoch_that_was_seen_is_fenced(allocator: Allocator, epoch: int) -> None:
+async def test_an_attach_with_an_epoch_that_was_seen_is_fenced(allocator: RunningAllocator, epoch: int) -> None:
     await StreamOwner.ready(allocator)
     current = StreamOwner(allocator)
     await current.attach(epoch=2)
@@ -191,7 +195,7 @@ async def test_an_attach_with_an_epoch_that_was_seen_is_fenced(allocator: Alloca
     assert (await current.step()).number == 1
 
 
-async def test_another_incarnation_is_refused_while_the_lease_lives(allocator: Allocator) -> None:
+async def test_another_incarnation_is_refused_while_the_lease_lives(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     with refused(Reason.POOL_OWNED):
         await StreamOwner(allocator).attach(incarnation=b"2" * 16)
@@ -200,7 +204,7 @@ async def test_another_incarnation_is_refused_while_the_lease_lives(allocator: A
     assert (await owner.step()).number == 1
 
 
-async def test_a_killed_stream_leaves_its_state_for_a_resume(allocator: Allocator) -> None:
+async def test_a_killed_stream_leaves_its_state_for_a_resume(allocator: RunningAllocator) -> None:
     killed = await StreamOwner.ready(allocator)
     await killed.step(grows=grows((1, 6, b"")))
     before = await state(allocator)
@@ -214,7 +218,7 @@ async def test_a_killed_stream_leaves_its_state_for_a_resume(allocator: Allocato
     assert (await resumed.step(frees=pb.FreePhase(sequences=pack_uint64([1])))).free_block_count == 8
 
 
-async def test_after_a_resume_unanswered_steps_are_answered_again_byte_for_byte(allocator: Allocator) -> None:
+async def test_after_a_resume_unanswered_steps_are_answered_again_byte_for_byte(allocator: RunningAllocator) -> None:
     killed = await StreamOwner.ready(allocator)
     steps = [{"grows": grows((number, 6, b""))} for number in (1, 2, 3)]
     replies = [await killed.step(**step) for step in steps]
@@ -225,27 +229,27 @@ async def test_after_a_resume_unanswered_steps_are_answered_again_byte_for_byte(
     assert (await resumed.step(grows=grows((4, 6, b"")))).number == 4
 
 
-async def test_any_other_session_id_does_not_resume_even_at_the_same_step(allocator: Allocator) -> None:
+async def test_any_other_session_id_does_not_resume_even_at_the_same_step(allocator: RunningAllocator) -> None:
     await StreamOwner.ready(allocator)
     other = StreamOwner(allocator)
     assert (await other.attach(epoch=2, resume_session=bytes(16))).HasField("report_required")
 
 
-async def test_resuming_with_another_specification_is_refused(allocator: Allocator) -> None:
+async def test_resuming_with_another_specification_is_refused(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     with refused(Reason.LAYOUT):
         await StreamOwner(allocator).attach(epoch=2, resume_session=owner.session_id, spec=spec(block_count=9))
     assert (await owner.step()).number == 1
 
 
-async def test_heartbeats_are_answered_and_keep_the_lease(allocator: Allocator) -> None:
+async def test_heartbeats_are_answered_and_keep_the_lease(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     for _ in range(3):
         allocator.pass_time(9)
         assert (await owner.exchange(HEARTBEAT)).HasField("heartbeat")
 
 
-async def test_a_silent_stream_loses_its_pool_and_is_told(allocator: Allocator) -> None:
+async def test_a_silent_stream_loses_its_pool_and_is_told(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     allocator.pass_time(10.1)
     with refused(Reason.IDLE):
@@ -254,9 +258,9 @@ async def test_a_silent_stream_loses_its_pool_and_is_told(allocator: Allocator) 
     assert (await other.attach(incarnation=b"2" * 16)).HasField("report_required")
 
 
-async def test_an_owner_past_its_lease_is_ended_before_anybody_takes_its_pool(allocator: Allocator) -> None:
+async def test_an_owner_past_its_lease_is_ended_before_anybody_takes_its_pool(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
-    allocator.clock.now += 11  # the lease is over, and nobody has looked yet
+    allocator.clock.now += 11  # the lease is over, and no check has run yet
     with refused(Reason.POOL_OWNED):
         await StreamOwner(allocator).attach(incarnation=b"2" * 16)
     allocator.service.expire_leases(allocator.clock.now)
@@ -265,7 +269,7 @@ async def test_an_owner_past_its_lease_is_ended_before_anybody_takes_its_pool(al
         await owner.step(grows=grows((1, 6, b"")))
 
 
-async def test_detach_drops_the_pool_at_once(allocator: Allocator) -> None:
+async def test_detach_drops_the_pool_at_once(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.send(DETACH)
     await owner.hang_up()
@@ -274,14 +278,14 @@ async def test_detach_drops_the_pool_at_once(allocator: Allocator) -> None:
     await StreamOwner(allocator).attach(incarnation=b"2" * 16)
 
 
-async def test_hanging_up_without_detach_keeps_the_pool_for_the_lease(allocator: Allocator) -> None:
+async def test_hanging_up_without_detach_keeps_the_pool_for_the_lease(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.hang_up()
     with refused(Reason.POOL_OWNED):
         await StreamOwner(allocator).attach(incarnation=b"2" * 16)
 
 
-async def test_draining_ends_every_stream_whatever_it_waits_for(allocator: Allocator) -> None:
+async def test_draining_ends_every_stream_whatever_it_waits_for(allocator: RunningAllocator) -> None:
     ready = await StreamOwner.ready(allocator, "a")
     reporting, new = StreamOwner(allocator), StreamOwner(allocator)
     await reporting.attach(pool="b")
@@ -294,7 +298,7 @@ async def test_draining_ends_every_stream_whatever_it_waits_for(allocator: Alloc
             await owner.receive()
 
 
-async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allocator: Allocator) -> None:
+async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allocator: RunningAllocator) -> None:
     size, count = {"block_count": 400_000, "block_size": 1}, 8  # answers of more than a megabyte: gRPC keeps one or two
     deaf = StreamOwner(allocator)
     await deaf.attach(spec=spec(**size), window=count)

@@ -20,7 +20,7 @@ from quire_allocator.core.readers.usage import block_states, table_entry_count
 from quire_allocator.core.spec import CommitResult, GroupKind, GroupSpec, GrowResult, PoolSpec, Quota, Result
 
 from tests.allocator.core.compiled import what_if
-from tests.allocator.core.pools import published
+from tests.allocator.core.pools import grow, published
 from tests.allocator.twin.memory import Memory, Writer
 from tests.allocator.twin.pool_twin import TwinPool
 from tests.allocator.twin.state import TwinSequence
@@ -36,7 +36,7 @@ class Shape:
 
     Attributes:
         tokens_max: of most sequences.
-        is_honest: False: the owner makes digests up, so nothing can be said about what its blocks hold.
+        is_honest: False: the owner makes digests up, so the contents of its blocks are not checked.
     """
 
     block_count: int
@@ -95,7 +95,8 @@ class Comparison:
         joined = [b"".join(argument) if isinstance(argument, list) else argument for argument in arguments]
         recorded = self.pool.log._recorded
         before = len(recorded)
-        operate = partial(drop_cached, self.pool) if event == "drop" else getattr(self.pool, event)
+        own = {"drop": drop_cached, "grow": grow}
+        operate = partial(own[event], self.pool) if event in own else getattr(self.pool, event)
         ours = plain(operate(*joined, **options), self.twin.group_count)
         if not self.is_lru:
             self.twin.leaving = deque()
@@ -116,7 +117,7 @@ class Comparison:
             self.seen["victim"] += theirs[6] is not None
             self.seen["junction"] += theirs[7] > 0
             self.seen["early end"] += event == "allocate" and theirs[0] == "OK" and self._newest().early_stop > 0
-        if event == "drop":  # in which order the blocks of a subtree become empty is the pool's own affair
+        if event == "drop":  # the order in which the blocks of a subtree become empty is the pool's choice
             self.seen["dropped"] += ours
             assert sorted(self.pool.blocks.empty) == sorted(self.twin.empty)
             self.twin.empty = list(self.pool.blocks.empty)[::-1]
@@ -124,7 +125,7 @@ class Comparison:
         return theirs
 
     def do_many(self, sequence_ids: list[int], token_counts: list[int]) -> list[Any]:
-        """As `do("grow", ...)` one by one, by the pool's `grow_many`."""
+        """Does `do("grow", ...)` for several sequences by the pool's `grow_many`."""
         if not self.is_lru:
             return [self.do("grow", *grow) for grow in zip(sequence_ids, token_counts, strict=True)]
         grants, others = self.pool.grow_many(array("Q", sequence_ids), token_counts)
@@ -140,12 +141,12 @@ class Comparison:
             granted[row] = tuple(tables)
         assert first == len(blocks)
         answers = []
-        for number, grow in enumerate(zip(sequence_ids, token_counts, strict=True)):
+        for number, named in enumerate(zip(sequence_ids, token_counts, strict=True)):
             grown = busy.get(number, GrowResult(Result.OK, 0, 0, granted.get(number, ())))
             assert grown.blocks == granted.get(number, ())
             ours = plain(grown, width)
-            theirs = self.twin.grow(*grow)
-            self.trace.append(f"{self.now}: grow_many({grow}) -> {ours}")
+            theirs = self.twin.grow(*named)
+            self.trace.append(f"{self.now}: grow_many({named}) -> {ours}")
             self.seen[f"grow {theirs[0]}"] += 1
             assert ours == theirs, f"grow: the pool answers {ours}, its twin {theirs}"
             answers.append(theirs)
@@ -168,8 +169,8 @@ class Comparison:
             theirs = twin.sequences[sequence_id]
             assert (ours.namespace.name, ours.token_count) == (theirs.namespace, theirs.token_count)
             assert (ours.committed_token_count, ours.priority) == (theirs.committed, theirs.priority)
-            assert (ours.prompt_end, ours.early_stop) == (theirs.prompt_end, theirs.early_stop)
-            assert ours.stops == tuple(theirs.stops)
+            assert (ours.stops.prompt_end, ours.stops.early) == (theirs.prompt_end, theirs.early_stop)
+            assert ours.stops.token_counts == tuple(theirs.stops)
             assert ours.promised == twin.promised(theirs) * bool(theirs.prompt), f"promised to {sequence_id}"
             assert [list(table) for table in pool.tables(ours)] == twin.tables(sequence_id)
         tables = [table for sequence in twin.sequences.values() for table in sequence.tables]
@@ -192,7 +193,7 @@ class Comparison:
         return self.twin.sequences[self.twin.highest_id]
 
     def _compare_published(self) -> None:
-        """Which blocks are published as what, and in how many tables each block is."""
+        """Compares the published blocks with their digests, and the number of tables of each block."""
         ours = {}
         for space in self.pool.blocks.namespaces.values():
             for number, scope in enumerate(space.scopes):
@@ -212,33 +213,34 @@ class Comparison:
         assert block_states(self.pool).to_bytes() == states
 
     def _compare_retention(self) -> None:
-        """Where hits can end, and what of windows and states leaves how early."""
+        """Compares the stops, and the eviction order of windows and states."""
         spaces = self.pool.blocks.namespaces
-        stops = [(name, key, b) for name, space in spaces.items() for key, b in space.stops.items()]
-        ours = {(name, *key, b.is_parting, b.is_aside) for name, key, b in stops}
+        retention = self.pool.coordinator.retention
+        ours = {(*key, stop.is_parting, stop.is_aside) for key, stop in retention.stops.items()}
         theirs = {(b.namespace, b.token_count, b.digest, b.is_parting, b.is_aside) for b in self.twin.stops}
         assert ours == theirs
-        retention = self.pool.coordinator.retention
-        if retention is not None:
-            ours, twin = retention.partings, self.twin
-            assert (ours.late, ours.again, ours.inside) == (twin.late, twin.again, twin.inside)
-            self.seen["prompts part early"] += ours.are_early
-            self.seen["prompts part inside"] += ours.are_inside
-            self.seen["early end replaced"] = twin.replaced_count
-            self.seen["an answer goes on"] = twin.answered_count
+        if not retention.is_even:
+            learned, twin = retention.partings, self.twin.retention.partings
+            assert (learned.late, learned.again, learned.inside) == (twin.late, twin.again, twin.inside)
+            self.seen["prompts part early"] += learned.are_early
+            self.seen["prompts part inside"] += learned.are_inside
+            self.seen["early end replaced"] = self.twin.replaced_count
+            self.seen["an answer goes on"] = self.twin.answered_count
         others = [number for number, kind in enumerate(self.twin.kinds) if not kind.keeps_prefixes]
         cached = [slot for slot in self.twin.cached() if slot.kind in others]
         for slot in cached:
             assert slot.key is not None
             _, worth = published(spaces[slot.namespace].scopes[slot.kind])[slot.key[2], slot.key[3][-1]]
-            assert worth == self.twin.worth(slot), f"{slot.key} is worth {worth}"
+            assert worth == self.twin.retention.worth(slot), f"{slot.key} is worth {worth}"
         for name, space in spaces.items():
             for number in others:
-                spare = [s for s in cached if (s.namespace, s.kind) == (name, number) and not self.twin.worth(s)]
+                spare = [
+                    s for s in cached if (s.namespace, s.kind) == (name, number) and not self.twin.retention.worth(s)
+                ]
                 assert space.scopes[number].spare == sum(len(slot.blocks) for slot in spare)
 
     def _compare_answers(self) -> None:
-        """What a prompt would hit and wait for, and who would have to go."""
+        """Compares the hits and waits of a prompt, and its victims."""
         pool, twin, rng = self.pool, self.twin, self.random
         namespace, text = rng.choice(("", "blue", "gone")), rng.choice(self.texts)
         length = rng.randint(0, len(text))
@@ -253,14 +255,14 @@ class Comparison:
         assert pool.admission.cheapest_victim(priority, except_id=except_id) == twin.victim(priority, except_id)
 
     def compare_free_order(self) -> None:
-        """The order in which all free blocks would be granted."""
+        """Compares the order in which all free blocks would be granted."""
         if self.is_lru:
             order = what_if(self.pool.blocks, lambda blocks: list(blocks.take(blocks.free_count)))
             twin = copy.deepcopy(self.twin)
             assert order == twin._take(twin.free_count())
 
     def compare_events(self) -> None:
-        """What has been acknowledged, and no more, can be replayed from an empty index."""
+        """Replays the acknowledged events, and no others, from an empty index."""
         self._stored_at[self.now] = Counter(
             (*slot.key[:3], slot.key[3][-1]) for slot in self.twin.published if slot.key
         )

@@ -1,4 +1,4 @@
-"""What an owner has the twin of a pool forget: every cached slot that is meant, the deepest first."""
+"""Drops of the twin of a pool: every cached slot of the drop, the deepest first."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ def exchange(table: list[Slot | None], index: int, other: Slot) -> None:
 
 
 def keep_or_exchange(pool: TwinPool, table: list[Slot | None], index: int, other: Slot) -> bool:
-    """What is published already is held beside a slot, or gets its blocks if nobody holds it; tells whether it was."""
+    """Holds an already published slot beside its own, or takes its blocks if it has no holders; returns whether it was
+    published."""
     own = table[index]
     assert own is not None
     if not pool.is_held(other):
@@ -53,8 +54,8 @@ def release_kept(pool: TwinPool, slots: list[Slot]) -> list[Slot]:
 
 
 def take_over(pool: TwinPool) -> bool:
-    """Where blocks are short, twins that nobody else holds give theirs up; tells whether there were any. Of one table
-    those from the last one on, up to one that somebody else holds."""
+    """Gives up twins without other holders, where blocks are short; returns whether there were any. Of one table it
+    takes those from the last one on, up to the first with another holder."""
     found = False
     for sequence in pool.sequences.values():
         for table in sequence.tables:

@@ -1,4 +1,4 @@
-"""What one kind of group keeps, needs and gives back, said as plainly as possible: which token reads which."""
+"""Rules of one kind of group, as plainly as possible: which token reads which."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 NULL = 0xFFFFFFFF
 ORDER = ("full_attention", "sliding_window", "chunked_local", "state")
-Place = tuple[int, tuple[bytes, ...]]  # position, and what a slot there is published as
+Place = tuple[int, tuple[bytes, ...]]  # position, and a slot's publication
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Kind:
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether what can be hit of it is always a whole prefix."""
+        """Whether its hits are always whole prefixes."""
         return self.name == "full_attention"
 
     @property
@@ -65,7 +65,7 @@ class Kind:
         return all(t < token_count and not self.reads(token_count, t) for t in tokens)
 
     def serving(self, length: int, digests: Sequence[bytes], digest_tokens: int) -> list[Place | None] | None:
-        """What must be published so that a prefix of so many tokens can be served: a table. None if it never can."""
+        """Returns the table that must be published to serve a prefix of this many tokens. None if it never can."""
         if self.name == "state":
             count = length // digest_tokens
             return [(count, (digests[count - 1],))] if count else []
@@ -81,7 +81,8 @@ class Kind:
     def filled(
         self, committed: int, until: int, digests: Sequence[bytes], digest_tokens: int, stops: Collection[int]
     ) -> list[tuple[int, bytes]]:
-        """What a commit publishes, as position and digest; `digests` are those of the digest blocks it fills."""
+        """Returns the publications of a commit, as position and digest; `digests` are those of the digest blocks it
+        fills."""
         first = committed // digest_tokens
         if self.name == "state":
             is_checkpoint = until % self.block_size == 0 or until in stops

@@ -1,4 +1,5 @@
-"""The owner's side of a simulation: texts, and physical blocks whose cells name what they were computed from."""
+"""The owner's side of a simulation: texts, and physical blocks whose cells name the tokens that they were computed
+from."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from dataclasses import dataclass, field
 
 from tests.allocator.twin.pool_twin import Slot, TwinPool, TwinSequence
 
-Cell = tuple[str, int, int]  # namespace, group, number of a text: what attention over it caches, or the state after it
+Cell = tuple[str, int, int]  # namespace, group, number of a text: what attention over it caches, or its state
 
 
 @dataclass(slots=True)
 class Writer:
-    """What the owner knows of one sequence: its text, and how much of it has been written to memory."""
+    """One sequence as its owner knows it: its text, and how much of it is written to memory."""
 
     namespace: str
     text: list[int]
@@ -72,7 +73,8 @@ class Memory:
             self.blocks[destination] = list(self.blocks[source])
 
     def check_sequence(self, writer: Writer, sequence: TwinSequence) -> None:
-        """It reads its own text: every token that the next one needs, and the state after what was written."""
+        """Checks that a sequence reads its own text: every token that the next one needs, and the state after the
+        written ones."""
         for kind, table in zip(self.twin.kinds, sequence.tables, strict=True):
             if kind.name == "state":
                 if writer.written:
@@ -96,7 +98,7 @@ class Memory:
             )
 
     def check_published(self) -> None:
-        """Each digest names what it says."""
+        """Checks that each digest names the block's contents."""
         for slot in self.twin.published:
             kind = self.twin.kinds[slot.kind]
             assert slot.key is not None

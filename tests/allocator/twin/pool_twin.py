@@ -1,25 +1,36 @@
 """A slow, obvious model of a pool: lists, and every question answered by looking at everything.
 
-It shares no code with the core. What it knows is in `state.py`, what one kind of group needs and gives back in
-`kinds.py`; here is what the operations do. Results are plain tuples,
-written to be read and not to be fast.
+It shares no code with the core. Its data is in `state.py`, the rules of one kind of group in `kinds.py`; the operations
+are here. Results are plain tuples, written to be read and not to be fast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tests.allocator.twin.answers import Committed, Grown, refused
 from tests.allocator.twin.drop import drop
 from tests.allocator.twin.kept import count_tail, keep_or_exchange, release_kept, take_over
 from tests.allocator.twin.retention import TwinRetention
-from tests.allocator.twin.state import Slot, TwinSequence
+from tests.allocator.twin.state import Slot, TwinSequence, TwinState
 
 
-class TwinPool(TwinRetention):
+class TwinPool(TwinState):
     """What a pool must do."""
 
     drop = drop
+
+    def __init__(
+        self,
+        block_count: int,
+        groups: Sequence[tuple[str, int, int]],
+        watermark: int = 0,
+        quotas: dict[str, tuple[int | None, int | None]] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(block_count, groups, watermark, quotas, **options)
+        self.retention = TwinRetention(self)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -48,7 +59,7 @@ class TwinPool(TwinRetention):
             return ("PENDING", matched, pending, [], [], 0, None, junction, ())
         if answer[0] in ("QUOTA", "NO_SPACE") and take_over(self):
             answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
-        if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nobody to wait for: do without the hit
+        if answer[0] == "NO_SPACE" and matched and not self.sequences:  # none to wait for: do without the hit
             prompt = prompt_token_count
             return self.allocate(
                 sequence_id,
@@ -67,7 +78,7 @@ class TwinPool(TwinRetention):
             slot.hits += 1
         if prompt > token_count:
             sequence.prompt, sequence.chunk = prompt, token_count
-        stops = self.set_stops(sequence, shareable, max(matched, junction), prompt, junction)
+        stops = self.retention.set_stops(sequence, shareable, max(matched, junction), prompt, junction)
         self.prompts.append((namespace, [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens <= prompt]))
         token_count = max(token_count, matched)
         if len(shareable) * self.digest_tokens > matched:
@@ -75,7 +86,7 @@ class TwinPool(TwinRetention):
         self.sequences[sequence_id] = sequence
         self.highest_id = sequence_id
         if matched:
-            self.make(sequence, matched)
+            self.retention.make(sequence, matched)
         _, copies = self._grant(sequence, token_count)
         if is_return:
             self.returned += prompt
@@ -111,7 +122,7 @@ class TwinPool(TwinRetention):
             own = [s for s in copied if s.key and self.kinds[s.kind].name == "state" and self.holders(s) == 1]
             if missing > sum(len(slot.blocks) for slot in own):
                 return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id), 0, ())
-            for slot in own:  # a checkpoint is given up before anybody is refused
+            for slot in own:  # a checkpoint is given up before a refusal
                 self._not_published(slot)
                 sequence.tables[slot.kind] = [Slot(slot.kind, slot.namespace, slot.blocks)]
         blocks, copies = self._grant(sequence, token_count)
@@ -133,7 +144,7 @@ class TwinPool(TwinRetention):
         swaps = list[tuple[int, int, int]]()
         for number, kind in enumerate(self.kinds):
             if kind.name == "state" and granted > until:
-                continue  # nobody would ask before it is overwritten
+                continue  # no request would come before it is overwritten
             replaced = []
             for position, digest in kind.filled(sequence.committed, until, digests, self.digest_tokens, sequence.stops):
                 own = self._publish(sequence, number, position, digest, swaps)
@@ -149,13 +160,13 @@ class TwinPool(TwinRetention):
         self._advance(sequence)
         for end in sequence.stops:
             if before < end <= until:
-                self.make(sequence, end)
+                self.retention.make(sequence, end)
         self._settle(sequence)
         self._enforce_quota(sequence.namespace)
         return ("OK", swaps)
 
     def fork(self, parent_id: int, child_id: int, hold_until: float | None = None) -> str:
-        """A sequence that shares what its parent has committed."""
+        """Makes a sequence that shares its parent's committed tokens."""
         parent = self.sequences.get(parent_id)
         if parent is None:
             return "NOT_FOUND"
@@ -165,7 +176,7 @@ class TwinPool(TwinRetention):
             return "UNCOMMITTED"
         if self.append_only and not self.is_edge(parent.committed):
             return "UNCOMMITTED"
-        self.turn_ended(parent)
+        self.retention.turn_ended(parent)
         shared = [
             [slot and (slot.twin or slot) for slot in table[: kind.entries(parent.committed)]]
             for kind, table in zip(self.kinds, parent.tables, strict=True)
@@ -184,7 +195,7 @@ class TwinPool(TwinRetention):
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
             return "NOT_FOUND"
-        self.turn_ended(sequence)
+        self.retention.turn_ended(sequence)
         for number, table in enumerate(sequence.tables):
             slots = [slot for slot in reversed(table) if slot is not None]
             tail_count = count_tail(self.kinds[number], slots, len(table), sequence.committed)
@@ -193,13 +204,13 @@ class TwinPool(TwinRetention):
                 self._released(slot)
             for slot in release_kept(self, slots[tail_count:]):
                 self._released(slot)
-            self.forget(sequence, number)
+            self.retention.forget(sequence, number)
         del self.sequences[sequence_id]
         self._enforce_quota(sequence.namespace)
         return "OK"
 
     def expire_holds(self, now: float) -> list[int]:
-        """Frees the holds whose time has come."""
+        """Frees the expired holds."""
         ended = [i for i, s in self.sequences.items() if s.hold_until is not None and s.hold_until <= now]
         for sequence_id in ended:
             self.free(sequence_id)
@@ -289,7 +300,7 @@ class TwinPool(TwinRetention):
 
     def _evict(self, candidates: list[Slot]) -> None:
         """The one released longest ago, or the one that the pool has chosen; never one with published descendants."""
-        worths = {id(slot): self.worth(slot) for slot in candidates}
+        worths = {id(slot): self.retention.worth(slot) for slot in candidates}
         candidates = [slot for slot in candidates if worths[id(slot)] == min(worths.values())]
         if self.leaving is None:
             slot = min(candidates, key=lambda slot: slot.released)
@@ -308,18 +319,18 @@ class TwinPool(TwinRetention):
         self.published.remove(slot)
         slot.key = None
         self.empty += slot.blocks[::-1]
-        self.slot_left(slot, path)
+        self.retention.slot_left(slot, path)
 
     def _drop(self, slot: Slot) -> None:
         self.empty += slot.blocks[::-1]
         self._not_published(slot)
 
     def _not_published(self, slot: Slot) -> None:
-        """A checkpoint is none any more, and no hit can end there."""
+        """Removes a publication: a checkpoint is none any more, and no hit can end there."""
         assert slot.key is not None
         path = slot.key[3]
-        self.unpublish(slot)
-        self.slot_left(slot, path)
+        self.retention.unpublish(slot)
+        self.retention.slot_left(slot, path)
 
     def _released(self, slot: Slot) -> None:
         """One table fewer names it; where it was the last, it is cached from now on, or empty."""
@@ -371,7 +382,7 @@ class TwinPool(TwinRetention):
         sequence.token_count = until
 
     def _advance(self, sequence: TwinSequence) -> None:
-        """What has been published is not pending any more."""
+        """Advances announcements: published tokens are not pending any more."""
         count = sequence.committed // self.digest_tokens
         if count >= len(sequence.announced):
             sequence.announced, sequence.places = [], []
@@ -379,14 +390,14 @@ class TwinPool(TwinRetention):
             sequence.places.append(count)
 
     def _settle(self, sequence: TwinSequence) -> None:
-        """Gives back what no token from the committed ones on reads, deepest first."""
+        """Gives back the blocks that no token from the committed ones on reads, deepest first."""
         for number, (kind, table) in enumerate(zip(self.kinds, sequence.tables, strict=True)):
             falling = [p for p, slot in enumerate(table) if slot and kind.has_fallen_out(p, sequence.committed)]
             slots = [slot for slot in (table[p] for p in falling) if slot is not None]
             for position in falling:
                 table[position] = None
             slots = release_kept(self, slots[::-1])
-            self.remember(sequence, number, slots[::-1])
+            self.retention.remember(sequence, number, slots[::-1])
             for slot in slots:
                 self._released(slot)
 

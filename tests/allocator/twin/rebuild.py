@@ -6,13 +6,14 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
-from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.kept import KeptBlocks
-from quire_allocator.core.groups.runs import Run, RunScope
+from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import manager_number
+from quire_allocator.core.retention.stop import Run
+from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 _NONE: list[Node] = []  # children of a node without any; never appended to
@@ -24,12 +25,12 @@ class Node:
     Attributes:
         blocks: one per group; `NULL_BLOCK` where the report has none.
         ends: sequences whose published part ends here, or that borrow it.
-        is_borrowed: somebody's half-filled block is this one: it must be a run of its own.
+        is_borrowed: this is a sequence's half-filled block, so it must be a run of its own.
         is_held: a sequence ends here or below.
         run: the one that it became a part of.
     """
 
-    # Of a report there may be a million: what most never change is the class's.
+    # A report may have a million nodes: rarely changed defaults are the class's.
     children = _NONE
     parent: Node | None = None
     ends = 0
@@ -46,7 +47,7 @@ class Node:
 
 
 class Place(NamedTuple):
-    """Where a sequence's published part ends (None: nowhere), and its own blocks beyond.
+    """End of a sequence's published part (None: no part), and its own blocks beyond.
 
     Attributes:
         borrowed: the node that the first of those blocks is published as.
@@ -65,7 +66,7 @@ class Place(NamedTuple):
 
 
 class NodeBuilder:
-    """What `RunBuilder` does, position by position."""
+    """The work of `RunBuilder`, position by position."""
 
     def __init__(self, manager: FullAttentionManager, pool: Pool, use: BlockUse) -> None:
         self._manager = manager
@@ -101,7 +102,7 @@ class NodeBuilder:
             position += 1
 
     def locate(self, space: Namespace, sequence: ReportedSequence) -> Callable[[], RunPart]:
-        """Finds the end of what is published, and claims what is not."""
+        """Finds the end of the published part, and claims the rest."""
         place = self._place(space, sequence)
         return lambda: self._part(place)
 
@@ -246,7 +247,7 @@ def _preorder(roots: list[Node]) -> list[Node]:
 
 
 def _mark_held(node: Node) -> None:
-    """Whoever ends here holds all before it."""
+    """Marks everything before a sequence's end as held."""
     above: Node | None = node
     while above is not None and not above.is_held:
         above.is_held = True

@@ -1,4 +1,4 @@
-"""What stays cached of windows and states, asked of the twin by looking at every stop and every slot."""
+"""Retention of windows and states; the twin looks at every stop and every slot."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ from collections.abc import Sequence
 
 from tests.allocator.twin.kinds import Kind
 from tests.allocator.twin.partings import STEP_COUNT, TwinPartings
-from tests.allocator.twin.state import Slot, TwinSequence, TwinStop
+from tests.allocator.twin.state import Slot, TwinSequence, TwinState, TwinStop
 
-SPARE, ASIDE, KEPT, LED = 0, 1, 2, 3
+SPARE, ASIDE, RANKED, LED = 0, 1, 2, 3
 CONTINUED_MAX = 3
 
 
-class TwinRetention(TwinPartings):
-    """Stops, and what they make worth keeping."""
+class TwinRetention:
+    """The stops of a pool, and what they make worth keeping."""
+
+    def __init__(self, pool: TwinState) -> None:
+        self.pool = pool
+        self.partings = TwinPartings(pool)
 
     def edge_before(self, token_count: int) -> int:
         """The last one that prefixes can be served up to; negative where even 0 tokens are too few."""
-        return max([end for end in range(0, token_count + 1, self.digest_tokens) if self.is_edge(end)], default=-1)
+        return max(
+            [end for end in range(0, token_count + 1, self.pool.digest_tokens) if self.pool.is_edge(end)], default=-1
+        )
 
     def is_gone(self, stop: TwinStop) -> bool:
-        return stop not in self.stops
+        return stop not in self.pool.stops
 
     def before(self, stop: TwinStop | None) -> TwinStop | None:
         """The stop itself, or the next one before it that is there."""
@@ -30,7 +36,7 @@ class TwinRetention(TwinPartings):
 
     def ways(self, stop: TwinStop) -> list[TwinStop]:
         """Stops right behind one."""
-        return [other for other in self.stops if self.before(other.parent) is stop]
+        return [other for other in self.pool.stops if self.before(other.parent) is stop]
 
     def is_continued(self, stop: TwinStop) -> bool:
         return bool(self.ways(stop)) and not stop.is_parting
@@ -39,25 +45,25 @@ class TwinRetention(TwinPartings):
 
     def worth(self, slot: Slot) -> int:
         """Of a cached slot; what is worth least leaves first."""
-        kind = self.kinds[slot.kind]
-        if self.retention == "dense":
-            return KEPT
+        kind = self.pool.kinds[slot.kind]
+        if self.pool.is_dense:
+            return RANKED
         if kind.name == "full_attention":
-            return KEPT if self._serves(slot) else SPARE
+            return RANKED if self._serves(slot) else SPARE
         needed, aside = False, False
-        for stop in self.stops:
+        for stop in self.pool.stops:
             if slot in stop.needed:
                 needed |= not stop.is_aside
                 aside |= stop.is_aside
-        needed |= any(slot in sequence.needed for sequence in self.sequences.values())
-        kept = LED if any(other.name == "full_attention" for other in self.kinds) else KEPT
+        needed |= any(slot in sequence.needed for sequence in self.pool.sequences.values())
+        kept = LED if any(other.name == "full_attention" for other in self.pool.kinds) else RANKED
         return kept if needed else ASIDE if aside else SPARE
 
     def _serves(self, slot: Slot) -> bool:
         """Whether a hit can end at a block of full attention or behind it, as far as other kinds are concerned."""
         assert slot.key is not None
         number, namespace, _, path = slot.key
-        for stop in self.stops:
+        for stop in self.pool.stops:
             for key in stop.path:
                 if key[:2] == (number, namespace) and key[3][: len(path)] == path:
                     return True
@@ -68,32 +74,32 @@ class TwinRetention(TwinPartings):
     def set_stops(
         self, sequence: TwinSequence, digests: Sequence[bytes], length: int, prompt: int, junction: int
     ) -> tuple[int, ...]:
-        """Where hits are to end in a new sequence, of which so many tokens are published; it parts behind them."""
+        """Sets the stops of a new sequence, with this many published tokens; it parts after them."""
         end = sequence.prompt_end = self.edge_before(prompt - 1)
-        if all(kind.keeps_prefixes for kind in self.kinds):
+        if all(kind.keeps_prefixes for kind in self.pool.kinds):
             return ()
-        self.note_parting(sequence.namespace, digests, length, self.stops, is_whole=length == end)
-        sequence.early_stop = self.early_end(end, length)
+        self.partings.note_parting(sequence.namespace, digests, length, self.pool.stops, is_whole=length == end)
+        sequence.early_stop = self.partings.early_end(end, length)
         stops = {
             end,
             self.edge_before(junction),
             sequence.early_stop,
-            *self.answer_ends(prompt),
-            *self.steps_before(end),
+            *self.partings.answer_ends(prompt),
+            *self.partings.steps_before(end),
         }
         sequence.stops = sorted(stops - {0})
         return tuple(sequence.stops)
 
     def make(self, sequence: TwinSequence, token_count: int) -> None:
         """Hits can end after so many tokens, if the sequence has what they take."""
-        if self.retention == "dense":
+        if self.pool.is_dense:
             return
         end = [self._own(sequence, number, token_count // kind.block_size - 1) for number, kind in self._attention()]
         end += [] if end else [s for s in self._checkpoints(sequence) if self._length(s) == token_count]
         first = end[0] if end else None
         if first is None or first.key is None:
             return
-        found = [b for b in self.stops if b.namespace == sequence.namespace and b.token_count == token_count]
+        found = [b for b in self.pool.stops if b.namespace == sequence.namespace and b.token_count == token_count]
         known = [b for b in found if b.digest == first.key[3][-1]]
         if not known:
             stop = self._gather(sequence, token_count, first.key[3][-1])
@@ -102,7 +108,7 @@ class TwinRetention(TwinPartings):
             parent = self.before(sequence.stop)
             early = parent if parent and parent.is_early and not parent.is_parting else None
             stop.parent, stop.is_early = parent, token_count == sequence.early_stop
-            self.stops.append(stop)
+            self.pool.stops.append(stop)
             known = [stop]
             stop.is_parting = any(self._parts(sequence, slot, token_count) for slot in end if slot is not None)
             if parent is not None:
@@ -116,51 +122,51 @@ class TwinRetention(TwinPartings):
         self._end_old(known[0])
 
     def _take_place_of(self, early: TwinStop, stop: TwinStop) -> None:
-        """What was right behind an early end is behind a new stop now, if it is on its path."""
+        """Moves the stops right after an early end to the new stop, if it is on their path."""
         whole = stop.path[0][3]
         moved = [b for b in self.ways(early) if b is not stop and b.path[0][3][: len(whole)] == whole]
         for other in moved:
             other.parent = stop
         if moved:
-            self.replaced_count += 1
+            self.pool.replaced_count += 1
             self._part(stop)
             self.end(early)
 
     def _go_on_from(self, before: TwinStop | None, prompt_end: int) -> None:
-        """An answer has left a state behind this one, which is for nobody then, unless paths part there."""
+        """Replaces the previous stop by one of the answer, unless paths part there."""
         if before is None or before.token_count < prompt_end or not self.is_continued(before):
             return
-        self.answered_count += 1
+        self.pool.answered_count += 1
         self.end(before)
         for slot in before.needed if before.answer else ():
-            is_wanted = any(slot in other.needed for other in self.stops)
-            is_idle = slot.key is not None and not self.is_held(slot) and not slot.hits
-            if self.kinds[slot.kind].name == "state" and is_idle and not is_wanted:
-                self.empty += slot.blocks[::-1]
+            is_wanted = any(slot in other.needed for other in self.pool.stops)
+            is_idle = slot.key is not None and not self.pool.is_held(slot) and not slot.hits
+            if self.pool.kinds[slot.kind].name == "state" and is_idle and not is_wanted:
+                self.pool.empty += slot.blocks[::-1]
                 path = slot.key[3]
                 self.unpublish(slot)
                 self.slot_left(slot, path)
 
     def turn_ended(self, sequence: TwinSequence) -> None:
         edge, last = self.edge_before(sequence.committed), self.before(sequence.stop)
-        if any(kind.name == "state" for kind in self.kinds):
+        if any(kind.name == "state" for kind in self.pool.kinds):
             lengths = [self._length(slot) for slot in self._checkpoints(sequence)]
-            edge = max([length for length in lengths if self.is_edge(length)], default=0)
+            edge = max([length for length in lengths if self.pool.is_edge(length)], default=0)
         if edge > (0 if last is None else last.token_count):
             self.make(sequence, edge)
 
     def end(self, stop: TwinStop) -> None:
-        """Nothing can be hit there any more."""
+        """Ends a stop: no hit can end there any more."""
         if self.is_gone(stop):
             return
-        self.stops.remove(stop)
+        self.pool.stops.remove(stop)
         before = self.before(stop)
         if before is not None:
             self._part(before)
 
     def slot_left(self, slot: Slot, path: tuple[bytes, ...]) -> None:
         """A slot was evicted, which was published as that: hits that need it are gone."""
-        for stop in list(self.stops):
+        for stop in list(self.pool.stops):
             if slot in stop.needed:
                 self.end(stop)
             for number, namespace, _, whole in stop.path:
@@ -169,9 +175,9 @@ class TwinRetention(TwinPartings):
 
     def remember(self, sequence: TwinSequence, number: int, falling: list[Slot]) -> None:
         """What is about to fall out may be needed at the last edge; what fell out earlier, not any more."""
-        if self.retention == "dense":
+        if self.pool.is_dense:
             return
-        kind, edge = self.kinds[number], self.edge_before(sequence.committed)
+        kind, edge = self.pool.kinds[number], self.edge_before(sequence.committed)
         own = [slot for slot in sequence.needed if slot.kind == number] + falling
         needed = [slot for slot in own if slot.key is not None and slot.key[2] in kind.takes(edge)]
         sequence.needed = [slot for slot in sequence.needed if slot.kind != number] + needed
@@ -182,28 +188,28 @@ class TwinRetention(TwinPartings):
 
     def unpublish(self, slot: Slot) -> None:
         """It is not worth its blocks any more."""
-        if self.leaving is not None:
+        if self.pool.leaving is not None:
             assert slot.key is not None
-            assert self.leaving.popleft() == (*slot.key[:3], slot.key[3][-1])
-        self.published.remove(slot)
+            assert self.pool.leaving.popleft() == (*slot.key[:3], slot.key[3][-1])
+        self.pool.published.remove(slot)
         slot.key = None
 
     def _attention(self) -> list[tuple[int, Kind]]:
-        return [(number, kind) for number, kind in enumerate(self.kinds) if kind.name != "state"]
+        return [(number, kind) for number, kind in enumerate(self.pool.kinds) if kind.name != "state"]
 
     def _checkpoints(self, sequence: TwinSequence) -> list[Slot]:
         """Of the first kind of state: what a sequence made or hit last, if it is still there."""
-        number = next(number for number, kind in enumerate(self.kinds) if kind.name == "state")
+        number = next(number for number, kind in enumerate(self.pool.kinds) if kind.name == "state")
         slot = sequence.last.get(number)
         return [slot] if slot is not None and slot.key is not None else []
 
     def _length(self, slot: Slot) -> int:
         """Tokens after which a checkpoint is the state."""
         assert slot.key is not None
-        return slot.key[2] * self.digest_tokens
+        return slot.key[2] * self.pool.digest_tokens
 
     def _own(self, sequence: TwinSequence, number: int, position: int) -> Slot | None:
-        """What a sequence has at a position, or had and can still name."""
+        """Returns the sequence's slot at a position, also of one that fell out and can still be named."""
         table = sequence.tables[number]
         slot = table[position] if position < len(table) else None
         if slot is not None:
@@ -214,7 +220,7 @@ class TwinRetention(TwinPartings):
 
     def _gather(self, sequence: TwinSequence, token_count: int, digest: bytes) -> TwinStop | None:
         path, needed = [], list[Slot]()
-        for number, kind in enumerate(self.kinds):
+        for number, kind in enumerate(self.pool.kinds):
             if kind.name == "full_attention":
                 slot = self._own(sequence, number, token_count // kind.block_size - 1)
                 assert slot is not None
@@ -226,7 +232,7 @@ class TwinRetention(TwinPartings):
                     return None
                 needed += [slot for slot in wanted if slot is not None]
             if kind.name == "state":
-                slot = self.find((number, sequence.namespace, token_count // self.digest_tokens, (digest,)))
+                slot = self.pool.find((number, sequence.namespace, token_count // self.pool.digest_tokens, (digest,)))
                 if slot is None:
                     return None
                 needed.append(slot)
@@ -236,10 +242,10 @@ class TwinRetention(TwinPartings):
 
     def _parts(self, sequence: TwinSequence, slot: Slot, token_count: int) -> bool:
         """Whether another way than this sequence's is published behind a block of full attention."""
-        kind = self.kinds[slot.kind]
+        kind = self.pool.kinds[slot.kind]
         if kind.name != "full_attention" or slot.key is None:
             return False
-        behind = [s for s in self.published if s.kind == slot.kind and s.namespace == slot.namespace and s.key]
+        behind = [s for s in self.pool.published if s.kind == slot.kind and s.namespace == slot.namespace and s.key]
         behind = [s for s in behind if s.key and s.key[3][:-1] == slot.key[3]]
         table, position = sequence.tables[slot.kind], token_count // kind.block_size
         own = table[position] if position < sequence.committed // kind.block_size else None
@@ -247,10 +253,10 @@ class TwinRetention(TwinPartings):
 
     def _part(self, stop: TwinStop) -> None:
         stop.is_parting |= len(self.ways(stop)) > 1
-        stop.is_aside = self.is_continued(stop) and (stop.is_aside or not self.are_early)
+        stop.is_aside = self.is_continued(stop) and (stop.is_aside or not self.partings.are_early)
 
     def _end_old(self, stop: TwinStop | None) -> None:
-        count, most = 0, CONTINUED_MAX + STEP_COUNT * self.are_inside
+        count, most = 0, CONTINUED_MAX + STEP_COUNT * self.partings.are_inside
         while stop is not None:
             before = self.before(stop.parent)
             is_counted = not stop.is_parting

@@ -21,7 +21,7 @@ EVENTS_PER_HISTORY = 4000
 
 
 def run_history(shape: str, seed: int, policy: str, event_count: int) -> Counter[str]:
-    """One history; what happened how often. Where pool and twin differ, says how to see it again."""
+    """Runs one history; returns the counts of events. Where pool and twin differ, says how to see it again."""
     simulation = Simulation(shape, seed, policy)
     try:
         simulation.run(event_count)
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
     parser.add_argument("--policy", choices=list(POLICIES), default=LRU)
     arguments = parser.parse_args()
-    # What was evicted is told by digests, which name no block where the owner makes them up.
+    # Evictions are reported by digests, which name no block where the owner makes them up.
     comparable = [name for name, shape in SHAPES.items() if shape.is_honest or arguments.policy == LRU]
     shapes = arguments.shape or comparable
     start, done, histories, seen = time.monotonic(), 0, 0, Counter[str]()

@@ -67,8 +67,8 @@ class Simulation(Comparison):
         self.to_edit = NAMESPACES[0], [0]  # a prompt and its namespace
         self.drops = random.Random(seed)
         retention = self.pool.coordinator.retention
-        if not seed % 2 and retention is not None:  # few histories have as many edits by chance
-            retention.partings.inside = self.twin.inside = EDITS_BEFORE
+        if not seed % 2 and not retention.is_even:  # few histories have as many edits by chance
+            retention.partings.inside = self.twin.retention.partings.inside = EDITS_BEFORE
 
     def run(self, event_count: int) -> None:
         """Applies events, comparing everything after each."""
@@ -122,7 +122,7 @@ class Simulation(Comparison):
         if self.has_state and rng.random() < 0.5:  # an owner that wants checkpoints ends its passes there
             first = (length - 1) // self.pool.spec.edge_tokens * self.pool.spec.edge_tokens or length
         digests = self._digests(self.memory.numbers(plan), 0, length)
-        if rng.random() < (0.7 if self.shape.append_only else 0.1):  # what is not hit is computed twice
+        if rng.random() < (0.7 if self.shape.append_only else 0.1):  # missed tokens are computed twice
             digests = digests[: rng.randint(0, len(digests))]
         prompt = length if first < length or rng.random() < 0.1 else 0
         defer = rng.randint(1, 2 * self.twin.digest_tokens) if rng.random() < 0.4 else 0
@@ -170,13 +170,13 @@ class Simulation(Comparison):
                 self._commit_all(sequence_id)
 
     def forward(self) -> None:
-        """Writes what has been granted, without asking the pool."""
+        """Writes the granted tokens, without asking the pool."""
         sequence_id = self._some_id(writable=True)
         if sequence_id is not None:
             self._forward_some(sequence_id)
 
     def commit(self) -> None:
-        """All that was written, or a part of it; now and then what was not accepted or was granted ahead goes back."""
+        """Commits all written tokens, or a part; now and then unaccepted tokens or room ahead are given back."""
         sequence_id = self._some_id(writable=True)
         if sequence_id is None:
             return
@@ -196,7 +196,7 @@ class Simulation(Comparison):
             self._extend(sequence_id, sequence.token_count)
 
     def fork(self) -> None:
-        """Of any live sequence; now and then with an id that was used; some are holds."""
+        """Forks any live sequence; now and then with a used id; some forks are holds."""
         parent_id = self._some_id(writable=False)
         if parent_id is None or len(self.writers) >= LIVE_MAX:
             return
@@ -221,12 +221,12 @@ class Simulation(Comparison):
             del self.writers[sequence_id]
 
     def free_all(self) -> None:
-        """Nobody is left; in an idle pool other rules hold for the next one."""
+        """Frees all sequences; in an idle pool other rules hold for the next one."""
         while self.writers:
             self.free()
 
     def decode(self) -> None:
-        """One token more for several sequences at once, as a step asks for it; often for the same as the last time."""
+        """Grows several sequences by one token, as a step does; often the same as the last time."""
         share = self.random.choice((0.7, 1.0, 1.0))
         ids = [i for i in self.writers if self.twin.sequences[i].hold_until is None and self.random.random() < share]
         counts = [self.twin.sequences[i].token_count + 1 for i in ids]
@@ -236,7 +236,7 @@ class Simulation(Comparison):
                 self._extend(sequence_id, self.twin.sequences[sequence_id].token_count)
 
     def expire(self) -> None:
-        """Holds whose time has come."""
+        """Expires the holds whose time has come."""
         now = float(self.now - self.random.randint(0, 20))
         ended = self.do("expire_holds", now)
         for sequence_id in ended:
@@ -244,7 +244,7 @@ class Simulation(Comparison):
             self.seen["hold ended"] += 1
 
     def drop(self) -> None:
-        """What is cached: of all, of a namespace, or behind some place of a known text."""
+        """Drops the cache of all, of a namespace, or after some place of a known text."""
         rng = self.drops
         namespace = rng.choice((None, *NAMESPACES, "gone"))
         if namespace is None or rng.random() < 0.3:
@@ -275,7 +275,7 @@ class Simulation(Comparison):
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _some_id(self, *, writable: bool) -> int | None:
-        """Any live sequence; nobody writes to a hold."""
+        """Returns any live sequence that is no hold."""
         ids = [i for i in self.writers if not writable or self.twin.sequences[i].hold_until is None]
         return self.random.choice(ids) if ids else None
 
@@ -286,8 +286,8 @@ class Simulation(Comparison):
         return [self.random.randint(0, 1) for _ in range(length)]
 
     def _digests(self, numbers: list[int], start: int, end: int) -> list[bytes]:
-        """Of the digest blocks that become full between two counts of tokens. A dishonest owner makes them up: without
-        windows as it likes, else those of a text of which only the last token of each block counts."""
+        """Returns the digests of the blocks that become full between two counts of tokens. A dishonest owner makes them
+        up: freely without windows, else those of a text in which only the last token of each block counts."""
         if self.shape.is_honest:
             return self.memory.digests(numbers, start, end)
         if any(kind.is_windowed for kind in self.twin.kinds):
@@ -297,7 +297,7 @@ class Simulation(Comparison):
         return [self.random.choice(b"ab").to_bytes(1, "big") * 32 for _ in self.memory.digests(numbers, start, end)]
 
     def _extend(self, sequence_id: int, token_count: int) -> None:
-        """The text goes on: with the rest of the prompt, with what follows in a known text, or with anything."""
+        """Extends the text: with the rest of the prompt, with the continuation of a known text, or with anything."""
         writer = self.writers[sequence_id]
         follows = [text for text in (writer.plan, *self.texts) if text[: len(writer.text)] == writer.text]
         if follows and (follows[0] is writer.plan or self.random.random() < 0.5):
@@ -316,7 +316,7 @@ class Simulation(Comparison):
         self.do("commit", sequence_id, writer.written, digests)
 
     def _commit_to(self, sequence_id: int, until: int) -> None:
-        """A pass is cut there, and what is behind it given back: so a checkpoint is made."""
+        """Cuts a pass there, and gives the rest back, so a checkpoint is made."""
         writer, sequence = self.writers[sequence_id], self.twin.sequences[sequence_id]
         self._forward(sequence_id, until)
         digests = self._digests(writer.numbers, sequence.committed, until)

@@ -1,4 +1,4 @@
-"""What the twin of a pool knows, and every question about it, answered by looking at everything.
+"""The data of a pool's twin, and every question about it, answered by looking at everything.
 
 There are no counts, runs, heaps or indexes: a block is held if some table names it, the prefix index is the list of
 published slots.
@@ -40,13 +40,13 @@ class TwinStop:
     """A place at which hits can end.
 
     Attributes:
-        path: of each kind of full attention what stands before it is published as.
-        needed: what a hit there takes of windows and states.
+        path: of each kind of full attention the digest before it.
+        needed: the slots of windows and states that a hit there takes.
         parent: the stop before it, when it was made.
-        is_parting: more than one way was seen to go on from it.
+        is_parting: paths were seen to part there.
         is_aside: it was continued while few prompts parted early, and is still.
-        is_early: the sequence that made it was told so.
-        answer: how far it is behind the prompt whose answer made it.
+        is_early: the sequence that made it got it as an early end.
+        answer: its distance after the prompt whose answer made it.
     """
 
     namespace: str
@@ -78,8 +78,8 @@ class TwinSequence:
     announced: list[bytes] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     hold_until: float | None = None
-    last: dict[int, Slot] = field(default_factory=dict)  # of each kind, what it hit last; of states, or made
-    needed: list[Slot] = field(default_factory=list)  # fallen out, and what a hit at its last edge takes
+    last: dict[int, Slot] = field(default_factory=dict)  # of each kind its last hit; of states also the last made
+    needed: list[Slot] = field(default_factory=list)  # fallen out, and needed by a hit at its last edge
     stop: TwinStop | None = None  # the deepest one that it made or hit
 
 
@@ -87,7 +87,7 @@ class TwinState:
     """Slots, sequences, and the blocks that are empty.
 
     Attributes:
-        leaving: under policies other than LRU, what the pool evicted, in order; the twin checks that it was allowed.
+        leaving: the pool's evictions in order, under policies other than LRU; the twin checks that each was allowed.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class TwinState:
         self.watermark = watermark
         self.quotas = quotas or {}
         self.chunk_max = chunk_max  # tokens that the owner computes in one pass of a prompt
-        self.prompts: list[tuple[str, list[bytes]]] = []  # of all sequences that were ever let in
+        self.prompts: list[tuple[str, list[bytes]]] = []  # of all sequences ever admitted
         self.sequences: dict[int, TwinSequence] = {}
         self.highest_id = 0
-        self.replaced_count = 0  # early ends whose place another stop took
-        self.answered_count = 0  # ends of prompts and of parts of answers whose place one behind them took
+        self.replaced_count = 0  # early ends replaced by another stop
+        self.answered_count = 0  # ends of prompts and of parts of answers, replaced by later ones
         self.empty = list(range(block_count))[::-1]  # the last one is granted next
         self.published: list[Slot] = []
         self.clock = 0
@@ -122,7 +122,7 @@ class TwinState:
         self.taken_over = 0  # twins that gave their blocks up
         self.leaving: deque[Removed] | None = None
         keeps_all = all(kind.keeps_prefixes for kind in self.kinds)
-        self.retention = "dense" if keeps_all else retention
+        self.is_dense = keeps_all or retention == "dense"
         self.stops: list[TwinStop] = []
 
     # -- what can be observed ------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class TwinState:
                 yield from ((sequence, slot.twin) for slot in table if slot is not None and slot.twin is not None)
 
     def holders(self, slot: Slot) -> int:
-        """How many tables name it, or a slot whose twin it is."""
+        """Counts the tables that name it, or a slot whose twin it is."""
         return sum(held is slot for _, held in self.all_slots())
 
     def is_held(self, slot: Slot) -> bool:
@@ -163,7 +163,7 @@ class TwinState:
         return len(self.empty) + self.cached_count()
 
     def namespaces(self) -> set[str]:
-        """Those with sequences or published blocks."""
+        """Returns the namespaces with sequences or published blocks."""
         return {slot.namespace for slot in self.published} | {s.namespace for s in self.sequences.values()}
 
     def tables(self, sequence_id: int) -> list[list[int]]:
@@ -171,7 +171,7 @@ class TwinState:
         return self.by_group(self.sequences[sequence_id].tables)
 
     def promised(self, sequence: TwinSequence) -> int:
-        """Blocks that the rest of its prompt takes, as far as they are not in its tables yet."""
+        """Returns the blocks that the rest of its prompt takes and its tables lack."""
         total = 0
         for kind, table in zip(self.kinds, sequence.tables, strict=True):
             now = sum(slot is not None for slot in table)
@@ -182,7 +182,7 @@ class TwinState:
         return total
 
     def promised_count(self) -> int:
-        """Of all sequences."""
+        """Counts the promised blocks of all sequences."""
         return sum(self.promised(sequence) for sequence in self.sequences.values() if sequence.prompt)
 
     def find(self, key: Key) -> Slot | None:
@@ -210,8 +210,8 @@ class TwinState:
         raise AssertionError("the empty prefix always matches")
 
     def junction(self, namespace: str, digests: Sequence[bytes], matched: int) -> int:
-        """The last edge behind `matched` tokens up to which full attention alone would serve the prompt, or, without
-        any, up to which some earlier prompt was the same; 0 if there is none."""
+        """Returns the last edge after `matched` tokens up to which full attention alone would serve the prompt. Without
+        full attention, returns the last edge up to which some earlier prompt was the same. 0 if there is none."""
         keepers = [(number, kind) for number, kind in enumerate(self.kinds) if kind.keeps_prefixes]
         keys = {slot.key for slot in self.published}
         best = 0

@@ -1,4 +1,4 @@
-"""Batches to append, and what both ways to append are compared with."""
+"""Batches to append, and the reference of both ways to append."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, E4M3, E5M2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AppendCase:
-    """Three requests of 5, 0 and 3 tokens and some of their tokens; pages of every other number are nobody's."""
+    """Three requests of 5, 0 and 3 tokens and some of their tokens; other requests' pages are unused."""
 
     page_size: int
     key: torch.Tensor
@@ -38,7 +38,7 @@ PAGE_COUNT = 20
 def make_case(
     device: torch.device, *, page_size: int = 4, heads: int = 3, head_dim: int = 64, dtype: torch.dtype = torch.float32
 ) -> AppendCase:
-    """Seven tokens, two of which are padding."""
+    """Makes seven tokens, two of which are padding."""
     lengths = (5, 0, 3)
     page_counts = [-(-length // page_size) for length in lengths]
     indices = (2 * torch.randperm(PAGE_COUNT // 2)[: sum(page_counts)] + 1).to(torch.int32)
@@ -100,7 +100,7 @@ def append_matches(module: ModuleType, device: torch.device, *, fp8: torch.dtype
 
 
 def guarded_cache(case: AppendCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache of NaN between two pages that are nobody's, and all of it: a stray write changes them."""
+    """Returns a cache of NaN between two unused pages, and all of it: a stray write changes them."""
     whole = empty_cache(case, torch.float32)
     return whole[1:-1], whole
 

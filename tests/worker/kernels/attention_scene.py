@@ -31,7 +31,7 @@ class Scene:
     cache_dtype: torch.dtype | None = None
     layout: str = "NHD"
     query_lengths: list[int] | None = None  # None: one each (decode)
-    last_of_none: int = 0  # what `last_page_len` says of requests without pages: nobody looks at it
+    last_of_none: int = 0  # `last_page_len` of requests without pages, which is not read
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -123,9 +123,9 @@ class Scene:
 
 
 def spread(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The same numbers, the last entry of a dimension 2^31 elements after the first.
+    """Returns equal numbers, with the last entry of a dimension 2^31 elements after the first.
 
-    On a CPU memory is backed only where it is written; the tensor should be float16, of which it is 4 GiB.
+    On a CPU memory is backed only where it is written. The tensor should be float16, which makes it 4 GiB.
     """
     sizes = list(tensor.shape)
     strides = [0] * tensor.dim()

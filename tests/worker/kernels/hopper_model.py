@@ -14,7 +14,7 @@ keys_of_block, tiles_of_keys, piece_of_turn, turns_of_program = (
 
 
 class Sizes(NamedTuple):
-    """What the kernel has as constants."""
+    """The kernel's constants."""
 
     group: int  # query heads of a KV head
     block_m: int

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import quire_kernels
 
-# The modules of the kernels by their last names, of which no two are the same.
+# The modules of the kernels by their last names, which differ.
 _FOUND = [module.name for module in pkgutil.walk_packages(quire_kernels.__path__, "quire_kernels.")]
 MODULES = {name.rpartition(".")[2]: name for name in _FOUND}
 assert len(MODULES) == len(_FOUND)
@@ -22,20 +22,20 @@ assert len(MODULES) == len(_FOUND)
 class Fault:
     """One mutation of one module of `quire_kernels`."""
 
-    title: str  # what goes wrong, as a sentence
+    title: str  # the fault, as a sentence
     module: str  # its last name, such as "decode_paged"
     before: str  # must occur exactly once
     after: str
-    through: tuple[str, ...] = ()  # modules that import it, each the one before it; the last is what is tested
+    through: tuple[str, ...] = ()  # modules that import it, each the one before it; the last is tested
 
 
 def plant(fault: Fault, folder: Path) -> ModuleType:
     """The module with the fault, or the last of those it is seen through, under a name of its own.
 
-    The real modules stay as they are.
+    The real modules are not changed.
 
     Args:
-        fault: what to change.
+        fault: the change.
         folder: where the changed sources go: Triton reads them from files.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a layer does between its products: norms, gated activations, turning and appending; against float64, torch, and
+"""The kernels between a layer's products: norms, gated activations, rotating and appending; against float64, torch, and
 transformers' own rotary embedding."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def activations_match(module: ModuleType, device: torch.device) -> bool:
 
 
 def rotations_match(module: ModuleType, device: torch.device, *, is_normed: bool = False) -> bool:
-    """Queries, keys and values of tokens in slots of several pages, one of which is none."""
+    """Compares queries, keys and values of tokens in slots of several pages, with one slot of padding."""
     tokens, query_heads, kv_heads, dim, rotary_dim, page_size = 5, 6, 2, 24, 16, 4
     heads = torch.randn(tokens, query_heads + 2 * kv_heads, dim, device=device)
     angle = torch.rand(tokens, rotary_dim // 2, device=device) * 7

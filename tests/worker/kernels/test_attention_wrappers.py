@@ -1,4 +1,4 @@
-"""The FlashInfer-named wrappers against the references: plan, run, graphs, and what they refuse."""
+"""The FlashInfer-named wrappers against the references: plan, run, graphs, and refusals."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ ROW = {"work": "decode", "batch": 32, "context": 8192, "status": "measured", "no
 
 
 def bench(device: torch.device | None = None, **changed: Any) -> gpu.Bench:
-    """Launches what it times, and says that it took a millisecond."""
+    """Launches the timed function, and reports a millisecond."""
 
     def timer(side: Callable[[], torch.Tensor]) -> float:
         side()
@@ -161,7 +161,7 @@ def test_what_does_not_fit_takes_too_long_or_fails_is_a_row_too(monkeypatch: pyt
         return scene
 
     monkeypatch.setattr(gpu, "scene_of", scene_of)
-    clock = iter([0.0, *[1.0] * 6, 11.0, 11.0])  # asked before and after what is measured, after what is not
+    clock = iter([0.0, *[1.0] * 6, 11.0, 11.0])  # asked before and after measured sides, after others
     lines: list[str] = []
     rows = gpu.measure_all(
         [broken, DECODE, big, huge, last], bench(), operations_max=1e8, budget_s=10, progress=lines.append,

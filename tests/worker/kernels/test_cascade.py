@@ -118,7 +118,7 @@ def options_match(module: ModuleType, device: torch.device) -> None:
 
 
 def levels_match(module: ModuleType, device: torch.device) -> None:
-    """Three levels, one of whose nodes is empty: used on the real module and on faulty ones.
+    """Compares three levels, with one empty node, on the real module and on faulty ones.
 
     Raises:
         AssertionError: the levels together differ from one attention over all keys.

@@ -1,4 +1,4 @@
-"""What ships: specialisations of every kernel are listed, and the table of compiled ones has them all."""
+"""Shipped specializations: every kernel has some in the list, and the table of compiled ones has them all."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ KERNELS = ROOT / "worker_service" / "quire_kernels"
 
 
 class Kernel:
-    """Stands for what @triton.jit makes."""
+    """Stands for the object that @triton.jit makes."""
 
     __name__ = "kernel"
     arg_names = ("x_ptr", "n", "BLOCK")
 
 
 def launched_kernels() -> set[str]:
-    """Names of what is launched anywhere in the library, as in `append_kernel[grid](...)`."""
+    """Returns the names of all kernels launched in the library, as in `append_kernel[grid](...)`."""
     found = set()
     for path in KERNELS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -62,7 +62,8 @@ def test_the_committed_table_lists_exactly_what_ships() -> None:
 
 
 def tiling_of(configuration: KernelConfiguration) -> tuple[object, ...]:
-    """What decides about registers: chip, size and type of elements, whether there is a mask, and the tiling."""
+    """Returns the inputs that decide about registers: chip, size and type of elements, whether there is a mask, and the
+    tiling."""
     query, key = (configuration.signature[name].strip("*") for name in ("q", "k"))
     cache = key if ELEMENT_BYTES[key] == 1 else None
     sizes = configuration.constexprs
@@ -88,7 +89,7 @@ def test_every_tiling_that_a_launcher_can_choose_is_compiled() -> None:
 
 
 def has_options(configuration: KernelConfiguration) -> bool:
-    """All at once, which is what takes most registers."""
+    """Returns whether all options are on at once, which takes the most registers."""
     return {"sinks", "slopes", "k_scale", "v_scale"} <= configuration.signature.keys()
 
 

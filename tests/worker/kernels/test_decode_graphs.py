@@ -12,7 +12,8 @@ import torch
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.execution.decode_graphs import Capture, Compute, DecodeGraphs, Replay, decode_graphs_of, ladder
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 
 from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
@@ -23,7 +24,7 @@ BLOCKS = 24  # of each group
 
 @pytest.fixture
 def triton_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where a model runs on the Triton kernels."""
+    """Returns the device on which a model runs on the Triton kernels."""
     if device.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     return device
@@ -108,7 +109,7 @@ def test_a_replay_gives_the_logits_of_a_pass_of_its_own(
         assert logits is not None
         torch.testing.assert_close(logits, model.forward(batch.on(triton_device), launched), rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(replayed.buffers, launched.buffers, strict=True):
-        # The same slots were written, and no other: what was not is NaN in both.
+        # The same slots were written, and no other: unwritten ones are NaN in both.
         difference = (ours.view(torch.float32) - theirs.view(torch.float32)).abs()
         assert torch.equal(ours.view(torch.float32).isnan(), theirs.view(torch.float32).isnan())
         assert difference.nan_to_num().max() < 1e-3

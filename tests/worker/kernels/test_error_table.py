@@ -1,4 +1,4 @@
-"""The errors that the documentation states are those that were measured, and within what the tests allow."""
+"""The errors in the documentation are the measured ones, within the tests' tolerance."""
 
 from __future__ import annotations
 

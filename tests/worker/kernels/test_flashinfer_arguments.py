@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-import quire_worker.attention
+import quire_kernels
 import torch
 from quire_kernels.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -18,7 +18,7 @@ from quire_kernels.flashinfer import (
 )
 from quire_kernels.flashinfer.arguments import Rule
 
-# Read from FlashInfer 0.7.2.post1; what follows a * goes by keyword only. Of the decode wrapper's plan: the order of
+# Read from FlashInfer 0.7.2.post1; names after a * are keyword-only. Of the decode wrapper's plan: the order of
 # arguments that may still be given by place.
 FLASHINFER = {
     "BatchDecodeWithPagedKVCacheWrapper.__init__": """
@@ -140,7 +140,7 @@ def rules_of(call: str) -> Mapping[str, Rule]:
 def test_names_and_their_order_are_flashinfers(call: str) -> None:
     place, _, keyword = FLASHINFER[call].partition("*")
     theirs = place.split()
-    target = quire_worker.attention
+    target = quire_kernels
     for part in call.split("."):
         target = getattr(target, part)
     parameters = [p for p in inspect.signature(target).parameters.values() if p.name != "self"]

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-import quire_worker.attention as flashinfer
+import quire_kernels as flashinfer
 import torch
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.reference import attend, visible
@@ -187,7 +187,7 @@ def test_batch_mla(device: torch.device) -> None:
         ckv.dtype,
     )
     o = mla_wrapper.run(q_nope, q_pe, ckv, kpe, return_lse=False)
-    # As the newer examples give the same tensors.
+    # The newer examples give the same tensors.
     structural = mla_wrapper.run(query=(q_nope, q_pe), kv_cache=torch.cat([ckv, kpe], -1), return_lse=True)
     assert torch.equal(o, structural[0])
     outs, lses = [], []

@@ -1,4 +1,4 @@
-"""The rewrites for a GPU: what they replace, the logits they give, and how few launches a layer makes."""
+"""The rewrites for a GPU: replaced parts, logits, and the number of launches of a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from quire_kernels.ops.rotate_append import HeadNorms, rotate_append_reference
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.model.batch import Chunk, build_batch
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.rewrites.on_gpu import MergedLinear, turned
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -54,14 +55,14 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], Counter[str]]] = {
         {},
         Counter(GpuAttentionRewrite=2, GpuGatedMlpRewrite=2, GpuNormRewrite=5, DecoderLayerRewrite=2),
     ),
-    "gemma3": (  # whose layers have four norms
+    "gemma3": (  # layers with four norms
         Gemma3ForCausalLM,
         Gemma3TextConfig,
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
         Counter(GpuAttentionRewrite=2, GpuGatedMlpRewrite=2, GpuNormRewrite=9),
     ),
 }
-# What makes no launch of its own; `reshape` of what is dense is a view.
+# Calls without a launch of their own; `reshape` of a dense tensor is a view.
 VIEWS = {
     "alias", "_unsafe_view", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "permute", "select",
     "slice", "split", "split_with_sizes", "t", "transpose", "unsqueeze", "view", "_reshape_alias", "unbind",
@@ -71,7 +72,7 @@ VIEWS = {
 
 @pytest.fixture
 def triton_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where a model runs on the Triton kernels."""
+    """Returns the device on which a model runs on the Triton kernels."""
     if device.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     return device
@@ -83,7 +84,7 @@ def write(name: str, folder: Path) -> Path:
 
 
 class Launches(TorchDispatchMode):
-    """The names of what would be launched on a GPU, in order: torch's operators, and Triton's kernels."""
+    """The names of all launches on a GPU, in order: torch's operators, and Triton's kernels."""
 
     def __init__(self) -> None:
         super().__init__()

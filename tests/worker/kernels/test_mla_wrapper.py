@@ -84,7 +84,7 @@ def test_lengths_that_do_not_fit_the_pages_are_refused_by_name(device: torch.dev
 def graph_wrapper(
     batch: int, device: torch.device, *, indptr_length: int | None = None
 ) -> tuple[BatchMLAPagedAttentionWrapper, list[torch.Tensor]]:
-    """One that keeps its addresses, and its buffers."""
+    """Returns a wrapper that keeps its addresses, and its buffers."""
     length = indptr_length or batch + 1
     names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
     buffers = [torch.zeros(n, dtype=torch.int32, device=device) for n in (length, length, 32, batch)]

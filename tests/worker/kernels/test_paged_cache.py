@@ -1,4 +1,4 @@
-"""Views of caches in all layouts, and what is refused as a page table."""
+"""Views of caches in all layouts, and refusals of page tables."""
 
 from __future__ import annotations
 

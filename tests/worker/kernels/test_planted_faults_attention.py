@@ -226,7 +226,7 @@ def use(planted: ModuleType, fault: Fault, patch: pytest.MonkeyPatch) -> None:
     real = sys.modules[MODULES[fault.module]]
     users = [module for name, module in sys.modules.items() if name.startswith("quire_kernels")]
     for name, function in vars(real).items():
-        written = getattr(function, "fn", function)  # what Triton decorated
+        written = getattr(function, "fn", function)  # a function that Triton decorated
         if isinstance(written, type) or getattr(written, "__module__", None) != real.__name__:
             continue
         for user in users:

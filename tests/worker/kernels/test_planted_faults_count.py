@@ -1,4 +1,4 @@
-"""How many faults are planted in which module: one that is dropped, or a kernel that has none, is noticed here."""
+"""The number of planted faults of each module: a dropped fault, or a kernel without any, fails here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAULTS = [
     *(fault for fault, _ in attention.FAULTS),
     *(fault for _, fault in (*cache.FAULTS, *latent.FAULTS)),
 ]
-COUNT = {  # by module: whoever adds or drops one says so here
+COUNT = {  # by module: update it with each added or dropped fault
     "append_paged_kv_cache": 8,
     "append_slots": 10,
     "append_token": 8,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import quire_worker.attention
+import quire_kernels
 import torch
 from quire_kernels.shared.reference import LSE_TOLERANCE, TOLERANCE
 
@@ -16,19 +16,19 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "attention.md"
 
 
 def test_every_public_name_is_there() -> None:
-    for name in quire_worker.attention.__all__:
-        assert getattr(quire_worker.attention, name).__name__ == name
+    for name in quire_kernels.__all__:
+        assert getattr(quire_kernels, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'BatchNothing'"):
-        quire_worker.attention.BatchNothing  # noqa: B018
+        quire_kernels.BatchNothing  # noqa: B018
 
 
 def test_whoever_lists_the_module_sees_the_names_that_are_loaded_when_asked_for() -> None:
-    assert set(quire_worker.attention.__all__) <= set(dir(quire_worker.attention))
+    assert set(quire_kernels.__all__) <= set(dir(quire_kernels))
 
 
 def test_every_public_name_of_the_kernels_is_documented() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert [name for name in quire_worker.attention._MODULES if f"`{name}`" not in text] == []
+    assert [name for name in quire_kernels._MODULES if f"`{name}`" not in text] == []
 
 
 def test_the_example_of_the_documentation_gives_the_softmax(device: torch.device) -> None:

@@ -32,7 +32,7 @@ UNIFORMS = (0.0, 0.37, 1 - 2**-24)
 
 @contextmanager
 def small_tiles(module: ModuleType) -> Iterator[None]:
-    """Two tiles for a small vocabulary: what the interpreter takes its time for is the number of tiles."""
+    """Uses two tiles for a small vocabulary, because the interpreter's time follows the number of tiles."""
     sizes = module.BLOCK, module.DRAW_BLOCK
     module.BLOCK, module.DRAW_BLOCK = 1024, 1024  # type: ignore[attr-defined]
     yield

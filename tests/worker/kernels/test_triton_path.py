@@ -1,4 +1,5 @@
-"""What the worker's Triton path has beside what `tests/worker/test_attention.py` asks of every implementation."""
+"""The parts of the worker's Triton path beyond those that `tests/worker/test_attention.py` checks for every
+implementation."""
 
 from __future__ import annotations
 
@@ -7,8 +8,7 @@ import dataclasses
 import pytest
 import torch
 from quire_kernels.ops import sampling as kernels_sampling
-from quire_worker.attention import TritonPagedAttention
-from quire_worker.attention.triton_path import page_table
+from quire_worker.attention.triton_path import TritonPagedAttention, page_table
 from quire_worker.sampling.choice import sample
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.sampling.random_numbers import new_generator

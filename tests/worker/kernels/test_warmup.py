@@ -17,8 +17,8 @@ from quire_kernels.shared.tile import attend_keys
 
 from tests.worker.test_warm_up import launches
 
-# The worker's own way to append and what it runs between products, which its own warming up launches; and what `warmup`
-# says that it leaves out. Kernels in Gluon are launched on Hopper alone.
+# The worker's own way to append and its kernels between products, which its own warming up launches; and the exceptions
+# that `warmup` names. Kernels in Gluon are launched on Hopper alone.
 NOT_COVERED = {
     "append_slots_kernel",
     "gated_activation_kernel",

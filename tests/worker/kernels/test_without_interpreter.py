@@ -13,7 +13,7 @@ import torch
 # Every public name that launches a kernel, called as it should be but for where its tensors are.
 CALLS = """
 import json, torch
-from quire_worker import attention as a
+import quire_kernels as a
 
 def int32(*values): return torch.tensor(values, dtype=torch.int32)
 workspace = torch.empty(1 << 20, dtype=torch.uint8)

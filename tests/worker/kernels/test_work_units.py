@@ -1,4 +1,4 @@
-"""The division of work on the device against the same in plain Python."""
+"""The division of work on the device against plain Python."""
 
 from __future__ import annotations
 

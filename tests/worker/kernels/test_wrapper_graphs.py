@@ -62,7 +62,7 @@ def ragged_wrapper(
 
 
 def addresses(wrapper: BatchPrefillWithRaggedKVCacheWrapper) -> list[int]:
-    """Of everything that a captured launch reads and a plan writes."""
+    """Returns the addresses of everything that a captured launch reads and a plan writes."""
     assert wrapper._planned is not None
     kv_indptr, _, queries = wrapper._planned
     work = queries.division.work
@@ -105,7 +105,7 @@ def test_a_replay_of_ragged_prefill_attends_to_what_was_planned_last(device: tor
             run()
         replay = graph.replay
     second.plan(wrapper)
-    wrapper._planned = captured  # what the graph knows; only memory can tell it of the second plan
+    wrapper._planned = captured  # the graph's addresses; only memory can tell it of the second plan
     q.copy_(second.q)
     k.copy_(second.k)
     v.copy_(second.v)

@@ -1,4 +1,4 @@
-"""What arguments of FlashInfer mean that the wrappers honour: scales, windows, bases, dtypes, one order of keys."""
+"""FlashInfer's arguments that the wrappers honor: scales, windows, bases, dtypes, one order of keys."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Run by `test_warmup.py` in a process of its own: what Triton would compile for a user of the wrappers.
+"""Run by `test_warmup.py` in a process of its own: Triton's compilations for a user of the wrappers.
 
     python -m tests.worker.kernels.wrapper_launches [ROWS] [WITHOUT]
 
-ROWS, as JSON, replaces `PROMPT_ROWS`; WITHOUT is a call that is not warmed up. Prints what `warmup` launches for some
-models, and what random batches of serving them then launch in addition; see `tests.worker.specialisations`.
+ROWS, as JSON, replaces `PROMPT_ROWS`; WITHOUT is a call that is not warmed up. Prints the launches of `warmup` for some
+models, and the additional ones of random batches afterwards; see `tests.worker.specialisations`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import quire_kernels
 import torch
 import triton
+from quire_kernels import AttentionKind, LatentKind, warmup
 from quire_kernels.compilation import kinds as warmup_kinds
 from quire_kernels.compilation import warmup as warmup_module
 from quire_kernels.shared.fp8 import E4M3, E5M2
-from quire_worker import attention
-from quire_worker.attention import AttentionKind, LatentKind, warmup
 from triton.runtime.jit import JITFunction
 
 from tests.worker.specialisations import Launches
@@ -73,10 +73,10 @@ class Server:
         positions = torch.tensor([position for length in new for position in range(length)], dtype=torch.int32)
         key, value = (torch.zeros(tokens, *self.heads[1:], dtype=self.kind.dtype) for _ in range(2))
         place = (indices, indptr, last, self.kind.kv_layout)
-        attention.append_paged_kv_cache(key, value, requests, positions, self.cache, *place, **self.scales)
+        quire_kernels.append_paged_kv_cache(key, value, requests, positions, self.cache, *place, **self.scales)
 
     def decode(self, new: list[int]) -> None:
-        wrapper = attention.BatchDecodeWithPagedKVCacheWrapper(self.workspace, self.kind.kv_layout)
+        wrapper = quire_kernels.BatchDecodeWithPagedKVCacheWrapper(self.workspace, self.kind.kv_layout)
         planned = self.planned(masked=0)
         for name in ("causal", "chunk_size"):
             del planned[name]
@@ -86,7 +86,7 @@ class Server:
     def prefill(self, new: list[int]) -> None:
         if self.kind.custom_mask:
             new = new[:2]
-        wrapper = attention.BatchPrefillWithPagedKVCacheWrapper(self.workspace, self.kind.kv_layout)
+        wrapper = quire_kernels.BatchPrefillWithPagedKVCacheWrapper(self.workspace, self.kind.kv_layout)
         planned = self.planned(masked=sum(length * length for length in new), lengths=new)
         wrapper.plan(self.starts(new), *self.table(new), *self.heads, self.kind.page_size, **planned)
         wrapper.run(self.queries(sum(new)), self.cache, **self.per_layer)
@@ -94,7 +94,7 @@ class Server:
     def ragged(self, new: list[int]) -> None:
         if self.kind.custom_mask:
             new = new[:2]
-        wrapper = attention.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, self.kind.kv_layout)
+        wrapper = quire_kernels.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, self.kind.kv_layout)
         planned = self.planned(masked=sum(length * length for length in new), lengths=new)
         wrapper.plan(self.starts(new), self.starts(new), *self.heads, self.kind.v_head_dim, **planned)
         k, v = (
@@ -105,7 +105,7 @@ class Server:
 
     def cascade(self, new: list[int]) -> None:
         levels = self.dice.choice([1, 2, 3])
-        wrapper = attention.MultiLevelCascadeAttentionWrapper(levels, self.workspace, self.kind.kv_layout)
+        wrapper = quire_kernels.MultiLevelCascadeAttentionWrapper(levels, self.workspace, self.kind.kv_layout)
         shared = [self.dice.choice(LENGTHS)]
         arrays = [[self.starts([sum(new)]), *self.table(shared)]] * (levels - 1) + [
             [self.starts(new), *self.table(new)]
@@ -118,9 +118,9 @@ class Server:
         blocks = self.dice.sample(range(PAGES), 2 * len(new))
         buffers = [self.cache] * self.dice.choice([1, 3])
         staging = torch.empty(len(new), len(buffers) * self.cache[0].nbytes, dtype=torch.uint8)
-        attention.copy_blocks(buffers, blocks[::2], blocks[1::2])
-        attention.gather_blocks(buffers, blocks[::2], staging)
-        attention.scatter_blocks(staging, buffers, blocks[::2])
+        quire_kernels.copy_blocks(buffers, blocks[::2], blocks[1::2])
+        quire_kernels.gather_blocks(buffers, blocks[::2], staging)
+        quire_kernels.scatter_blocks(staging, buffers, blocks[::2])
 
     def planned(self, *, masked: int, lengths: list[int] | None = None) -> dict[str, Any]:
         kind = self.kind
@@ -130,7 +130,7 @@ class Server:
         elif kind.custom_mask and lengths is not None:
             indptr = torch.tensor([0, *accumulate(length * length for length in lengths)], dtype=torch.int32)
             mask = torch.ones(int(indptr[-1]), dtype=torch.bool)
-            packed = attention.segment_packbits(mask, indptr)[0]
+            packed = quire_kernels.segment_packbits(mask, indptr)[0]
             given |= {"packed_custom_mask": packed} if kind.custom_mask == "packed" else {"custom_mask": mask}
         return given | {
             "pos_encoding_mode": "ALIBI" if kind.has_alibi else "NONE",
@@ -167,7 +167,7 @@ def serve_latents(kind: LatentKind, seed: int) -> None:
             for counts in (new, [-(-length // size) for length in lengths])
         )
         indices = torch.tensor(dice.sample(range(200), int(pages[-1])), dtype=torch.int32)
-        wrapper = attention.BatchMLAPagedAttentionWrapper(torch.empty(8, dtype=torch.uint8))
+        wrapper = quire_kernels.BatchMLAPagedAttentionWrapper(torch.empty(8, dtype=torch.uint8))
         wrapper.plan(
             starts, pages, indices, torch.tensor(lengths, dtype=torch.int32), kind.num_heads, kind.head_dim_ckv,
             kind.head_dim_kpe, size, kind.causal, dice.choice([1, 0.1]), kind.dtype, kind.dtype,
@@ -199,8 +199,10 @@ def main() -> None:
             server.turn()
     for rows in (1, 2, 17):
         logits = torch.zeros(rows, 1000 + rows, dtype=torch.bfloat16)
-        attention.greedy(logits)
-        attention.sample(logits, torch.zeros(rows), 0.7, torch.ones(rows, dtype=torch.int32), torch.full((rows,), 0.5))
+        quire_kernels.greedy(logits)
+        quire_kernels.sample(
+            logits, torch.zeros(rows), 0.7, torch.ones(rows, dtype=torch.int32), torch.full((rows,), 0.5)
+        )
     print(json.dumps({"warmed": sorted(warmed), "later": sorted(launches.keys - warmed)}))
 
 

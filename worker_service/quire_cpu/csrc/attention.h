@@ -4,8 +4,8 @@
 //   some rows           `packed.h`: a block's keys and values are packed first, once for all rows
 //   many rows (prompts) `lanes.h`: a row is a lane of vectors, for up to 64 rows at a time, and nothing is packed
 //
-// Keys that neighbours share (`shared_prefix.h`) are gone through first, with the rows of all of them; what each row has
-// then is handed over to the walk through its sequence's own keys, which goes on from there.
+// Keys that neighbors share (`shared_prefix.h`) come first, with the rows of all of them. The walk through a sequence's own
+// keys continues from the sums that each row has then.
 //
 // The rows of a KV head are the query heads that share it, query by query: row = query * group + head in the group.
 #pragma once

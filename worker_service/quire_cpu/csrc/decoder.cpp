@@ -1,5 +1,5 @@
-// All layers of a decoder of Llama's kind in one call, made of the kernels that are also called one by one: while it
-// runs, nobody needs Python's interpreter.
+// All layers of a decoder of Llama's kind in one call, made of the kernels that are also called one by one. It runs
+// without Python's interpreter.
 #include "quire_cpu.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-// What is called from outside: the best set of kernels that this CPU runs, and the threads they run on.
+// The library's functions: they call the best set of kernels that this CPU runs, and choose the threads.
 #include "kernels.h"
 
 #include <string.h>

@@ -94,7 +94,7 @@ inline double weigh_stretch(const float* logits, float* weights, long count, flo
     return total;
 }
 
-// A row whose largest logit is no number gives some token.
+// A row with a NaN as its largest logit gives some token.
 inline int64_t draw_row(const float* logits, long size, float temperature, double uniform) {
     const long likeliest = largest_of(logits, size).place;
     if (temperature == 0.0f) return likeliest;

@@ -2,11 +2,11 @@
 // are read where they lie, one number for all lanes; nothing is packed but the queries, once.
 //
 //     scores[key][row] = sum over d of key[d] * query[d][row]
-//     weights          = softmax's, whose largest scores and sums are vectors of rows, too
+//     weights          = softmax's; its largest scores and sums are vectors of rows, too
 //     sums[d][row]     = sums[d][row] * factor[row] + sum over keys of value[d] * weights[key][row]
 //
-// Words are those of `product.h`: in bfloat16 two consecutive d of a query, and two keys' weights of a row, whose values are
-// therefore put side by side first.
+// Words are those of `product.h`: in bfloat16 two consecutive d of a query, and two keys' weights of a row. So the values of
+// two keys are put side by side first.
 #pragma once
 #include "walk.h"
 

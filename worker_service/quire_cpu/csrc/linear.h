@@ -12,7 +12,7 @@ template <class T>
 struct Epilogue {
     const QuireLinear& a;
 
-    // Sums of a panel, with what comes after them, to their place.
+    // Writes the sums of a panel, with bias, activation and residual.
     void write(const float* sums, long row, long panel) const {
         const long width = a.gate ? QUIRE_PANEL / 2 : QUIRE_PANEL, first = panel * width;
         const long count = smaller(width, a.outputs - first);

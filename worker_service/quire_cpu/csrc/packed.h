@@ -33,7 +33,7 @@ struct PackedWay {
     void begin() {
         sums_of_rows().begin();
         for (long r = 0; r < rows; r++) memcpy(queries + r * words, walk.query(0, r), size * sizeof(T));
-        memset(values, 0, KEYS * padded * 4);  // of which the last columns stay 0
+        memset(values, 0, KEYS * padded * 4);  // the last columns stay 0
     }
 
     void block(const Block<T>& block, const Block<T>& ahead) {

@@ -8,7 +8,7 @@
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum QuireDtype { QUIRE_FLOAT32 = 0, QUIRE_BFLOAT16 = 1 };
-// What a linear layer ends in: nothing, or an activation of the first half of each panel times its second half.
+// The end of a linear layer: nothing, or an activation of the first half of each panel times its second half.
 enum QuireGate { QUIRE_NO_GATE = 0, QUIRE_SILU = 1, QUIRE_GELU_TANH = 2 };
 
 // softmax(scale * Q K^T) V over pages, causal and right-aligned; see `AttentionPlan.attend`.
@@ -70,7 +70,7 @@ struct QuireNorm {
     float epsilon;
 };
 
-// input @ weight^T + bias (+ residual), or what `gate` makes of it.
+// input @ weight^T + bias (+ residual), or its result under `gate`.
 struct QuireLinear {
     const void* input;             // [rows, inputs]
     const void* weight;            // packed by quire_pack: [panels, words, PANEL] words of 32 bits
@@ -99,8 +99,8 @@ struct QuireEmbed {
     int64_t tokens, words;
 };
 
-// A convolution over the last `kernel` inputs of each channel, and what `gate` makes of it; each sequence goes on from
-// its state, in place.
+// A convolution over the last `kernel` inputs of each channel, with the activation `gate`. Each sequence continues from its
+// state, in place.
 struct QuireConvolve {
     const void* input;             // [tokens, channels]
     const float* weight;           // [kernel, channels], the oldest input first
@@ -112,7 +112,7 @@ struct QuireConvolve {
     int32_t gate, dtype;
 };
 
-// The scan of Mamba 2 (Dao and Gu, 2024); each sequence goes on from its state, in place.
+// The scan of Mamba 2 (Dao and Gu, 2024); each sequence continues from its state, in place.
 struct QuireScan {
     const void* input;             // [tokens, heads, head_dim]
     const void* b;                 // [tokens, groups, state_size]
@@ -150,8 +150,8 @@ struct QuireLayer {
     float attention_epsilon, mlp_epsilon, head_epsilon;
 };
 
-// All layers of a decoder, on the hidden states where they are. The other buffers are for what lies between the kernels.
-// Where not all tokens are kept, what the last layer does after its attention it does for the kept ones alone, which are
+// All layers of a decoder, on the hidden states where they are. The other buffers are for results between kernels.
+// If not all tokens are kept, the last layer computes only its attention for all. The rest is for the kept tokens, which are
 // the first rows of `hidden` then.
 struct QuireDecoder {
     const struct QuireLayer* layers;
@@ -179,8 +179,8 @@ struct QuireGreedy {
     float bound;
 };
 
-// A token for each row: the greedy choice where the temperature is 0, else the first whose cumulative probability exceeds
-// `uniform`, of the softmax of the logits divided by the temperature.
+// A token for each row: the greedy choice where the temperature is 0. Otherwise the first token whose cumulative probability
+// in the softmax of logits / temperature exceeds `uniform`.
 struct QuireDraw {
     const float* logits;           // [rows, vocabulary]
     const float* temperatures;     // [rows]

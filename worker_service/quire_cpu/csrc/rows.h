@@ -1,4 +1,4 @@
-// What works on rows one by one: RMSNorm, rotary embedding, append.
+// Kernels that work on rows one by one: RMSNorm, rotary embedding, append.
 #pragma once
 #include "vector.h"
 

@@ -5,9 +5,9 @@
 
 namespace QUIRE_ISA {
 
-constexpr long SHARED_KEYS_MIN = 128;  // below, what is saved is less than handing sums over costs
+constexpr long SHARED_KEYS_MIN = 128;  // below, handing sums over costs more than it saves
 
-// Neighbours [first, first + count) whose keys [0, keys) lie in the same pages, all of them seen by every query.
+// Neighbors [first, first + count) whose keys [0, keys) lie in the same pages, all of them seen by every query.
 struct Run {
     int32_t first, count;
     long keys;

@@ -7,7 +7,7 @@ namespace QUIRE_ISA {
 constexpr long KEYS = 64;  // of a block
 constexpr float NOTHING = -__builtin_inff();
 
-// What is known of a row so far: its largest score, and the sum of e^(score - largest). A sink is a score without a value.
+// A row so far: its largest score, and the sum of e^(score - largest). A sink is a score without a value.
 struct RowState {
     float most, total;
 };
@@ -22,7 +22,7 @@ struct Scoring {
 };
 
 // Turns the products [0, count) of a row into weights; only keys in [first, stop) are seen. Products past `count` may be
-// anything, and weights up to the next whole vector are 0. Returns by what the row's earlier sums have to be multiplied.
+// anything, and weights up to the next whole vector are 0. Returns the factor for the row's earlier sums.
 template <class T>
 inline float weigh(float* products, T* weights, long count, long first, long stop, const Scoring& scoring,
                    RowState& state) {

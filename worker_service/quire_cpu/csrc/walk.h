@@ -1,4 +1,4 @@
-// What any way through a sequence's keys has in common: which queries, which keys, where these lie, and what comes next.
+// The common part of all walks through a sequence's keys: its queries, its keys, their addresses, and the next block.
 #pragma once
 #include "product.h"
 #include "softmax.h"
@@ -14,14 +14,14 @@ struct Item {
     long shared_keys;
 };
 
-// What rows have from shared keys: `sums` is `[tokens, query_heads, padded head_dim]`, `states` `[tokens, query_heads]`.
+// The sums of rows over shared keys: `sums` is `[tokens, query_heads, padded head_dim]`, `states` `[tokens, query_heads]`.
 struct HandedOver {
     float* sums;
     RowState* states;
 };
 
-// Asks for what is read a block later, which no hardware foresees, since pages lie anywhere. It comes as far as the second
-// cache (locality 2): the first has no room for a block of all heads, and fewer requests under way.
+// Prefetches the next block, which no hardware foresees, since pages lie anywhere. It goes to the second cache (locality 2):
+// the first has no room for a block of all heads, and fewer requests under way.
 inline void fetch(const void* from, long bytes) {
     for (long i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
@@ -129,7 +129,7 @@ struct Walk {
         stop = smaller(block.count, position + 1 - block.first);
     }
 
-    // What a row begins with, before any key.
+    // The state of a row before any key.
     RowState first_state(long place) const {
         return a.sinks ? RowState{a.sinks[place % a.query_heads], 1.0f} : RowState{NOTHING, 0.0f};
     }
@@ -155,7 +155,7 @@ struct Walk {
     }
 };
 
-// What rows have so far, row by row: `sums` is `[heads * rows, padded head_dim]`.
+// The sums of rows so far, row by row: `sums` is `[heads * rows, padded head_dim]`.
 template <class T>
 struct RowSums {
     const Walk<T>& walk;

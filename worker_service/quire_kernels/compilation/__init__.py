@@ -1,1 +1,1 @@
-"""What is compiled: the specialisations that ship, and those that a model needs before its first request."""
+"""The compiled specializations: those that ship, and those that a model needs before its first request."""

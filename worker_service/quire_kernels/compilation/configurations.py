@@ -1,4 +1,4 @@
-"""How a specialisation of a kernel is described: for which chip, dtypes and sizes, with how many warps and stages."""
+"""Descriptions of kernel specializations: chip, dtypes, sizes, warps and stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class KernelConfiguration:
         ValueError: an argument of the kernel has neither a type nor a value, or a name is none of its arguments.
     """
 
-    kernel: Any  # what @triton.jit or @gluon.jit made
+    kernel: Any  # the object that @triton.jit or @gluon.jit returned
     name: str  # unique among the kernel's, such as "bf16 D128"
     signature: Mapping[str, str]  # type of each run-time argument: "*bf16", "i32", "i64", "fp32", "tensordesc<...>"
     constexprs: Mapping[str, Any] = field(default_factory=dict)

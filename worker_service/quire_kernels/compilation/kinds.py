@@ -1,4 +1,4 @@
-"""What a model's layers ask of the kernels, and each call for them on a tiny batch; see `warmup`."""
+"""The kernels that a model's layers need, and a call of each on a tiny batch; see `warmup`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PROMPT_ROWS = (8, 40, 200)  # query rows of a request, one for each size of bloc
 CALLS = ("append", "decode", "prefill", "ragged", "cascade", "copy")
 MASKS = (None, "bool", "packed")
 
-Step = tuple[str, Callable[[], None]]  # what it is, and how to do it
+Step = tuple[str, Callable[[], None]]  # the description of a step, and its call
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """One kind of a model's attention layers, and what is called for it.
+    """One kind of a model's attention layers, and the kernel calls of it.
 
     Of `calls`, "append", "decode", "prefill", "ragged" and "cascade" are `append_paged_kv_cache` and the wrappers;
     "copy" is `copy_blocks`, `gather_blocks` and `scatter_blocks` of 5-D caches.
@@ -109,14 +109,14 @@ def _batch(kind: AttentionKind, rows: int) -> _Batch:
 
 
 def steps_of(kind: AttentionKind | LatentKind, workspace: torch.Tensor) -> Iterator[Step]:
-    """Returns every call for a kind of layer, in every size of block.
+    """Yields every call for a kind of layer, in every size of block.
 
     Args:
         kind: of layers.
         workspace: uint8, one dimension; its device is where everything runs.
 
     Raises:
-        ValueError: its heads do not fit each other. Later, from a step: what the wrappers refuse.
+        ValueError: its heads do not fit each other. Raised by a step: the errors of the wrappers.
     """
     if isinstance(kind, LatentKind):
         title = f"{kind.num_heads} heads of {kind.head_dim_ckv} + {kind.head_dim_kpe}"
@@ -158,7 +158,7 @@ def _copy(kind: AttentionKind, workspace: torch.Tensor) -> None:
 
 
 def _decode(kind: AttentionKind, workspace: torch.Tensor) -> None:
-    """Returns one request of one unit; merging is launched all the same."""
+    """Decodes one request of one unit; merging is launched all the same."""
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, kind.kv_layout)
     index = torch.tensor([0, 1], dtype=torch.int32)
     wrapper.plan(
@@ -198,7 +198,7 @@ def _ragged(kind: AttentionKind, workspace: torch.Tensor, batch: _Batch) -> None
 
 
 def _cascade(kind: AttentionKind, workspace: torch.Tensor, batch: _Batch) -> None:
-    """Returns two levels: of a shared one's blocks, and of the last's; any more are launched as the first."""
+    """Attends to two levels: a shared one, and the last; further ones are launched as the first."""
     wrapper = MultiLevelCascadeAttentionWrapper(2, workspace, kind.kv_layout)
     qo_indptrs, indptrs, indices, last_page_lens = ([tensor] * 2 for tensor in (batch.qo_indptr, *batch.table))
     wrapper.plan(
@@ -229,7 +229,7 @@ def _latent(kind: LatentKind, workspace: torch.Tensor, tokens: int) -> None:
 
 
 def _planned(kind: AttentionKind, tokens: int, device: torch.device) -> dict[str, Any]:
-    """Returns what both prefill wrappers plan with; a mask of as many keys as queries."""
+    """Returns the arguments of `plan` of both prefill wrappers; the mask has as many keys as queries."""
     given: dict[str, Any] = {"causal": kind.causal and kind.custom_mask is None}
     if kind.custom_mask is not None:
         mask = torch.ones(tokens * tokens, dtype=torch.bool, device=device)

@@ -1,9 +1,9 @@
-"""Compiles what a model needs before the first request does, and counts compilations.
+"""Compiles a model's kernels before its first request, and counts compilations.
 
 A kernel is compiled once per combination of dtypes, compile-time values (head dims, ratio of heads, page size, which
-options there are) and divisibility of strides. Lengths, batch sizes and window sizes are none of these; how many query
-rows a request has chooses among three sizes of block. `warmup` runs every combination of a model once on a tiny batch;
-after it `count_compilations` should count nothing.
+options there are) and divisibility of strides. Lengths, batch sizes and window sizes need no compilation of their own.
+The number of query rows per request picks one of three block sizes. `warmup` runs every combination of a model once on
+a tiny batch; after it `count_compilations` should count nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from quire_kernels.ops.sampling import greedy, sample
 
 WORKSPACE_BYTES = 256 << 20
 
-# What is told of each step: how many steps are done, how many there are, and what comes next.
+# Arguments of a progress call: steps done, all steps, and the next step's description.
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(slots=True)
 class CompilationCount:
-    """What was compiled while counting."""
+    """Compilations during a `with` block."""
 
     kernels: list[str] = field(default_factory=list)  # a name per compilation
 
@@ -39,7 +39,7 @@ class CompilationCount:
 
 @contextmanager
 def count_compilations() -> Iterator[CompilationCount]:
-    """Counts what Triton compiles (or loads from its cache on disk) inside; nothing in the interpreter.
+    """Counts Triton's compilations (or loads from its cache on disk) inside; 0 in the interpreter.
 
     Other hooks are called as before. Not for several threads at once.
     """
@@ -67,19 +67,20 @@ def warmup(
 ) -> CompilationCount:
     """Runs everything that is called for every kind of layer, in every size of block, once.
 
-    Holds for contiguous queries, keys and values, and for views of them whose strides are multiples of 16 (or, with
-    head dims that are none, are no multiples either) and whose addresses are aligned to 16 bytes. A model that
-    plans a layer in several ways (with and without a mask, causal and not) has a kind for each.
-    Not covered: `merge_states`, `packbits` in big bit order, and pairs of 4-D caches.
+    Holds for contiguous queries, keys and values. Holds for views of them if addresses are aligned to 16 bytes and
+    strides are multiples of 16 (for head dims that are no multiples, strides that are none either). A model that plans
+    a layer in several ways (with and without a mask, causal and not) has a kind for each. Not covered: `merge_states`,
+    `packbits` in big bit order, and pairs of 4-D caches.
 
     Args:
         kinds: of the model's layers, each once.
         device: where they will run.
-        logits_dtype: what `sample` and `greedy` will take; None: they are not called.
-        progress: called before each step with the steps done, all steps, and what comes next; and at the end.
+        logits_dtype: dtype of the logits for `sample` and `greedy`; None: they are not called.
+        progress: called before each step with the steps done, all steps, and the next step's description; and at the
+        end.
 
     Returns:
-        What was compiled.
+        The count of compilations.
 
     Raises:
         ValueError: a kind's numbers do not fit each other.

@@ -1,12 +1,11 @@
-"""What FlashInfer's calls take and these do not need: what of it is accepted, and what is refused by name.
+"""Arguments of FlashInfer's calls that these kernels do not need: the accepted values, and refusals by name.
 
 A program that comes from FlashInfer keeps its calls. An argument that means something here is a parameter of the
 wrapper; all others arrive as `**others` and are looked up in the table of the call. Names, order and defaults were read
 from FlashInfer 0.7.2 (`decode.py`, `prefill.py`, `cascade.py`, `mla/_batch_mla/_wrapper.py`).
 
-Two kinds. A hint says how FlashInfer should compute, or says again what the page table says: any value is accepted, and
-the result is the same. Anything else changes the result, or promises something: only the value that asks for nothing is
-accepted.
+Two kinds. A hint says how FlashInfer should compute, or repeats the page table. Any value is accepted, and the result
+is the same. Anything else changes the result, or promises something: only the value that asks for nothing is accepted.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import torch
 
 
 class Rule(NamedTuple):
-    """Which values of an argument are accepted."""
+    """The accepted values of an argument."""
 
-    allowed: tuple[object, ...] | None  # None: all, it is a hint
+    allowed: tuple[object, ...] | None  # None: all values, because it is a hint
     why: str = ""
 
 
@@ -39,7 +38,7 @@ CONSTRUCTOR = {**MLA_CONSTRUCTOR, "jit_args": NOT_GENERATED}
 PREFILL_CONSTRUCTOR = {**CONSTRUCTOR, "jit_kwargs": NOT_GENERATED, "variant_owns_mask": NOT_GENERATED}
 
 DECODE_PLAN = {
-    # What rope_* says is about rotation, which there is none of; the last two say again what the page table says.
+    # The rope_* arguments describe a rotation, which these kernels do not do. The last two repeat the page table.
     **dict.fromkeys(("rope_scale", "rope_theta", "non_blocking", "seq_lens", "block_tables"), HINT),
     "fixed_split_size": Rule((None,), "splits follow from the batch; disable_split_kv makes results independent of it"),
     "q_len_per_req": ONE_QUERY,
@@ -49,7 +48,7 @@ DECODE_PLAN = {
 _BOTH_PREFILL_PLANS = {
     **dict.fromkeys(("non_blocking", "seq_lens", "seq_lens_q", "max_token_per_sequence", "max_sequence_kv"), HINT),
     "uniform_q_len": HINT,
-    # Of prefill no request is ever split over its keys: what these two ask for holds.
+    # Prefill never splits a request over its keys, so these two requests always hold.
     **dict.fromkeys(("fixed_split_size", "disable_split_kv"), HINT),
     **dict.fromkeys(
         ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"),
@@ -103,12 +102,12 @@ MLA_RUN = {
 
 
 def check_others(call: str, rules: Mapping[str, Rule], others: Mapping[str, Any]) -> None:
-    """Refuses what a call cannot honour.
+    """Refuses arguments that a call cannot honor.
 
     Args:
         call: its name, for the message.
         rules: one of the tables of this file.
-        others: what was given besides the parameters.
+        others: arguments besides the parameters.
 
     Raises:
         TypeError: there is no such argument in FlashInfer either.
@@ -125,5 +124,5 @@ def check_others(call: str, rules: Mapping[str, Rule], others: Mapping[str, Any]
 
 
 def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
-    """A tensor is none of them; it does not compare as other values do."""
+    """Returns whether a value is one of the accepted ones. A tensor never is, because its comparison gives a tensor."""
     return not isinstance(value, torch.Tensor) and value in allowed

@@ -5,8 +5,8 @@ request, on the last every request stands for itself. With o_l and L_l (base 2) 
 
     L = log2(sum_l 2^L_l);   out = sum_l 2^(L_l - L) o_l
 
-Every level is a prefill over pages (`prefill_paged`), and `merge_states` merges. Causality holds on the last level
-only: what is shared lies before all queries. A window would apply to each level by itself and be wrong, so it is
+Every level is a prefill over pages (`prefill_paged`), and `merge_states` merges. Causality applies on the last level
+only, because shared keys precede all queries. A window would apply to each level by itself and be wrong, so it is
 refused. When two levels are worth it: `cascade_gains`.
 """
 
@@ -125,8 +125,8 @@ class MultiLevelCascadeAttentionWrapper:
             kv_data_type: that of q (None), or float8_e4m3fn or float8_e5m2.
 
         Raises:
-            ValueError: there is a window or an encoding of positions, a number of levels differs, levels have different
-                queries, or what the wrappers of the levels refuse; names the argument, and nothing was changed.
+            ValueError: a window or an encoding of positions, a differing number of levels or of queries between levels,
+                or a refusal of a level's wrapper. Names the argument; nothing was changed.
         """
         if window_left != -1:
             raise ValueError(f"window_left must be -1: a window would apply per level, not {window_left}")
@@ -185,7 +185,7 @@ class MultiLevelCascadeAttentionWrapper:
             base 2. A query that sees no key on any level gives zeros and -inf.
 
         Raises:
-            ValueError: there is no plan, or an argument is not what was planned; names it.
+            ValueError: no plan, or an argument that differs from the plan; names it.
         """
         out: torch.Tensor | None = None
         lse: torch.Tensor | None = None

@@ -1,8 +1,8 @@
 """Whether decoding requests that share a prefix gain from two levels (`cascade`) rather than one (`decode_paged`).
 
-Decode waits for memory, so what counts is how many bytes the busiest multiprocessor moves, each having an equal share
-of the bandwidth. n requests of one query each share p keys and have s_i of their own. A key and its value of one KV
-head are c = 2 * head_dim * element_bytes; there are S multiprocessors and H KV heads.
+Decode waits for memory, so its time follows from the bytes of the busiest multiprocessor, each with an equal share of
+the bandwidth. n requests of one query each share p keys and have s_i of their own. A key and its value of one KV head
+are c = 2 * head_dim * element_bytes; there are S multiprocessors and H KV heads.
 
     one level     c * H * sum_i(p + s_i) / S                  `divide_decode` cuts keys so that all have equally much
     shared level  c * p * max(1, H * B / S)                   one long request of n * group query rows, in B blocks of
@@ -27,8 +27,8 @@ import triton
 
 from quire_kernels.shared.prefill_rows import prefill_tiling
 
-# What a multiprocessor reads during a launch: 3 us at 4.8 TB/s over 132, an H200's by its data sheet, rounded. The time
-# of a launch is an estimate: it was not measured on a GPU.
+# Bytes that a multiprocessor reads during a launch: 3 us at 4.8 TB/s over 132, an H200's by its data sheet, rounded.
+# The time of a launch is an estimate: it was not measured on a GPU.
 LAUNCH_BYTES = 100_000
 LSE_BYTES = 4
 

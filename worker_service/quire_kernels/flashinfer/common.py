@@ -1,4 +1,5 @@
-"""What the FlashInfer-named wrappers share: tensors that a CUDA graph finds where they were, and choices of `plan`."""
+"""The common parts of the FlashInfer-named wrappers: tensors at fixed addresses for CUDA graphs, and choices of
+`plan`."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def standard_alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-# Buffers of a graph that may be larger than what is planned. All others are of the batch, to the entry.
+# Buffers of a graph that may be larger than the plan needs. All others are of the batch, to the entry.
 ROOMY_BUFFERS = ("paged_kv_indices_buffer", "paged_kv_indices_buf", "kv_indices", "custom_mask_buf")
 
 
@@ -71,7 +72,7 @@ class FixedTensors:
     """
 
     def __init__(self, device: torch.device, *, fixed: bool, given: dict[str, torch.Tensor | None]) -> None:
-        """`given` are the caller's buffers, whose address stays.
+        """`given` are the caller's buffers, which keep their address.
 
         Raises:
             ValueError: a buffer is on another device.
@@ -86,7 +87,7 @@ class FixedTensors:
                 self._places[name] = tensor
 
     def check(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Refuses what `put` has no place for; writes nothing.
+        """Refuses values that do not fit `put`'s buffers; writes nothing.
 
         Raises:
             ValueError: a fixed place is of another dtype or batch, or too small; names it.
@@ -135,7 +136,7 @@ def fixed_tensors(
     Args:
         workspace: by `workspace_bytes`.
         use_cuda_graph: whether they keep their addresses.
-        needed: the caller's buffers by name, all of which a CUDA graph needs.
+        needed: the caller's buffers by name; a CUDA graph needs all of them.
         optional: those that it may do without.
 
     Raises:
@@ -169,7 +170,7 @@ class PlannedTable:
     page_index_max: int  # -1 without pages
 
     def check_pool(self, name: str, page_count: int) -> None:
-        """Refuses a cache that is smaller than what was planned.
+        """Refuses a cache that is smaller than the plan needs.
 
         Args:
             name: of the plan's argument that has the pages.
@@ -190,7 +191,7 @@ class CheckedTable:
     page_index_max: int
 
     def place(self, placed: dict[str, torch.Tensor]) -> PlannedTable:
-        """Returns the table on the device, of what `FixedTensors.put` gave."""
+        """Returns the table on the device, made of the tensors from `FixedTensors.put`."""
         indptr, indices, last_page_len = (placed[name] for name in self.tensors)
         return PlannedTable(indptr, indices, last_page_len, self.page_index_max)
 
@@ -212,7 +213,7 @@ def check_table(
         last_page_len: int32 `[batch]`.
         page_size: tokens per page.
         prefix: of the arguments' names, for messages.
-        buffer_suffix: what names a buffer, after "paged_kv_indptr".
+        buffer_suffix: the end of a buffer's name, after "paged_kv_indptr".
 
     Raises:
         ValueError: see `check_page_table`.
@@ -236,10 +237,10 @@ def planned_options(
     alibi_slopes: torch.Tensor | None,
     device: torch.device,
 ) -> AttentionOptions:
-    """Returns what a plan says about scores; `sm_scale` defaults to 1 / sqrt(head_dim).
+    """Returns a plan's options for scores; `sm_scale` defaults to 1 / sqrt(head_dim).
 
     Raises:
-        ValueError: an unknown encoding, heads that do not divide, or what `AttentionOptions` refuses.
+        ValueError: an unknown encoding, heads that do not divide, or a refusal of `AttentionOptions`.
     """
     if pos_encoding_mode not in POSITION_ENCODINGS:
         raise ValueError(f"pos_encoding_mode must be one of {POSITION_ENCODINGS}, not {pos_encoding_mode!r}")
@@ -268,10 +269,10 @@ def run_options(
     sinks: torch.Tensor | None,
     window_left: int | None = None,
 ) -> AttentionOptions:
-    """Returns a plan's options with what is given per layer. Numbers go into `sm_scale`, tensors to the kernel.
+    """Returns a plan's options with those of one layer's call. Numbers go into `sm_scale`, tensors to the kernel.
 
     Raises:
-        ValueError: what `AttentionOptions` and `scale_per_head` refuse.
+        ValueError: refusals of `AttentionOptions` and `scale_per_head`.
     """
     sm_scale, key_scale = planned.sm_scale, None
     for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):  # both are factors of the same product
@@ -293,7 +294,7 @@ def run_options(
 def result_of(
     out: torch.Tensor, lse: torch.Tensor, *, return_lse: bool, lse_base: str = "log2"
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `run` gives back; with `lse_base` "ln" lse, which kernels write in base 2, is converted in place.
+    """Returns the result of `run`; with `lse_base` "ln" lse, which kernels write in base 2, is converted in place.
 
     Raises:
         ValueError: an unknown base.
@@ -306,7 +307,7 @@ def result_of(
 
 
 def check_planned(name: str, actual: object, planned: object) -> None:
-    """Refuses at run what differs from the plan.
+    """Refuses at run arguments that differ from the plan.
 
     Raises:
         ValueError: they differ; names the argument.

@@ -200,7 +200,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             base 2. A request without keys gives zeros and -inf (or the lse of its sink).
 
         Raises:
-            ValueError: there is no plan, or an argument is not what was planned or cannot be honoured; names it.
+            ValueError: no plan, or an argument that differs from the plan or cannot be honored; names it.
         """
         check_others("run", DECODE_RUN, others)
         plan = self._planned

@@ -29,7 +29,7 @@ Parts = torch.Tensor | Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What later plans of a graph may not change."""
+    """The properties that later plans of a graph may not change."""
 
     heads: int
     head_dim_ckv: int
@@ -68,7 +68,7 @@ class BatchMLAPagedAttentionWrapper:
         kv_len_arr: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
-        """Takes the workspace, of which only the device matters here.
+        """Takes the workspace, and reads only its device.
 
         Args:
             float_workspace_buffer: uint8, one dimension; its device is where everything runs.
@@ -207,7 +207,7 @@ class BatchMLAPagedAttentionWrapper:
             that sees no key gives zeros and -inf.
 
         Raises:
-            ValueError: there is no plan, or an argument is not what was planned or cannot be honoured; names it.
+            ValueError: no plan, or an argument that differs from the plan or cannot be honored; names it.
         """
         check_others("run", MLA_RUN, others)
         plan = self._planned

@@ -30,7 +30,7 @@ from quire_kernels.shared.paged_cache import PagedKVCache, check_kv_layout, kv_l
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedPrefill:
-    """What a plan is made of, checked."""
+    """The checked inputs of a plan."""
 
     table: CheckedTable
     queries: CheckedQueries
@@ -62,7 +62,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         mask_indptr_buf: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
-        """Takes the workspace, of which only the device matters here: nothing is split over keys.
+        """Takes the workspace, and reads only its device, because nothing is split over keys.
 
         Args:
             float_workspace_buffer: uint8, one dimension; its device is where everything runs.
@@ -138,7 +138,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             page_size: tokens per page.
             head_dim_vo: of values and results; head_dim_qk if None.
             custom_mask: bool `[sum(q_len * kv_len)]`, True where a query sees a key; replaces causal.
-            packed_custom_mask: uint8, the same in bits, little bit order, each request at a byte of its own.
+            packed_custom_mask: uint8, the same as bits, little bit order, each request from a byte of its own.
             causal: right-aligned: the last query of a request sees its last key.
             pos_encoding_mode: "NONE" or "ALIBI".
             use_fp16_qk_reduction: a hint, without effect: products are added up in float32.
@@ -178,14 +178,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
         options: AttentionOptions,
         masks: MaskRequest,
     ) -> CheckedPrefill:
-        """Does the first half of `plan`, which may refuse and changes nothing.
+        """Checks the arguments of `plan`, and may refuse them; changes nothing.
 
         Args:
             qo_indptr: see `plan`.
             pages: paged_kv_indptr, paged_kv_indices and paged_kv_last_page_len.
             shape: heads, dims, page size, dtypes.
             options: of the scores.
-            masks: who sees whom.
+            masks: keys that each query sees.
 
         Raises:
             ValueError: as `plan`.
@@ -199,7 +199,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return checked
 
     def place(self, checked: CheckedPrefill) -> None:
-        """Does the second half: takes everything to its place on the device and divides the work."""
+        """Copies a checked plan to its tensors on the device and divides the work."""
         placed = self._tensors.put(checked.tensors)
         self._planned = checked.table.place(placed), checked.queries.place(placed)
 
@@ -231,7 +231,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             lse: as the result, written in place; new if None.
             return_lse: whether lse is given back.
             lse_base: "log2", or "ln" for natural logarithms.
-            window_left: instead of what was planned; None: that.
+            window_left: replaces the planned value; None keeps it.
             sinks: float32 `[num_qo_heads]`, natural logarithms, unscaled, counted once and in lse.
             **others: see `flashinfer.arguments.PREFILL_RUN`.
 
@@ -240,7 +240,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             in base 2 or as `lse_base` says. A query that sees no key gives zeros and -inf (or the lse of its sink).
 
         Raises:
-            ValueError: there is no plan, or an argument is not what was planned or cannot be honoured; names it.
+            ValueError: no plan, or an argument that differs from the plan or cannot be honored; names it.
         """
         check_others("run", PREFILL_RUN, others)
         if self._planned is None:

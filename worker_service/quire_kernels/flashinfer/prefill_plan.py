@@ -1,4 +1,4 @@
-"""What the plans of both prefill wrappers share: shape, queries, masks."""
+"""The common parts of both prefill wrappers' plans: shape, queries, masks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire_kernels.shared.prefill_rows import (
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """What later plans of a graph may not change."""
+    """The properties that later plans of a graph may not change."""
 
     heads: int
     kv_heads: int
@@ -35,7 +35,7 @@ class PrefillShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskRequest:
-    """The arguments of `plan` that say who sees whom."""
+    """The arguments of `plan` that limit the keys of each query."""
 
     custom_mask: torch.Tensor | None
     packed_custom_mask: torch.Tensor | None
@@ -55,7 +55,7 @@ class PlannedQueries:
     division: PrefillWork
 
     def check_run(self, q: torch.Tensor) -> None:
-        """Refuses queries that are not what was planned.
+        """Refuses queries that differ from the plan.
 
         Raises:
             ValueError: shape or dtype differ.
@@ -78,7 +78,7 @@ class CheckedQueries:
     before: PlannedQueries | None
 
     def place(self, placed: dict[str, torch.Tensor]) -> PlannedQueries:
-        """Divides the work, of what `FixedTensors.put` gave."""
+        """Divides the work, from the tensors of `FixedTensors.put`."""
         masking, qo_indptr, before = self.masking, placed["qo_indptr_buf"], self.before
         if masking.custom_mask is not None:
             masking = replace(masking, custom_mask=placed["custom_mask_buf"], mask_indptr=placed["mask_indptr_buf"])
@@ -121,7 +121,7 @@ def check_plan(
         shape: heads, dims, dtypes.
         options: of the scores.
         request: masks.
-        before: of the graph whose memory will be written again, if there is one.
+        before: the earlier plan of the graph whose memory is written again, if there is one.
 
     Raises:
         ValueError: an argument does not fit, or a graph's shape, masks or room changed; names the argument.

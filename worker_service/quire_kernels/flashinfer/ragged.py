@@ -42,7 +42,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         mask_indptr_buf: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
-        """Takes the workspace, of which only the device matters here.
+        """Takes the workspace, and reads only its device.
 
         Args:
             float_workspace_buffer: uint8, one dimension; its device is where everything runs.
@@ -105,7 +105,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             head_dim_qk: of queries and keys.
             head_dim_vo: of values and results; head_dim_qk if None.
             custom_mask: bool `[sum(q_len * kv_len)]`, True where a query sees a key; replaces causal.
-            packed_custom_mask: uint8, the same in bits, little bit order, each request at a byte of its own.
+            packed_custom_mask: uint8, the same as bits, little bit order, each request from a byte of its own.
             causal: right-aligned: the last query of a request sees its last key.
             pos_encoding_mode: "NONE" or "ALIBI".
             use_fp16_qk_reduction: a hint, without effect: products are added up in float32.
@@ -176,7 +176,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             in base 2 or as `lse_base` says. A query that sees no key gives zeros and -inf (or the lse of its sink).
 
         Raises:
-            ValueError: there is no plan, or an argument is not what was planned or cannot be honoured; names it.
+            ValueError: no plan, or an argument that differs from the plan or cannot be honored; names it.
         """
         check_others("run", RAGGED_RUN, others)
         if self._planned is None:

@@ -111,13 +111,14 @@ def append_paged_kv_cache(
 ) -> None:
     """Writes keys and values of new tokens to pages that are already theirs, in place.
 
-    With `check=False` nothing waits for the device, as CUDA graphs need; a token whose request, position or page is out
-    of range is then skipped, never written elsewhere. Call `check_append` once per batch instead, where it is planned.
+    With `check=False` the host does not wait for the device, as CUDA graphs need. A token whose request, position or
+    page is out of range is then skipped, never written elsewhere. Call `check_append` once per batch instead, where it
+    is planned.
 
     Args:
         append_key: `[tokens, num_kv_heads, head_dim]`, any strides; of the cache's dtype, or bf16, fp16 or fp32 if the
             cache is float8_e4m3fn or float8_e5m2.
-        append_value: the same for values.
+        append_value: as `append_key`, for values.
         batch_indices: int32 `[tokens]`, request of each token; negative skips the token.
         positions: int32 `[tokens]`, place of each token in its request; negative skips the token.
         paged_kv_cache: 5-D `[pages, 2, page_size, num_kv_heads, head_dim]` (NHD) or `[pages, 2, num_kv_heads,
@@ -127,11 +128,11 @@ def append_paged_kv_cache(
         kv_last_page_len: int32 `[batch]`, in `1..page_size`, the new tokens included.
         kv_layout: "NHD" or "HND".
         k_scale: only for an fp8 cache that quantises: a number, or fp32 `[num_kv_heads]`; stored is key / k_scale.
-        v_scale: the same for values.
+        v_scale: as `k_scale`, for values.
         check: whether the values of the index tensors are read and checked (see `check_append`).
 
     Raises:
-        ValueError: shape, dtype, device or layout do not fit; with `check`, also what `check_append` refuses.
+        ValueError: shape, dtype, device or layout do not fit; with `check`, also the refusals of `check_append`.
     """
     append = prepare(append_key, append_value, paged_kv_cache, kv_layout, k_scale, v_scale)
     cache = append.cache
@@ -205,7 +206,7 @@ def append_reference(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> None:
-    """Computes the same in plain torch, token by token, of arguments that are valid."""
+    """Appends in plain torch, token by token; the arguments must be valid."""
     cache: PagedCache = unpack_paged_cache(paged_kv_cache, kv_layout)
     slots = _slots(batch_indices, positions, kv_indices, kv_indptr, cache.page_size)
     store_reference(append_key, append_value, slots, cache, k_scale, v_scale)

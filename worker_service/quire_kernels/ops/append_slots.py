@@ -94,16 +94,16 @@ def append_slots(
     Args:
         append_key: `[tokens, num_kv_heads, head_dim]`, any strides; of the cache's dtype, or bf16, fp16 or fp32 if the
             cache is float8_e4m3fn or float8_e5m2.
-        append_value: the same for values.
+        append_value: as `append_key`, for values.
         slot_mapping: int64 `[tokens]`, slot = page * page_size + offset; negative skips the token.
         paged_kv_cache: 5-D or a pair of 4-D tensors, any strides, see `append_paged_kv_cache`.
         kv_layout: "NHD" or "HND".
         k_scale: only for an fp8 cache that quantises: a number, or fp32 `[num_kv_heads]`; stored is key / k_scale.
-        v_scale: the same for values.
+        v_scale: as `k_scale`, for values.
         check: whether the slots are read and checked (see `check_slots`).
 
     Raises:
-        ValueError: shape, dtype, device or layout do not fit; with `check`, also what `check_slots` refuses.
+        ValueError: shape, dtype, device or layout do not fit; with `check`, also the refusals of `check_slots`.
     """
     append = prepare(append_key, append_value, paged_kv_cache, kv_layout, k_scale, v_scale)
     cache = append.cache
@@ -143,7 +143,7 @@ def append_slots_reference(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> None:
-    """Computes the same in plain torch, token by token, of arguments that are valid."""
+    """Appends in plain torch, token by token; the arguments must be valid."""
     cache = unpack_paged_cache(paged_kv_cache, kv_layout)
     slots = [None if slot < 0 else divmod(slot, cache.page_size) for slot in slot_mapping.tolist()]
     store_reference(append_key, append_value, slots, cache, k_scale, v_scale)

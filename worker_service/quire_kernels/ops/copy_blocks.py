@@ -3,10 +3,10 @@
     for every buffer:  buffer[destinations[i]] = old buffer[sources[i]]
 
 "Old": all reads come before all writes, so a block may be source of one pair and destination of another. Bytes at one
-place of a block only ever go to the same place of another, so nothing has to wait for a whole block: pairs that touch
-each other become a chain, and one program runs the whole chain for its chunk of bytes, in an order in which every block
-is read before it is overwritten. Pairs that touch no other are chains of one. Only a cycle (a -> b, b -> a) has no such
-order: its program first holds the chunk of one block in registers and ends by storing it.
+place of a block only ever go to the same place of another, so no program waits for a whole block. Pairs with a common
+block become a chain, and one program runs the whole chain for its chunk of bytes, in an order that reads every block
+before it is overwritten. Pairs that touch no other are chains of one. Only a cycle (a -> b, b -> a) has no such order:
+its program first holds the chunk of one block in registers and ends by storing it.
 
     a -> b, b -> c            c = b;  b = a
     a -> b, b -> c, c -> a    hold = a;  a = c;  c = b;  b = hold
@@ -76,7 +76,7 @@ def copy_blocks_kernel(
             other=0,
         )
         data = tl.where(source >= 0, data, held)
-        # Another thread of the program may read what this one is about to overwrite.
+        # Another thread of the program may still read the words that this one is about to overwrite.
         tl.debug_barrier()
         tl.store(words_at(base + destination * stride, WORD) + word, data, mask=mask)
         step += 1
@@ -89,8 +89,8 @@ def copy_blocks(buffers: Buffers, sources: Sequence[int], destinations: Sequence
     of the host.
 
     Args:
-        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. Or
-            what `describe_buffers` made of them, which saves looking at each tensor again.
+        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. A
+            result of `describe_buffers` is taken too, which saves looking at each tensor again.
         sources: block ids.
         destinations: as many block ids, each at most once.
 
@@ -126,7 +126,7 @@ def copy_blocks(buffers: Buffers, sources: Sequence[int], destinations: Sequence
 
 
 def _encoded(blocks: Iterable[int | None]) -> list[int]:
-    """Blocks as the kernel's table has them, where -1 is no block: nothing is held, or what is held is copied."""
+    """Encodes blocks for the kernel's table, where -1 means no block: nothing is held, or the held bytes are copied."""
     return [-1 if block is None else block for block in blocks]
 
 
@@ -134,22 +134,23 @@ def _encoded(blocks: Iterable[int | None]) -> list[int]:
 class CopyChain:
     """Copies that must happen one after another."""
 
-    held: int | None  # the block whose bytes are held from the start, if there is one
-    steps: tuple[tuple[int | None, int], ...]  # (source, destination); from None what is held is copied
+    held: int | None  # the block whose bytes are held from the start, if any
+    steps: tuple[tuple[int | None, int], ...]  # (source, destination); a source of None copies the held bytes
 
 
 def plan_chains(sources: Sequence[int], destinations: Sequence[int]) -> list[CopyChain]:
     """Orders copies so that each block is read before it is overwritten.
 
-    Every destination has one writer. So a destination that nobody (any more) has to read can be written at once; what
-    is left when there is none are cycles, each block of which is read once.
+    Every destination has one writer. So a destination that no later pair reads can be written at once. When none is
+    left, the rest are cycles, and each of their blocks is read once.
 
     Args:
         sources: block ids.
         destinations: as many, each once.
 
     Returns:
-        Chains that have no block in common except sources that nobody writes. A copy of a block to itself is left out.
+        Chains that have no block in common except sources that are never written. A copy of a block to itself is left
+        out.
     """
     source_of = {d: s for s, d in zip(sources, destinations, strict=True) if s != d}
     chain_of = _components(source_of)
@@ -185,7 +186,7 @@ def plan_chains(sources: Sequence[int], destinations: Sequence[int]) -> list[Cop
 
 
 def copy_blocks_reference(buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
-    """Computes the same in plain torch."""
+    """Copies blocks in plain torch."""
     for buffer in buffers:
         old = buffer.clone()
         for source, destination in zip(sources, destinations, strict=True):
@@ -193,8 +194,8 @@ def copy_blocks_reference(buffers: Sequence[torch.Tensor], sources: Sequence[int
 
 
 def _components(source_of: dict[int, int]) -> dict[int, int]:
-    """Returns the number of the chain that each destination belongs to: that of its source if somebody writes it, else
-    its own."""
+    """Returns the number of each destination's chain: the one of its source if that is a destination too, else its
+    own."""
     chain_of: dict[int, int] = {}
     for destination in source_of:
         path = []

@@ -198,7 +198,7 @@ def decode_paged_reference(
     last_page_len: torch.Tensor,
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the same in plain torch, request by request: out and base-2 lse, both float64."""
+    """Decodes in plain torch, request by request: out and base-2 lse, both float64."""
     outs, lses = [], []
     for request in range(q.shape[0]):
         k, v = gather(cache, indptr, indices, last_page_len, request)

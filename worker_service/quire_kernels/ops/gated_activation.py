@@ -5,7 +5,7 @@
     silu         x / (1 + exp(-x))
     gelu_tanh    x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))      Hendrycks and Gimpel, 2016
 
-All of it is computed in float32 and rounded once. The halves are what one product with merged weights gives.
+All of it is computed in float32 and rounded once. The halves are the result of one product with merged weights.
 """
 
 from __future__ import annotations

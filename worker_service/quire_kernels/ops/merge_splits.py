@@ -4,8 +4,8 @@ With partial outputs o_s and their base-2 log-sum-exps L_s over the units s of a
 
     L = log2(sum_s 2^L_s);   o = sum_s 2^(L_s - L) o_s
 
-A request of one unit has been written directly and is left alone. One program per request and query head; in large
-batches, most of which are left alone, one for several heads.
+A request of one unit has been written directly and is left alone. One program per request and query head. In large
+batches, where most requests need no merge, one program takes several heads.
 """
 
 from __future__ import annotations

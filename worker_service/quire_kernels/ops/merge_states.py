@@ -117,7 +117,7 @@ def merge_state_kernel(
     divisor = tl.where(is_empty, 1.0, total)
     v = (v_a * weight_a[:, None] + v_b * weight_b[:, None]) / divisor[:, None]
     s = tl.where(is_empty, float("-inf"), largest + tl.log2(divisor))
-    # In place, another thread may still have to read what this one is about to overwrite.
+    # In place, another thread may still read the words that this one is about to overwrite.
     tl.debug_barrier()
     tl.store(s_out_ptr + row_head, s, mask=heads)
     tl.store(v_out_ptr + place, v.to(v_out_ptr.dtype.element_ty), mask=mask)
@@ -163,7 +163,7 @@ def merge_state_in_place(
         s: fp32 `[rows, heads]`, base 2, contiguous; written in place.
         v_other: of the dtype and shape of `v`, any strides.
         s_other: of the shape of `s`, any strides.
-        mask: bool `[rows]`; rows where it is False stay as they are.
+        mask: bool `[rows]`; rows where it is False are not changed.
 
     Raises:
         ValueError: shapes, dtypes or devices differ, or `v` or `s` is not contiguous; names the argument.
@@ -259,7 +259,7 @@ def _check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.
 
 
 def tile_sizes(heads: int, dim: int) -> dict[str, Any]:
-    """Gives the constexprs that say what one program merges: at most `TILE_ELEMENTS_MAX`, unless one head has more."""
+    """Returns the constexprs of one program's share: at most `TILE_ELEMENTS_MAX`, unless one head has more."""
     block_dim = triton.next_power_of_2(dim)
     block_heads = min(triton.next_power_of_2(heads), max(1, TILE_ELEMENTS_MAX // block_dim))
     return {"HEADS": heads, "DIM": dim, "BLOCK_HEADS": block_heads, "BLOCK_DIM": block_dim}

@@ -11,8 +11,8 @@ and the dims [256, 512). While one computes its softmax, the products of the oth
     O = O 2^(m0 - m1) + P1 V1                      O = O + P0' V0
     m = m1                                         m = m1
 
-Its own weights a group has in registers, those for the other go through the memory of the ropes of its tile, which
-nobody reads after the scores. What is shared, and the barriers, each of which completes once a pair of tiles:
+A group has its own weights in registers. Those for the other group go through the memory of its tile's ropes, which is
+not read after the scores. Shared memory, and the barriers, each completed once for a pair of tiles:
 
     near0   K0 [0, 256)                  copied for group 0 alone        empty: group 0, after its first product with V
     near1   K1 [256, 512)                copied for group 1 alone        empty: group 1, after its first
@@ -44,12 +44,13 @@ from quire_kernels.shared.latent_tiles import clear_rows, copy_pairs, load_heads
 from quire_kernels.shared.launch import is_hopper
 from quire_kernels.shared.mla_work import HOPPER_HEADS, HOPPER_KEYS, MlaWork
 
-# Of a program. Two tiles of 64 x 576 latents and as many queries, of 2 bytes, are 216 of the chip's 227 KiB.
+# Shared memory of a program: two tiles of 64 x 576 latents and as many queries, of 2 bytes, are 216 of the chip's
+# 227 KiB.
 HEADS, KEYS = HOPPER_HEADS, HOPPER_KEYS
 CKV_DIM, KPE_DIM = 512, 64
 NUM_WARPS = 4  # of a group
-REGISTERS = 168  # per thread of all 12 warps; what the copying ones leave goes to the others
-# Per thread of the warp that copies, whose addresses would spill with fewer, and of a group.
+REGISTERS = 168  # per thread of all 12 warps; the registers that the copying warps free go to the others
+# Registers per thread of the copying warp, whose addresses would spill with fewer, and of a group.
 COPY_REGISTERS, GROUP_REGISTERS = 40, 232
 PAGE_SIZE_MIN = 16
 TMA_ALIGNMENT = 16  # bytes, of addresses and strides

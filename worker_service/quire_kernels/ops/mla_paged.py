@@ -118,7 +118,7 @@ def attend_latents(
     PAGE_SIZE: tl.constexpr, CKV_DIM: tl.constexpr, KPE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Attends rows to the latents `[start, stop)`, of which a row sees those below `row_high`."""
+    """Attends rows to the latents `[start, stop)`; a row sees those below `row_high`."""
     pages = page_ids_of_tile(page_ids, start, start, stop, PAGE_SIZE, BLOCK_N)
     for tile in range(start, stop, BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
@@ -244,7 +244,7 @@ def mla_paged_reference(
     sm_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the same in plain torch: `table` is indptr, indices and last_page_len; out and base-2 lse, both
+    """Attends to latents in plain torch: `table` is indptr, indices and last_page_len; out and base-2 lse, both
     float64."""
     ckv, kpe = cache
     paged = PagedCache(torch.cat([ckv, kpe], 2).unsqueeze(2), ckv.unsqueeze(2))

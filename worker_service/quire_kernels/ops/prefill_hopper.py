@@ -1,4 +1,4 @@
-"""Prefill over pages on Hopper (compute capability 9), in Gluon: what `prefill_paged` launches where it can.
+"""Prefill over pages on Hopper (compute capability 9), in Gluon; `prefill_paged` launches it where it can.
 
     s = q k^T;  p = 2^(s * scale - m);  out = sum p v / sum p           for the rows and keys of `prefill_rows`
 
@@ -8,21 +8,21 @@ of tile j + 1 with K and that of tile j with V, and computes the softmax of tile
 one product that leaves one in flight.
 
 There are as many programs as multiprocessors. Each takes pieces (a block of rows and a KV head) in turn, and the ring
-goes on from one piece to the next: the keys of the next are on their way while this one ends.
+continues from one piece to the next: the keys of the next are copied while this one ends.
 
     barrier     who arrives                          who waits, once a tile
     k_full      TMA, when all its bytes are there    both groups, before q k^T
     k_empty     both groups, after q k^T             a copying warp, before it fills the slot again
     v_full, v_empty                                  the same for V
 
-Tile n of a program (counted over all its pieces) is in slot n % STAGES, and is that slot's round n // STAGES, whose
-parity is what a wait names. All warps compute the same tiles of a piece (`prefill_tiles`), so they count alike.
+Tile n of a program (counted over all its pieces) is in slot n % STAGES, in that slot's round n // STAGES. A wait names
+the round's parity. All warps compute the same tiles of a piece (`prefill_tiles`), so they count alike.
 
 TMA copies whole pages, or boxes of BLOCK_N keys of a larger page. A slot that no row may see can hold NaN. The mask
 removes it from the scores. V is multiplied with p = 0, and 0 * NaN is NaN, so both groups zero such rows of the first
 and the last tile in shared memory. A page id outside of the keys that are seen is never read.
 
-The order inside the loop is what makes the overlap. ptxas moves a wait for wgmma up to the start of its basic block.
+The order inside the loop makes the overlap, because ptxas moves a wait for wgmma up to the start of its basic block.
 The wait for the V of the next step ends the block of the softmax, so the wait for the product with V stays behind it.
 """
 
@@ -63,7 +63,8 @@ def softmax_tile(
     s, row_max, row_sum, scale, cap, tile, row_low, row_high, is_edge,
     LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):
-    """Takes a tile of products into the online softmax. Returns p, row_max, row_sum and the factor of what was there.
+    """Takes a tile of products into the online softmax. Returns p, row_max, row_sum and the factor for the earlier
+    sums.
 
     Scores and row_max are in units of log2. `scale` is positive: the largest product gives the largest score.
     """
@@ -367,7 +368,8 @@ def launch_on_hopper(
     division: PrefillWork,
     launch: PrefillLaunch,
 ) -> None:
-    """Launches what `fits_hopper` agreed to, with the arguments of `prefill_paged`, on the current device."""
+    """Launches the kernel after `fits_hopper` has agreed, with the arguments of `prefill_paged`, on the current
+    device."""
     rows = page_rows(cache.k)
     assert rows is not None
     programs = multiprocessor_count(q.device)  # those without work leave at once

@@ -2,9 +2,9 @@
 
     out_i = softmax(score(q_i, K)) V over the keys that query i sees      scores, sinks and lse: see `options`
 
-One program per block of query rows and KV head; who sees whom and how a block is attended to: see `prefill_rows`.
-Blocks are worked on from the last to the first: under a causal mask the last are the longest, and the short ones then
-fill the gaps at the end.
+One program per block of query rows and KV head; `prefill_rows` has the masks and the attention of a block. Blocks are
+worked on from the last to the first: under a causal mask the last are the longest, and the short ones then fill the
+gaps at the end.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def prefill_paged_reference(
     options: AttentionOptions,
     masking: Masking,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the same in plain torch, request by request: out and base-2 lse, both float64."""
+    """Computes prefill in plain torch, request by request: out and base-2 lse, both float64."""
     starts = qo_indptr.tolist()
     return attend_requests(
         q,

@@ -146,7 +146,7 @@ def prefill_ragged_reference(
     options: AttentionOptions,
     masking: Masking,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the same in plain torch, request by request: out and base-2 lse, both float64."""
+    """Computes prefill in plain torch, request by request: out and base-2 lse, both float64."""
     starts = kv_indptr.tolist()
     if k.dtype.itemsize == 1:
         k, v = k.float(), v.float()

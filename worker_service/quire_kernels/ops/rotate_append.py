@@ -8,7 +8,7 @@
     values     written as they are
 
 Computed in float32 and rounded once. One program per token and head. A negative slot, or one outside the pool, is
-padding of a batch of fixed size: its keys and values are not written, and its queries are of no use to anybody.
+padding of a batch of fixed size: its keys and values are not written, and its queries are not used.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def rotate_append_kernel(
         sine = tl.load(sine_ptr + token * table_stride + element, mask=is_turned, other=0.0).to(tl.float32)
         turned = turned * cosine + tl.where(element < half, -y, y) * sine
         if head < QUERY_HEADS:
-            # Another thread may still have to read what this one is about to overwrite.
+            # Another thread may still read the words that this one is about to overwrite.
             tl.debug_barrier()
             tl.store(source + element, turned.to(heads_ptr.dtype.element_ty), mask=mask)
         else:
@@ -186,7 +186,7 @@ def rotate_append_reference(
     *,
     norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what queries and keys become, float64 `[tokens, query_heads, head_dim]` and `[tokens, kv_heads,
+    """Returns the new queries and keys, float64 `[tokens, query_heads, head_dim]` and `[tokens, kv_heads,
     head_dim]`."""
     query_heads = heads.shape[1] - 2 * kv_heads
     found = []
@@ -206,7 +206,7 @@ def rotate_append_reference(
 
 
 def tile_sizes(query_heads: int, kv_heads: int, head_dim: int, rotary_dim: int, page_size: int) -> dict[str, Any]:
-    """Gives the constexprs that say what one program takes."""
+    """Returns the constexprs of one program's share."""
     return {
         "QUERY_HEADS": query_heads,
         "KV_HEADS": kv_heads,

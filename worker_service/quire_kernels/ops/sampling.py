@@ -29,9 +29,9 @@ from quire_kernels.shared.launch import device_of
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BLOCK = 2048  # tokens of the vocabulary at a time
-DRAW_BLOCK = 4096  # the same in the last pass, which sums up each time
+DRAW_BLOCK = 4096  # tokens at a time in the last pass, which sums each time
 NUM_WARPS = 16
-# Of each argument: lowest, highest, and whether they are themselves allowed.
+# For each argument: lowest, highest, and whether these are allowed.
 RANGES = {
     "uniform": (0.0, 1.0, True, False),
     "temperature": (1e-3, float("inf"), True, False),  # or 0
@@ -125,7 +125,7 @@ def sample_kernel(
                 lowest = _lowest_kept(row_ptr, vocabulary, stride, inverse_temperature, largest, limit, False, BLOCK)
             top_p = tl.load(top_p_ptr + row)
             if top_p < 1.0:
-                # A share of what top_k keeps, which the tokens above the sought value are all part of.
+                # A share of the tokens that top_k keeps, all of which the tokens above the sought value belong to.
                 total = _kept_weight(row_ptr, vocabulary, stride, inverse_temperature, largest, lowest, 0.0, BLOCK)
                 limit = top_p * total
                 by_weight = _lowest_kept(row_ptr, vocabulary, stride, inverse_temperature, largest, limit, True, BLOCK)
@@ -161,7 +161,7 @@ def _kept_weight(row_ptr, vocabulary, stride, inverse_temperature, largest, lowe
 def _draw(
     row_ptr, vocabulary, stride, inverse_temperature, largest, lowest, min_p, target, likeliest, BLOCK: tl.constexpr
 ):
-    """Returns the first token whose cumulative weight exceeds `target`; the last that is kept where rounding leaves
+    """Returns the first token whose cumulative weight exceeds `target`, or the last kept one if rounding leaves
     none."""
     token = likeliest
     before = tl.cast(0.0, tl.float32)
@@ -201,14 +201,14 @@ def sample(
         uniform: fp32 `[batch]`, in [0, 1).
         temperature: a number, or fp32 `[batch]`, at least 1e-3; or 0: greedy, ignores all others.
         top_k: a number, or int32 `[batch]`; 0 keeps all. Equals of the last one stay.
-        top_p: a number, or fp32 `[batch]`, above 0; 1 keeps all. Of what top_k keeps.
+        top_p: a number, or fp32 `[batch]`, above 0; 1 keeps all. A share of the tokens that top_k keeps.
         min_p: a number, or fp32 `[batch]`, in [0, 1]: of the likeliest token's probability.
-        check: whether the values of tensors are read and checked too, for which the host waits for the device; not
-            inside a CUDA graph.
+        check: whether the values of tensors are checked too, which makes the host wait for the device; not inside a
+            CUDA graph.
         out: int32 `[batch]`, contiguous: where the tokens go.
 
     Returns:
-        `out`, or a new int32 `[batch]`; -1 for a row that holds NaN or whose largest logit is not finite.
+        `out`, or a new int32 `[batch]`; -1 for a row that contains NaN or whose largest logit is not finite.
 
     Raises:
         ValueError: a shape, dtype, device or number is not as described; names the argument.
@@ -231,7 +231,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
         logits: fp32, bf16 or fp16 `[batch, vocabulary]`, any strides.
 
     Returns:
-        int32 `[batch]`; -1 for a row that holds NaN or whose largest logit is not finite.
+        int32 `[batch]`; -1 for a row that contains NaN or whose largest logit is not finite.
 
     Raises:
         ValueError: `logits` is not as described.
@@ -243,7 +243,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 def weights_reference(
     logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> torch.Tensor:
-    """Returns what `sample` draws a row from, in plain torch, by sorting.
+    """Returns the weights from which `sample` draws a row, in plain torch, by sorting.
 
     Args:
         logits: floating `[vocabulary]`.

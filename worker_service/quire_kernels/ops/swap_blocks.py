@@ -67,8 +67,8 @@ def gather_blocks(buffers: Buffers, blocks: Sequence[int], staging: torch.Tensor
     reads pinned memory.
 
     Args:
-        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. Or
-            what `describe_buffers` made of them, which saves looking at each tensor again.
+        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. A
+            result of `describe_buffers` is taken too, which saves looking at each tensor again.
         blocks: block ids, in any order; one may come twice.
         staging: uint8 `[blocks, bytes]` or longer, written in place; bytes are those of a block in all buffers. On the
             device of the buffers, or pinned.
@@ -85,7 +85,7 @@ def scatter_blocks(staging: torch.Tensor, buffers: Buffers, blocks: Sequence[int
     """Copies the rows of `staging` into blocks of all buffers: undoes `gather_blocks`.
 
     Args:
-        staging: uint8 `[blocks, bytes]` or longer, as `gather_blocks` fills it; must stay as it is until the stream is
+        staging: uint8 `[blocks, bytes]` or longer, as `gather_blocks` fills it; must not change until the stream is
             done.
         buffers: as for `gather_blocks`; written in place.
         blocks: block ids, each at most once.
@@ -99,7 +99,7 @@ def scatter_blocks(staging: torch.Tensor, buffers: Buffers, blocks: Sequence[int
 
 
 def gather_blocks_reference(buffers: Sequence[torch.Tensor], blocks: Sequence[int], staging: torch.Tensor) -> None:
-    """Returns `gather_blocks` in plain torch."""
+    """Gathers blocks in plain torch."""
     for row, block in enumerate(blocks):
         parts = [buffer[block].reshape(-1).view(torch.uint8) for buffer in buffers]
         staging[row] = torch.cat(parts)

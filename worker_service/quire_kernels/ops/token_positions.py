@@ -1,6 +1,6 @@
-"""Which request each new token is of, and its place there: what `append_paged_kv_cache` is told, in FlashInfer's words.
+"""Request and position of each new token: arguments of `append_paged_kv_cache`, in FlashInfer's words.
 
-The tokens `[append_indptr[i], append_indptr[i + 1])` are the newest of request i, whose length counts them:
+The tokens `[append_indptr[i], append_indptr[i + 1])` are the newest of request i, and its length includes them:
 
     batch_indices[t] = i          positions[t] = seq_lens[i] - append_indptr[i + 1] + t
 

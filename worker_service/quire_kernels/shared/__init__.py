@@ -1,1 +1,1 @@
-"""What several kernels share: tiles, launches, the paged cache, options, and the float64 reference."""
+"""The common parts of several kernels: tiles, launches, the paged cache, options, and the float64 reference."""

@@ -1,4 +1,4 @@
-"""What both ways to append share: how one token's heads go to their slot, and what must hold of the tensors.
+"""The common parts of both ways to append: the copy of one token's heads to their slot, and the checks of the tensors.
 
     cache[page, offset, head, :] = token[head, :]                            same dtype: the bits are copied
     cache[page, offset, head, :] = fp8(token[head, :] / scale[head])         fp8 cache: quantised, saturating, see `fp8`
@@ -27,7 +27,7 @@ from quire_kernels.shared.fp8 import (
 from quire_kernels.shared.launch import device_of
 from quire_kernels.shared.paged_cache import PagedCache, PagedKVCache, unpack_paged_cache
 
-# What a caller may give as scale: none, one for all heads, or fp32 `[num_kv_heads]` on the cache's device.
+# Accepted scales: none, one for all heads, or fp32 `[num_kv_heads]` on the cache's device.
 Scale = float | torch.Tensor | None
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -123,7 +123,7 @@ class Append:
         return triton.cdiv(self.cache.num_kv_heads, self.sizes["BLOCK_HEADS"])
 
     def launch(self, kernel: Any, *places: Any) -> None:
-        """Runs a kernel over all tokens; `places` are the arguments that tell it where each token goes."""
+        """Runs a kernel over all tokens; `places` are the arguments with each token's destination."""
         if self.token_count == 0:
             return
         with device_of(kernel, paged_kv_cache=self.cache.k):
@@ -140,7 +140,7 @@ def prepare(
     k_scale: Scale,
     v_scale: Scale,
 ) -> Append:
-    """Checks what can be checked without waiting for the device.
+    """Checks everything that needs no wait for the device.
 
     Args:
         append_key: `[tokens, num_kv_heads, head_dim]`, any strides; of the cache's dtype, or bf16, fp16 or fp32 if the
@@ -149,7 +149,7 @@ def prepare(
         paged_kv_cache: see `quire_kernels.shared.paged_cache`.
         kv_layout: "NHD" or "HND".
         k_scale: of an fp8 cache; stored is `append_key / k_scale`.
-        v_scale: the same for values.
+        v_scale: as `k_scale`, for values.
 
     Raises:
         ValueError: shape, dtype, device or layout do not fit, or a scale is no positive number; names the argument.
@@ -189,7 +189,7 @@ def prepare(
 
 
 def tile_sizes(num_kv_heads: int, head_dim: int, v_head_dim: int) -> dict[str, Any]:
-    """Gives the constexprs that say what one program writes: at most `TILE_ELEMENTS_MAX`, unless one head has more."""
+    """Returns the constexprs of one program's share: at most `TILE_ELEMENTS_MAX`, unless one head has more."""
     block_k, block_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
     fitting = max(1, TILE_ELEMENTS_MAX // max(block_k, block_v))
     return {

@@ -1,4 +1,4 @@
-"""What the kernels that move whole blocks share: where the blocks of several tensors lie, as one table of numbers.
+"""The common part of the kernels that move whole blocks: addresses of the blocks of several tensors, as one table.
 
 A block id names one block in every buffer, such as one page in the tensor of each layer:
 
@@ -37,7 +37,7 @@ def words_at(address, WORD: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class BlockBuffers:
-    """Where the blocks of several buffers lie."""
+    """Addresses of the blocks of several buffers."""
 
     fields: tuple[int, ...]  # base, stride and size in bytes of each buffer
     block_count: int  # of the smallest buffer
@@ -54,7 +54,7 @@ class BlockBuffers:
         return self.fields[2::BUFFER_FIELDS]
 
     def chunk_count(self, word_bytes: int) -> int:
-        """Counts how many programs move one block of the buffer whose blocks are largest."""
+        """Counts the programs that move one block of the buffer with the largest blocks."""
         return -(-max(self.block_bytes) // (CHUNK_WORDS * word_bytes))
 
     def word_bytes(self, *more: int) -> int:
@@ -71,7 +71,7 @@ class BlockBuffers:
         return device_of(kernel, buffers=self.device)
 
 
-# What a caller may give as buffers.
+# Accepted buffers.
 Buffers = Sequence[torch.Tensor] | BlockBuffers
 
 
@@ -84,11 +84,11 @@ def describe_buffers(buffers: Buffers) -> BlockBuffers:
     """Makes the table of some tensors, which may be used instead of them as long as they live.
 
     Args:
-        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart.
-            A table is returned as it is.
+        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. A
+            table is returned unchanged.
 
     Raises:
-        ValueError: there are none, one is empty, a block is not contiguous, or devices differ; names `buffers`.
+        ValueError: no buffers, an empty one, a block that is not contiguous, or several devices; names `buffers`.
     """
     if isinstance(buffers, BlockBuffers):
         return buffers

@@ -1,4 +1,4 @@
-"""How decode is divided: sizes of tiles, and who attends to which keys.
+"""The division of decode: sizes of tiles, and the keys of each program.
 
 The keys of a request are cut into units (`work_units`): as many as it takes to give every multiprocessor about `WAVES`
 programs, at least two pages and `TILES_MIN` tiles each.
@@ -16,15 +16,15 @@ from quire_kernels.shared.paged_cache import check_index_tensor, kv_lengths
 from quire_kernels.shared.work_units import ITEMS_MAX, WorkUnits, divide_work
 
 WAVES = 4  # programs per multiprocessor that the division aims at: enough to hide that some end sooner
-# Of a program: it waits for memory about four times before its first tile arrives. 8192 keys of 8 KV heads are 256
-# programs then, which run at once on 132 multiprocessors.
+# Tiles per program at least. It waits for memory about four times before its first tile arrives. 8192 keys of 8 KV
+# heads are 256 programs then, which run at once on 132 multiprocessors.
 TILES_MIN = 4
 HEAD_BLOCK_MAX = 64  # one program attends so many query heads at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeWork:
-    """How a batch is divided; the tensors keep their addresses when it is divided again into them."""
+    """The division of a batch; a new division into the same tensors keeps their addresses."""
 
     work: WorkUnits
     tiling: Tiling
@@ -38,7 +38,7 @@ def decode_tiling(
 ) -> Tiling:
     """Chooses sizes for `group` query heads per KV head, such that nothing spills.
 
-    The tiles in flight are what hides the latency of memory: two or three of them, each about 32 KiB.
+    Tiles in flight hide the latency of memory: two or three of them, each about 32 KiB.
 
     Args:
         chip: of `launch.chip_of`.

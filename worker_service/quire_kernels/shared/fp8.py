@@ -3,7 +3,7 @@
     e4m3   sign, 4 bits of exponent (bias 7), 3 of mantissa    largest 448,   smallest normal 2^-6,  subnormals n 2^-9
     e5m2   sign, 5 bits of exponent (bias 15), 2 of mantissa   largest 57344, smallest normal 2^-14, subnormals n 2^-16
 
-e4m3 has no infinity, and its NaN is 0x7f; e5m2 has those of float16, of which it is the upper byte.
+e4m3 has no infinity, and its NaN is 0x7f; e5m2 has those of float16, and is its upper byte.
 
 Kernels see fp8 caches as bytes and convert here wherever the device has no such type, so that every device gives the
 same numbers: sm_80 has no e4m3, gfx942 has other formats under the same names, and Triton's interpreter rounds wrongly.
@@ -56,7 +56,7 @@ def fp8_from_float(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.co
     DROPPED: tl.constexpr = 23 - MANTISSA
     HALF: tl.constexpr = (1 << (DROPPED - 1)) - 1
     normal = ((magnitude + HALF + ((magnitude >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # A number below 2^-6: next to 2^14 the last bit of a float is worth 2^-9, so the addition rounds to a whole
+    # For a number below 2^-6: next to 2^14 the last bit of a float is worth 2^-9, so the addition rounds to a whole
     # subnormal. 8 of them are the smallest normal, whose byte is 8 as well.
     EXPONENT: tl.constexpr = 24 - BIAS - MANTISSA
     shifted = magnitude.to(tl.float32, bitcast=True) + 2.0**EXPONENT
@@ -71,7 +71,7 @@ def e4m3_to_float(byte):
     """Converts e4m3 as uint8 to fp32 of the same shape, exactly."""
     bits = byte.to(tl.uint32)
     magnitude = bits & 0x7F
-    # Exponent and mantissa go to the places of a float, whose bias is 127 instead of 7. A subnormal is n * 2^-9.
+    # Exponent and mantissa move to the places of a float, whose bias is 127 instead of 7. A subnormal is n * 2^-9.
     normal = ((magnitude << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     value = tl.where(magnitude == 0x7F, float("nan"), value)
@@ -86,7 +86,7 @@ def e5m2_to_float(byte):
 
 
 def quantise_reference(x: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """Returns what an append must store, in plain torch.
+    """Returns the bytes that an append must store, in plain torch.
 
     Args:
         x: floating, any shape.

@@ -1,6 +1,6 @@
-"""How tiles of latents and the queries get to shared memory, for the kernel of `ops/mla_hopper`.
+"""Copies of tiles of latents and queries to shared memory, for the kernel of `ops/mla_hopper`.
 
-Index arithmetic is in a function of its own, whose `fn` tests call as plain Python: Gluon has no interpreter.
+Index arithmetic has its own function, whose `fn` tests call as plain Python: Gluon has no interpreter.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def copy_pairs(
     ckv, kpe, near, far, ropes, full, empty, page_ids, last_page, start, stop,
     PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
 ):
-    """Copies the pairs of tiles of a unit, each piece as soon as nobody reads it any more."""
+    """Copies the pairs of tiles of a unit, each piece as soon as its memory is not read any more."""
     ROWS: gl.constexpr = ckv.block_shape[0]
     HALF: gl.constexpr = ckv.block_shape[1]
     NEAR_BYTES: gl.constexpr = KEYS * HALF * 2

@@ -1,4 +1,4 @@
-"""What every launcher of an attention kernel decides: sizes of tiles, and in which form the kernel gets its tensors."""
+"""Decisions of every attention launcher: sizes of tiles, and the form of the kernel's tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MULTIPROCESSORS_WITHOUT_GPU = 4  # so that a test's requests are split into unit
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Sizes of a tile, and what the compiler is told."""
+    """Sizes of a tile, and options of the compiler."""
 
     block_m: int  # query rows
     block_n: int  # keys
@@ -31,7 +31,7 @@ class Tiling:
 
 
 def chip_of(device: torch.device) -> str:
-    """Says what sizes are chosen for: "sm_80" (all before sm_90), "sm_90" (and later), or "gfx942"."""
+    """Returns the chip whose sizes are chosen: "sm_80" (all before sm_90), "sm_90" (and later), or "gfx942"."""
     if device.type == "cuda" and torch.version.hip is not None:
         return "gfx942"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
@@ -40,21 +40,21 @@ def chip_of(device: torch.device) -> str:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Says whether a device is of compute capability 9, for which there are kernels in Gluon."""
+    """Returns whether a device is of compute capability 9, which has kernels in Gluon."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def can_overlap(device: torch.device) -> bool:
     """Says whether a kernel can be started while the one before it ends ("programmatic dependent launch").
 
-    A kernel launched with `launch_pdl=True` starts once every program of the kernel before it has said
-    `gdc_launch_dependents` or has ended, and has to say `gdc_wait` before it reads what that one writes.
+    A kernel launched with `launch_pdl=True` starts once every program of the kernel before it has called
+    `gdc_launch_dependents` or has ended. It must call `gdc_wait` before it reads the results of that kernel.
     """
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Tells whether a kernel runs in Triton's interpreter, whose bf16 arithmetic is wrong: it then computes in
+    """Returns whether a kernel runs in Triton's interpreter, whose bf16 arithmetic is wrong: it then computes in
     float32."""
     return not isinstance(kernel, triton.runtime.JITFunction)
 
@@ -186,7 +186,7 @@ def output_like(
 
 
 def option_arguments(options: AttentionOptions) -> dict[str, Any]:
-    """Returns the kernels' arguments that say what `AttentionOptions` says; `window_left` apart."""
+    """Returns the kernels' arguments for `AttentionOptions`, without `window_left`."""
     return {
         "sinks": options.sinks,
         "slopes": options.alibi_slopes,

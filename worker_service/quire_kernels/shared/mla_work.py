@@ -1,4 +1,4 @@
-"""How latent attention is divided: sizes of tiles, and who attends to which latents or works on which rows."""
+"""The division of latent attention: sizes of tiles, and the latents or rows of each program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOPPER_WAVES, HOPPER_KEYS, HOPPER_HEADS = 1, 64, 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlaWork:
-    """How a batch is divided."""
+    """The division of a batch."""
 
     work: WorkUnits
     tiling: Tiling

@@ -1,6 +1,6 @@
-"""What may vary from one attention call to the next: scale, soft cap, window, sinks, slopes.
+"""Options that may differ between attention calls: scale, soft cap, window, sinks, slopes.
 
-The score of query i (of head h) and key j, in natural units, and then who sees whom:
+The score of query i (of head h) and key j, in natural units, and then the mask:
 
     x = sm_scale * k_scale[kv head] * (q_i . k_j)
     x = logits_soft_cap * tanh(x / logits_soft_cap)               if logits_soft_cap > 0

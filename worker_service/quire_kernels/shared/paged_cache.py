@@ -1,4 +1,4 @@
-"""What every kernel takes as its cache and page table, and the checks on them.
+"""The cache and page table of every kernel, and their checks.
 
 A cache comes in FlashInfer's words:
 
@@ -6,7 +6,7 @@ A cache comes in FlashInfer's words:
     a pair of 4-D     [pages, page_size, kv_heads, head_dim]     NHD,   [pages, kv_heads, page_size, head_dim]     HND
 
 of any strides. `unpack_paged_cache` turns all four into two views whose dimensions are always `[pages, page_size,
-kv_heads, head_dim]`; the layout lives on in their strides, which is all that a kernel needs.
+kv_heads, head_dim]`. The layout remains in their strides, and kernels need nothing else.
 
 A page table is FlashInfer's CSR triple, int32: request i owns the pages `indices[indptr[i] : indptr[i + 1]]`, all full
 but its last, which holds `last_page_len[i]` tokens. A request without pages has length 0.
@@ -22,7 +22,7 @@ import torch
 KV_LAYOUTS = ("NHD", "HND")
 KEY_AND_VALUE = 2
 
-# What a caller may give as a cache.
+# Accepted caches.
 PagedKVCache = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -80,7 +80,7 @@ class PagedCache:
 
     @property
     def v_strides(self) -> tuple[int, int, int, int]:
-        """Says the same for values."""
+        """v_strides: as `k_strides`, for values."""
         page, token, head, element = self.v.stride()
         return page, token, head, element
 
@@ -126,7 +126,7 @@ def check_kv_layout(kv_layout: str) -> None:
 
 
 def check_index_tensor(name: str, tensor: torch.Tensor, *, length: int | None = None) -> None:
-    """Refuses what is not a contiguous int32 vector. Reads no value, so it never waits for a device.
+    """Refuses tensors other than contiguous int32 vectors. Reads no value, so it never waits for a device.
 
     Raises:
         ValueError: dtype, shape or strides differ, or there are not `length` entries; names the argument `name`.
@@ -177,7 +177,7 @@ def check_page_table(
 
     Args:
         indptr: int32 `[batch + 1]`.
-        indices: int32 `[indptr[batch]]` or longer; what is past `indptr[batch]` is not looked at.
+        indices: int32 `[indptr[batch]]` or longer; entries past `indptr[batch]` are not read.
         last_page_len: int32 `[batch]`, in `1..page_size`; not looked at for a request without pages.
         page_count: pages of the pool; None where it is not known yet, then only negative indices are refused.
         page_size: tokens per page.
@@ -208,7 +208,8 @@ def check_page_table(
 def kv_lengths(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
     """Counts the tokens of each request, int32 `[batch]`, on the page table's device and without waiting for it.
 
-    Three pages of 16 whose last holds 5 tokens are 2 * 16 + 5 = 37; no page is no token, whatever `last_page_len` says.
+    Three pages of 16 whose last holds 5 tokens are 2 * 16 + 5 = 37. No page means no token, whatever `last_page_len`
+    is.
     """
     pages = indptr.diff()
     return torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0).to(torch.int32)

@@ -1,4 +1,4 @@
-"""What the launchers of both prefill kernels share: checks and arguments."""
+"""The common part of both prefill launchers: checks and arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire_kernels.shared.prefill_rows import Masking, PrefillWork
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillLaunch:
-    """What both kernels are launched with, checked."""
+    """The checked arguments of both kernels."""
 
     grid: tuple[int]
     out: torch.Tensor  # [tokens, query_heads, v_head_dim]
@@ -48,7 +48,7 @@ def prepare_prefill(
     lse: torch.Tensor | None,
     interpreted: bool,
 ) -> PrefillLaunch:
-    """Checks queries, options, masks and division, and says what follows from them for either kernel.
+    """Checks queries, options, masks and division, and returns the arguments that follow from them for either kernel.
 
     Args:
         q: `[tokens, query_heads, head_dim]`.
@@ -60,7 +60,7 @@ def prepare_prefill(
         masking: causal, chunks, custom mask.
         division: by `divide_prefill` of this qo_indptr.
         out: the caller's place for the result, if there is one.
-        lse: the same for lse.
+        lse: as `out`, for lse.
         interpreted: whether the kernel is.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Pieces of the prefill kernel for Hopper (`ops/prefill_hopper`): what each is about, its keys and its queries."""
+"""Pieces of work of the prefill kernel for Hopper (`ops/prefill_hopper`): blocks, keys and queries of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUP_ROWS = gl.constexpr(64)  # of a group of warps: the rows of one wgmma
 # fmt: off
 @gluon.jit
 def piece(turn, work, PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Loads what a turn is about: the last blocks of rows first, the KV heads of a block side by side."""
+    """Loads the piece of a turn: the last blocks of rows first, the KV heads of a block side by side."""
     units, unit_count, qo_indptr, page_indptr, last_page_len = work
     number = piece_of_turn(turn, gl.program_id(0), PROGRAMS)
     unit = unit_count - 1 - number // KV_HEADS

@@ -1,4 +1,4 @@
-"""What both prefill kernels share: a block of query rows against all keys that any of them sees.
+"""The common part of both prefill kernels: a block of query rows against all keys that any of them sees.
 
 Row r of a request is head `r % GROUP` (of a KV head's query heads) of its token `r // GROUP`: keys are read once for
 all heads that share them, and any ratio of heads fills the block. Token t of a request of q_len queries and kv_len keys
@@ -117,7 +117,7 @@ def visible_from(position, window_left, chunk_size, WINDOW: tl.constexpr, CHUNKE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Masking:
-    """Who sees whom, besides the window of `AttentionOptions`.
+    """The keys that each query sees, besides the window of `AttentionOptions`.
 
     Raises:
         ValueError: chunk_size is negative, a custom mask comes with `causal`, without its indptr, or of another dtype.
@@ -232,7 +232,7 @@ def prefill_tiling(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillWork:
-    """How the query rows of a batch are divided."""
+    """The division of a batch's query rows."""
 
     work: WorkUnits
     tiling: Tiling

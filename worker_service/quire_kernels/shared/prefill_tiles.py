@@ -1,7 +1,7 @@
-"""Which tiles of keys a block of query rows attends to: for the kernel for Hopper, and for its tests as plain Python.
+"""The tiles of keys of a block of query rows, for the kernel for Hopper and, as plain Python, for its tests.
 
-Rows and what they see are those of `prefill_rows`. Tile j holds the keys `[j * BLOCK_N, (j + 1) * BLOCK_N)`. Of the
-tiles `[start, stop)` those in `[free_start, free_stop)` need no mask: every row sees every key of them.
+Rows and their keys are those of `prefill_rows`. Tile j holds the keys `[j * BLOCK_N, (j + 1) * BLOCK_N)`. Of the tiles
+`[start, stop)` those in `[free_start, free_stop)` need no mask: every row sees every key of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention of one request in plain torch and float64: what every kernel is compared with."""
+"""Attention of one request in plain torch and float64, the reference of every kernel."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quire_kernels.shared.paged_cache import PagedCache
 LOG2_E = 1.4426950408889634
 
 # Largest error that tests allow, absolute and relative, by the type of the queries; results are means of normal
-# numbers, so of size 1 at most a few. Half precision rounds results, and on a GPU weights before the second product;
-# fp8 caches are compared with what they hold, so their tolerance is that of the queries. What is measured:
+# numbers, so of size 1 at most a few. Half precision rounds results, and on a GPU weights before the second product.
+# fp8 caches are compared with their own values, so their tolerance is that of the queries. Measured differences:
 # `docs/attention.md`.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LSE_TOLERANCE = 1e-4
-# The same of the worker's path on a CPU, which is PyTorch's own arithmetic: it rounds bfloat16 where the interpreter
-# cuts it off, and there is no GPU to leave room for.
+# Those of the worker's path on a CPU, which is PyTorch's own arithmetic: it rounds bfloat16 where the interpreter
+# truncates, and needs no margin for a GPU.
 CPU_TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float64: 1e-12}
 # Merging rounds once, or, in the interpreter, cuts bfloat16 off.
 MERGE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}

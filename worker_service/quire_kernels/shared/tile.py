@@ -130,7 +130,7 @@ def page_ids_of_tile(
 ):
     """Loads the page ids of the keys `[start, start + BLOCK_N)`: one if pages are that large, else one a key; int64.
 
-    With ONCE_A_PAGE each is loaded once and spread over its keys. That saves loads where these are what takes time.
+    With ONCE_A_PAGE each is loaded once and spread over its keys. That saves loads where loads take the time.
     """
     if PAGE_SIZE == 0:
         return tl.zeros((), dtype=tl.int64)
@@ -222,10 +222,10 @@ def softmax_step(s, v, q, acc, row_max, row_sum, EDGE: tl.constexpr, UPCAST: tl.
     return acc, new_max, row_sum
 
 
-# What `attend_keys` takes, by meaning. A tuple with compile-time values (upper case) is made in the call itself: Triton
-# turns the numbers of a tuple that has a name into values at run time.
+# The arguments of `attend_keys`, by meaning. A tuple with compile-time values (upper case) is made in the call itself:
+# Triton turns the numbers of a tuple that has a name into values at run time.
 class Keys(NamedTuple):
-    """Where the keys and values of a request lie."""
+    """Addresses of the keys and values of a request."""
 
     k: Any  # pointer to the KV head (and, without pages, the first key) of the request
     v: Any
@@ -246,7 +246,7 @@ class Span(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What each row sees: the keys `[low, high)`. All three are `[M]` int32."""
+    """The keys of each row: `[low, high)`. All three are `[M]` int32."""
 
     low: Any
     high: Any
@@ -254,7 +254,7 @@ class Rows(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How scores follow from products: see `options`."""
+    """The path from products to scores: see `options`."""
 
     scale: Any  # natural units, that of the cache's keys included
     soft_cap: Any
@@ -267,7 +267,7 @@ class Scoring(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the compiler knows about keys and tiles."""
+    """The compiler's knowledge of keys and tiles."""
 
     PAGE_SIZE: Any  # 0: keys lie one after another
     HEAD_DIM: Any
@@ -284,9 +284,9 @@ class Shape(NamedTuple):
 def attend_keys(softmax, q, keys, span, rows, scoring, shape, EDGE: tl.constexpr):
     """Attends a block of rows to a span of keys.
 
-    `softmax` is acc `[M, BLOCK_V]`, row_max (log2) and row_sum `[M]`, all float32; what comes back is the same, further
-    on. `q` is both parts of the queries, see `load_queries`. The others are the tuples above. With EDGE some row does
-    not see some key of the span.
+    `softmax` is acc `[M, BLOCK_V]`, row_max (log2) and row_sum `[M]`, all float32; the result has the same form, with
+    these keys added. `q` is both parts of the queries, see `load_queries`. The others are the tuples above. With EDGE
+    some row does not see some key of the span.
     """
     acc, row_max, row_sum = softmax
     q_part, q_tail = q

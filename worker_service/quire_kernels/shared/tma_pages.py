@@ -16,7 +16,7 @@ BOX_ROWS_MIN = 8  # of a TMA box: the pattern of swizzled shared memory repeats 
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """Where keys lie if the cache is taken for a matrix whose rows are as far apart as two tokens of a page."""
+    """The place of keys if the cache is taken for a matrix whose rows are as far apart as two tokens of a page."""
 
     per_page: int  # rows from a page to the next
     per_head: int  # rows from a KV head to the next, where heads lie apart by whole rows (HND)

@@ -1,6 +1,6 @@
-"""How tensors of the host come to a device: from pinned memory, so that the host does not wait for the copy.
+"""Copies of host tensors to a device through pinned memory, so that the host does not wait for the copy.
 
-Torch keeps a pinned block until the copy from it has been made, also where nobody else holds it any more.
+Torch keeps a pinned block until the copy from it is done, even without other references.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def upload_tensor(
     """Returns a tensor on a device.
 
     Args:
-        tensor: anywhere; where it is there already, it is returned as it is.
+        tensor: on any device; returned unchanged if it is there already.
         device: of the result.
         into: on the device, of its shape; written instead of a new tensor, and returned.
     """

@@ -36,7 +36,7 @@ ITEMS_MAX = tl.constexpr(2**30)  # of a request, so that sums of two fit into 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkUnits:
-    """Says who does what; see the top of the file."""
+    """The work of each program; see the top of the file."""
 
     units: torch.Tensor  # int32 [capacity, 4]
     indptr: torch.Tensor  # int32 [batch + 1]
@@ -123,7 +123,7 @@ def divide_work(
         unit_target: units to aim at, enough to fill the chip; None: units of `size_min` items.
         size_min: fewest items of a unit (the last of a request may have fewer).
         alignment: the size of a unit is a multiple of this.
-        units_min: units of a request without items, 0 or 1 (1 where somebody must write its zeros).
+        units_min: units of a request without items, 0 or 1 (1 where a program must write its zeros).
         capacity: most units; needed without a target, else `unit_target + batch`.
         out: written instead of new tensors, so that a CUDA graph finds them where they were.
 
@@ -159,7 +159,7 @@ def divide_work(
 def divide_work_reference(
     first: torch.Tensor, last: torch.Tensor, *, unit_target: int | None, size_min: int, alignment: int, units_min: int
 ) -> tuple[list[tuple[int, int, int, int]], list[int]]:
-    """Computes the same in plain Python: the rows of `units` in use, and `indptr`."""
+    """Divides work in plain Python: the rows of `units` in use, and `indptr`."""
     lengths = [(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
     size = size_min
     if unit_target is not None:

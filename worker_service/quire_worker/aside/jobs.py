@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 Job: TypeAlias = Callable[[Any], dict[str, Any]]
-TEXT_BYTES_MAX = 8 << 20  # that a template may write
+TEXT_CHARACTERS_MAX = 1 << 20  # that a template may write: as many as a text may have that callers send
 
 
 def job_of(kind: str, configuration: Any) -> Job:
@@ -34,8 +34,11 @@ def _templates(configuration: Any) -> Job:
             return {"refused": str(error), "field": error.field}
         except TemplateError as error:
             return {"broken": str(error)}
-        if len(text) > TEXT_BYTES_MAX:
-            return {"refused": f"the chat template writes more than {TEXT_BYTES_MAX:,} characters", "field": "messages"}
+        if len(text) > TEXT_CHARACTERS_MAX:
+            return {
+                "refused": f"the chat template writes more than {TEXT_CHARACTERS_MAX:,} characters",
+                "field": "messages",
+            }
         return {"text": text}
 
     return write

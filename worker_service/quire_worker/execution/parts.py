@@ -14,7 +14,8 @@ from quire_worker.execution.failures import Failure
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.sampling.logprobs import Likeliest, TokenLogprobs, likeliest, rank
 from quire_worker.scheduling.plan import Draw, Work
-from quire_worker.scheduling.request import Proposal, Request, Sample
+from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.slots import Proposal
 
 ItemT = TypeVar("ItemT")
 
@@ -70,8 +71,9 @@ class Part(NamedTuple):
     @property
     def is_scored(self) -> bool:
         """Tells whether the logits after each of its tokens are wanted."""
-        if self.sample.scored:
-            return self.start + len(self.tokens) >= self.sample.scored_from
+        scored = self.sample.scored
+        if scored is not None:
+            return self.start + len(self.tokens) >= scored.start
         return self.sample.is_scored and self.start + 1 < len(self.sample.request.prompt)
 
     @property
@@ -184,11 +186,11 @@ def scored(parts: Sequence[Part], logits: torch.Tensor, are_finite: Sequence[int
     """Returns what is told of each prompt's tokens that follow those of its part."""
     found, row = [], 0
     for part in parts:
-        is_prompt = part.is_scored and not part.sample.scored
+        is_prompt = part.is_scored and part.sample.scored is None
         if is_prompt and all(are_finite[row : row + part.row_count]):
             request, position = part.sample.request, part.start + 1
             targets = request.prompt[position : position + len(part.tokens)]
-            counts = [request.sampling.prompt_logprobs] * len(targets)
+            counts = [request.sampling.prompt_logprobs or 0] * len(targets)
             found.append(PromptLogprobs(request, position, rank(logits[row : row + len(targets)], counts).of(targets)))
         row += part.row_count
     return found
@@ -199,14 +201,14 @@ def candidate_logprobs(parts: Sequence[Part], logits: torch.Tensor) -> list[Cand
     found, end = [], 0
     for part in parts:
         first, end = end, end + part.row_count
-        sample = part.sample
-        if sample.scored and part.is_scored:
-            skipped = max(0, sample.scored_from - 1 - part.start)  # rows before the first candidate token
+        scored = part.sample.scored
+        if scored is not None and part.is_scored:
+            skipped = max(0, scored.start - 1 - part.start)  # rows before the first candidate token
             position = part.start + skipped + 1
-            wanted = sample.scored[position - sample.scored_from :][: end - first - skipped]
+            wanted = scored.tokens[position - scored.start :][: end - first - skipped]
             rows = logits[first + skipped : end].log_softmax(dim=-1)
             index = torch.tensor(wanted, device=rows.device).unsqueeze(1)
-            found.append(CandidateLogprobs(sample, position, rows.gather(1, index).flatten().tolist()))
+            found.append(CandidateLogprobs(part.sample, position, rows.gather(1, index).flatten().tolist()))
     return found
 
 
@@ -215,8 +217,9 @@ def continuations(parts: Sequence[Part], logits: torch.Tensor) -> list[Continuat
     found, end = [], 0
     for part in parts:
         end += part.row_count
-        if part.is_continued:
-            told = likeliest(logits[end - 1], part.sample.continuation_count)
+        beam = part.sample.beam
+        if beam is not None and part.is_continued:
+            told = likeliest(logits[end - 1], beam.continuation_count)
             found.append(Continuations(part.sample, told))
     return found
 

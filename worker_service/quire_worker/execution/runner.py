@@ -3,23 +3,23 @@
 The next batch lies behind this one in the queue of the model's thread. Which tokens this one samples is then known on
 that thread alone, where they are put into the next one's places. Who fails in this one is left out of the next.
 
-Where a second model drafts (`drafter.py`), it reads along at the end of each batch, and says what may follow.
+Where a second model drafts (`speculation/drafter.py`), it reads along at the end of each batch, and says what may
+follow.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
-from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import Failure
 from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.launched import Launched, Shortcut, TokensToCome
@@ -37,8 +37,12 @@ from quire_worker.execution.run import Run
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.scheduling.plan import Batch, Draw
-from quire_worker.scheduling.request import Proposal, Request, Sample
+from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.slots import Proposal
 from quire_worker.scheduling.swap import SwapSpace, pages_to_restore
+
+# What a draft model says of the copies before a pass, its parts, and the tokens sampled after it: `Drafter.propose`.
+Propose: TypeAlias = Callable[[Sequence[Copy], Sequence[Part], Sequence[Token]], dict[Sample, Proposal]]
 
 NOBODY: Final[dict[Request, Failure]] = {}
 NOTHING: Final[dict[int, Failure]] = {}
@@ -55,16 +59,16 @@ class Runner:
         swap: SwapSpace,
         *,
         shortcut: Shortcut | None = None,
-        drafter: Drafter | None = None,
+        propose: Propose | None = None,
     ) -> None:
         """Takes what computes, and what for: `swap` says how many blocks of preempted samples host memory has room for.
-        `shortcut` is tried first, on batches that are on the host; `drafter` says what may follow a pass."""
+        `shortcut` is tried first, on batches that are on the host; `propose` says what may follow a pass."""
         self._model = model
         self._cache = cache
         self._clock = clock
         self._shortcut = shortcut
         self._host_pages = HostPages(cache, swap.slot_count) if swap.slot_count else None
-        self._drafter = drafter
+        self._propose = propose
         knows_likeliest = model.attention.likeliest(torch.empty(0, model.vocab_size)) is not None
         self._launches = knows_likeliest and os.environ.get("QUIRE_LAUNCH_AHEAD", "1") != "0"
         self._before: Before | Launched = Before([], NOBODY, NOTHING)
@@ -103,7 +107,7 @@ class Runner:
         ids = None if layout is None else layout.input_ids.numpy()[0]
         run = Run(self._model, self._cache, self._shortcut, self._host_pages)
         greedy = is_greedy(parts, self._draws)
-        is_plain = greedy and not batch.moves and not restores and self._drafter is None
+        is_plain = greedy and not batch.moves and not restores and self._propose is None
         return Prepared(
             run, batch, self._draws, restores, parts, awaiting, layout, ids, is_behind, greedy, is_plain,
             *first_tokens_of(self._draws, going_on),
@@ -149,7 +153,7 @@ class Runner:
         run.let_go_of_logits()
         tokens = {each.draw.sample: each.token_id for each in run.tokens}
         self._before = Before([tokens.get(each.sample, 0) for each in prepared.draws], run.failures, run.lost_blocks)
-        proposals = self._propose(prepared, run) if self._drafter is not None else {}
+        proposals = self._proposals(prepared, run) if self._propose is not None else {}
         return Computed(
             run.unharmed(prepared.batch.work),
             [each for each in run.tokens if run.is_unharmed(each.draw.sample)] if run.has_harmed else run.tokens,
@@ -219,8 +223,8 @@ class Runner:
         tokens = list(map(Token, prepared.draws, token_ids, repeat(None)))
         return Computed(prepared.batch.work, tokens, [], [], [], {}, {}, 0, seconds)
 
-    def _propose(self, prepared: Prepared, run: Run) -> dict[Sample, Proposal]:
+    def _proposals(self, prepared: Prepared, run: Run) -> dict[Sample, Proposal]:
         """Lets the draft model read what the pass has computed, and say what may follow."""
-        assert self._drafter is not None
+        assert self._propose is not None
         copies = [move for move in prepared.batch.moves if isinstance(move, Copy)]
-        return self._drafter.propose(copies, run.unharmed(prepared.parts), run.tokens)
+        return self._propose(copies, run.unharmed(prepared.parts), run.tokens)

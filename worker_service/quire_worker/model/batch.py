@@ -45,7 +45,7 @@ class Chunk:
             is its running block.
         needs_logits: whether the logits after the last token are wanted.
         is_scored: whether those after each of its tokens are.
-        begun_with: tokens that the request began with; see `scheduling.rotation`.
+        begun_with: tokens that the request began with; see `rotary.py`.
         adapter: that the request has chosen.
     """
 

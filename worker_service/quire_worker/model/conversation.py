@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -28,6 +28,7 @@ TOKENIZER_OPTIONS: Final = frozenset(
 )
 MESSAGE_COUNT_MAX: Final = 16_384  # a template may look at all of them for each of them
 TOOL_COUNT_MAX: Final = 4_096
+DEPTH_MAX: Final = 100  # of arrays and objects in one another: whatever is recursive has room for them
 SIGN: Final = "\U0010fff0"  # of private use, where a text is cut
 _PROBE: Final = "quireprobe"
 
@@ -63,7 +64,7 @@ def read_conversation(
     """Reads a conversation as it travels.
 
     Raises:
-        ConversationError: one of the texts is no JSON, or not of the expected form.
+        ConversationError: one of the texts is no JSON, not of the expected form, or nested too deeply.
     """
     messages = _objects(messages_json, "messages", MESSAGE_COUNT_MAX)
     if not messages:
@@ -93,9 +94,19 @@ def _objects(text: str, name: str, count_max: int) -> list[dict[str, Any]]:
 
 def _parsed(text: str, name: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        raise ConversationError(f"{name} is no JSON", name) from None
+        raise ConversationError(f"{name} is no JSON, or nested too deeply", name) from None
+    level = [value]
+    for _ in range(DEPTH_MAX + 1):
+        level = [part for each in level if isinstance(each, list | dict) for part in _parts(each)]
+        if not level:
+            return value
+    raise ConversationError(f"{name} must be nested at most {DEPTH_MAX} deep", name)
+
+
+def _parts(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def sign(conversation: Conversation, special: Sequence[str]) -> Conversation:
@@ -159,7 +170,11 @@ class ChatTemplate:
         source = self._source(conversation)
         messages = [self._message(source, message) for message in conversation.messages]
         try:
-            return self._rendered(source, conversation._replace(messages=messages))
+            try:
+                return self._rendered(source, conversation._replace(messages=messages))
+            except TypeError:  # some templates add the arguments of calls to a text
+                messages = [_with_written_arguments(message) for message in messages]
+                return self._rendered(source, conversation._replace(messages=messages))
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"the chat template has a syntax error in line {error.lineno}") from None
         except jinja2.TemplateError as error:
@@ -228,6 +243,22 @@ _AROUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "assistant": (("user",), ()),
     "tool": (("user", "assistant"), ()),
 }
+
+
+def _with_written_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message in which the arguments of calls are JSON texts, and no objects."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    written = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            written.append({**call, "function": {**function, "arguments": text}})
+        else:
+            written.append(call)
+    return {**message, "tool_calls": written}
 
 
 def _is_text(part: Any) -> bool:

@@ -9,6 +9,10 @@ all others. Here every token has a length of its own, the one that `generate` of
     dynamic    the base grows with every token beyond `max_position_embeddings`
 
 Both are computed by transformers' own functions. What comes out is compared with transformers' once at load.
+
+So what a page holds depends on its tokens and on the length that the request began with, and both are in its digest: a
+request that began longer than `original_tokens` has an extra key in its first block, and finds pages only of those that
+are rotated as its own are.
 """
 
 from __future__ import annotations
@@ -22,15 +26,42 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.scheduling.rotation import Rotation
 
 # Whose `generate` computes all keys again with the long frequencies once a request grows beyond the short ones. Of
 # others it goes on with the keys that it has.
 _BEGINNING_AGAIN = frozenset({"phi3", "phimoe", "phi4_multimodal"})
 _CHECK_TOKENS = 4  # beyond the original length
 _CHECK_TOLERANCE = 1e-5
+_KEY = b"rotary/1"
 
 Tables = tuple[torch.Tensor, ...]  # cosine and sine, each [1, tokens, rotary_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What lengths do to the keys of one model.
+
+    Attributes:
+        original_tokens: requests of at most so many are all rotated alike.
+        differs_by_length: whether longer ones differ by their lengths, too (`dynamic`), or are all rotated alike
+            (`longrope`).
+        begins_again: whether a request that grows longer is computed again from its first token, as if it had begun
+            so long; else only its new tokens are rotated for its new lengths.
+    """
+
+    original_tokens: int
+    differs_by_length: bool
+    begins_again: bool
+
+    def key_of(self, begun_with: int) -> bytes:
+        """Returns the extra key in the first block of a request that began with so many tokens; empty without one."""
+        if begun_with <= self.original_tokens:
+            return b""
+        return _KEY + (begun_with.to_bytes(4, "little") if self.differs_by_length else b"")
+
+    def is_outgrown(self, begun_with: int, token_count: int) -> bool:
+        """Tells whether a request of `token_count` tokens has to begin again, because it began with too few."""
+        return self.begins_again and begun_with <= self.original_tokens < token_count
 
 
 class TokenLengths:

@@ -106,7 +106,9 @@ class SampleText:
         """
         self._stream = stream
         self._ready = echo
-        stops, self._marks = mark_special(tuple(stops), stream.tokenizer)
+        # A stream that keeps special tokens has their names in its text.
+        kept: tuple[tuple[str, ...], Mapping[int, str]] = (tuple(stops), {})
+        stops, self._marks = kept if stream.keeps_special else mark_special(tuple(stops), stream.tokenizer)
         self._stops = StopTexts(stops) if stops else None
         self._min_tokens = min_tokens
         self._token_count = 0

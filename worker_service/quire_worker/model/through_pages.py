@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.own_logits import TOLERANCES, OwnLogits, check_texts
+from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.transformers_seam import Step, run
-
-if TYPE_CHECKING:
-    import torch
-
-    from quire_worker.model.paged_model import PagedModel
 
 
 def logits_through_pages(

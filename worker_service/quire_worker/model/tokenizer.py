@@ -136,14 +136,14 @@ class Tokenizer:
                 tokens += behind[len(before) :] if is_behind else _ids(self._backend, part, special=False)
         return tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns text without special tokens. Ids outside the vocabulary have no text.
+    def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:
+        """Returns text, without special tokens if they are not kept. Ids outside the vocabulary have no text.
 
         Raises:
             TokenizerError: the tokenizer cannot do it.
         """
         with named():
-            return self._backend.decode(list(tokens), skip_special_tokens=True)
+            return self._backend.decode(list(tokens), skip_special_tokens=not keeps_special)
 
     def written(self, tokens: Sequence[int]) -> str:
         """Returns text in which special tokens are written out, without a character that the tokens do not complete.
@@ -174,14 +174,15 @@ class Tokenizer:
         """Returns whether a token is part of the text: it is no special one, and the tokenizer knows it."""
         return token not in self.special_ids and self._backend.id_to_token(token) is not None
 
-    def new_stream(self, after: Sequence[int] = ()) -> StreamDecoder:
+    def new_stream(self, after: Sequence[int] = (), *, keeps_special: bool = False) -> StreamDecoder:
         """Returns a decoder for one sample's tokens.
 
         Args:
             after: tokens of the prompt, behind which its text begins.
+            keeps_special: whether special tokens are in the text, as they are called.
         """
         kind = StreamDecoder if self._spelling.is_separate else WindowDecoder
-        return kind(self, self._spelling, after)
+        return kind(self, self._spelling, after, keeps_special=keeps_special)
 
 
 class NoTokenizer(Tokenizer):
@@ -209,7 +210,7 @@ class NoTokenizer(Tokenizer):
     def encode_continuation(self, text: str) -> list[int]:
         raise NoTokenizerError
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:
         return ""
 
     def written(self, tokens: Sequence[int]) -> str:
@@ -249,10 +250,15 @@ class StreamDecoder:
 
     Attributes:
         tokenizer: of its tokens.
+        keeps_special: whether special tokens are in the text, as they are called.
     """
 
-    def __init__(self, tokenizer: Tokenizer, spelling: Spelling, after: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, spelling: Spelling, after: Sequence[int], *, keeps_special: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
+        self.keeps_special = keeps_special
+        self._hidden = frozenset[int]() if keeps_special else tokenizer.special_ids
         self._spelling = spelling
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         visible = filter(tokenizer.is_visible, reversed(after))
@@ -264,17 +270,19 @@ class StreamDecoder:
 
     def push(self, tokens: Iterable[int]) -> str:
         """Takes the next tokens and returns the text that they complete, which may be less or more than their own."""
-        special_ids, spell = self.tokenizer.special_ids, self._spelling.spell
+        hidden, spell = self._hidden, self._spelling.spell
         with named():
             if self._is_first:
-                tokens = list(filter(self.tokenizer.is_visible, tokens))
+                special_ids, is_visible = self.tokenizer.special_ids, self.tokenizer.is_visible
+                tokens = [each for each in tokens if is_visible(each) or (each in special_ids and each not in hidden)]
                 if not tokens:
                     return ""
                 self._is_first = False
                 first, *rest = tokens
-                data = self._spelling.spell_first(first) + b"".join(map(spell, rest))
+                data = spell(first) if first in special_ids else self._spelling.spell_first(first)
+                data += b"".join(map(spell, rest))
             else:
-                data = b"".join([spell(token) for token in tokens if token not in special_ids])
+                data = b"".join([spell(token) for token in tokens if token not in hidden])
         return self._decoder.decode(data)
 
     def flush(self) -> str:
@@ -290,30 +298,35 @@ class WindowDecoder(StreamDecoder):
     3. `flush` hands out what is pending.
     """
 
-    def __init__(self, tokenizer: Tokenizer, spelling: Spelling, after: Sequence[int]) -> None:
-        super().__init__(tokenizer, spelling, after)
+    def __init__(
+        self, tokenizer: Tokenizer, spelling: Spelling, after: Sequence[int], *, keeps_special: bool = False
+    ) -> None:
+        super().__init__(tokenizer, spelling, after, keeps_special=keeps_special)
         visible = filter(tokenizer.is_visible, reversed(after))
         self._tokens = [*itertools.islice(visible, _CHARACTER_BYTES_MAX)][::-1]  # the context, then what is pending
         self._context_count = len(self._tokens)
-        self._context_text = tokenizer.decode(self._tokens)
+        self._context_text = self._decoded()
 
     def push(self, tokens: Iterable[int]) -> str:
-        new = [token for token in tokens if token not in self.tokenizer.special_ids]
+        new = [token for token in tokens if token not in self._hidden]
         if not new:
             return ""
         self._tokens += new
-        text = self.tokenizer.decode(self._tokens)
+        text = self._decoded()
         is_pending = text.endswith(REPLACEMENT) and len(self._tokens) - self._context_count < _CHARACTER_BYTES_MAX
         if is_pending or len(text) <= len(self._context_text):
             return ""
         return self._hand_out(text)
 
     def flush(self) -> str:
-        return self._hand_out(self.tokenizer.decode(self._tokens))
+        return self._hand_out(self._decoded())
 
     def _hand_out(self, text: str) -> str:
         piece = text[len(self._context_text) :]
         del self._tokens[: self._context_count]
         self._context_count = len(self._tokens)
-        self._context_text = self.tokenizer.decode(self._tokens)
+        self._context_text = self._decoded()
         return piece
+
+    def _decoded(self) -> str:
+        return self.tokenizer.decode(self._tokens, keeps_special=self.keeps_special)

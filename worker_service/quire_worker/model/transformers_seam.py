@@ -26,7 +26,7 @@ from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.rotary import TokenLengths
 from quire_worker.model.states.mixers import CacheView
-from quire_worker.model.states.passes import StatePass, StateProbe
+from quire_worker.model.states.state_pass import StatePass, StateProbe
 from quire_worker.model.support import Arrival, refuse_unsupported_options
 
 ATTENTION_NAME = "quire_paged"

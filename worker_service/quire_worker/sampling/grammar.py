@@ -1,6 +1,6 @@
 """What a text has to be, as masks over the vocabulary: JSON schemas, regular expressions, grammars, choices.
 
-    1. compiled   in a process of its own first, which says how large it is (`structures.py`), then here, on a thread;
+    1. compiled   in a process of its own first, which says how large it is (`calls/structures.py`), then on a thread;
                   what cannot be compiled is told to its caller
     2. begun      each sample of a request has a matcher, a copy of what was compiled
     3. followed   a mask before each token, of all samples of a batch together, and the token after it

@@ -99,6 +99,7 @@ class SamplingParams:
     num_beams: int = 1  # of a beam search; 1: none
     length_penalty: float = 1.0  # power of the length that a beam's sum of logprobs is divided by
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+    skip_special_tokens: bool = True  # they are no part of the text
 
     @property
     def is_greedy(self) -> bool:

@@ -11,7 +11,6 @@ those behind it: identical prompts cost one prefill.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.hashing import DIGEST_BYTES
@@ -27,6 +26,7 @@ from quire_worker.scheduling.backfill import (
     reserve,
     turns_left,
 )
+from quire_worker.scheduling.plan import Admission, Round
 from quire_worker.scheduling.request import Sample
 
 
@@ -44,39 +44,6 @@ class TurnLimits(NamedTuple):
     samples: int
     blocks: int | None
     digest_bytes: int
-
-
-class Admission(NamedTuple):
-    """One sample to let in.
-
-    Attributes:
-        sample: that waits.
-        token_count: to compute first.
-        block_count: free blocks that it takes at most.
-        digests: to match.
-        passed: the head that it is let in before, if it is backfilled.
-    """
-
-    sample: Sample
-    token_count: int
-    block_count: int
-    digests: list[bytes]
-    passed: Sample | None = None
-
-
-@dataclass(slots=True)
-class Round:
-    """Who is let in in a turn.
-
-    Attributes:
-        admissions: in order.
-        victims: backfilled samples whose blocks the head gets in the same step.
-        victim_block_count: blocks that are free by that.
-    """
-
-    admissions: list[Admission] = field(default_factory=list)
-    victims: list[Sample] = field(default_factory=list)
-    victim_block_count: int = 0
 
 
 class Peaks:

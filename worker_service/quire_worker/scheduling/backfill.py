@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from quire.protocol.outcomes import NULL_BLOCK
 
-from quire_worker.scheduling.lookahead import block_count_of, last_of
 from quire_worker.scheduling.request import Sample
+from quire_worker.scheduling.room_ahead import block_count_of, last_of
 
 DEPTH = 32  # samples behind a head that are looked at in a turn
 

@@ -1,11 +1,11 @@
-"""Whose place a namespace gets of which nobody runs, while another one has several."""
+"""Samples whose place a namespace gets of which nobody runs, while another one has several."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from quire_worker.scheduling.queue import WaitingQueue
+from quire_worker.scheduling.order import WaitingQueue
 from quire_worker.scheduling.request import Sample
 
 

@@ -1,9 +1,7 @@
 """Drafts: tokens that may follow a sample's last one, computed behind it in the same pass.
 
-Where a text repeats itself, or its prompt, its next tokens are known beforehand. Prompt lookup (Saxena, 2023; vLLM's
-`ngram`) takes the last n tokens, looks for their first occurrence, and drafts what followed there. A second, smaller
-model of the same vocabulary drafts what it would have said itself (Leviathan et al., 2023). The pass computes the
-drafted tokens behind the last one, so that there are logits after each:
+Where drafts come from is said in `speculation/`. The pass computes the drafted tokens behind the last one, so that
+there are logits after each:
 
     tokens      ... a b | c d e ...  a b        the last two stood there before
     pass        b  c  d  e                      one token, and three that are drafted
@@ -22,15 +20,11 @@ Interval map of a sample's room in such a pass, with `length` its tokens and `co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire_worker.scheduling.lookahead import last_of
 from quire_worker.scheduling.plan import Work
 from quire_worker.scheduling.request import Sample
-
-TOKEN_COUNT_MAX = 64  # of a draft
-NGRAM_MAX = 64
+from quire_worker.scheduling.room_ahead import last_of
 
 
 class Drafting(Protocol):
@@ -52,100 +46,6 @@ class Drafting(Protocol):
     def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
         """Returns what is drafted behind a sample's tokens; may be nothing."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Proposals:
-    """Drafts of a second model, which proposes them at the end of each pass; see `execution/drafter.py`.
-
-    Attributes:
-        token_count: of a draft, at most.
-    """
-
-    token_count: int
-
-    def speculates(self, sample: Sample) -> bool:
-        """Tells whether drafts are made for a sample."""
-        return sample.draws and not sample.is_beam
-
-    def may_draft_next(self, sample: Sample) -> bool:
-        """Tells whether there can be a draft behind the next token of a sample: the model proposes one for any."""
-        return self.speculates(sample)
-
-    def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
-        """Returns what was proposed to follow all of a sample's tokens; nothing if that was an earlier end of them."""
-        proposal = sample.proposal
-        if proposal is None or proposal.length != len(sample.tokens):
-            return ()
-        return proposal.tokens[: min(count_max, self.token_count)]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLookup:
-    """How drafts are made.
-
-    Attributes:
-        token_count: of a draft, at most.
-        ngram_min, ngram_max: last tokens that have to occur before; the longest n-gram that does counts.
-    """
-
-    token_count: int
-    ngram_min: int
-    ngram_max: int
-
-    def speculates(self, sample: Sample) -> bool:
-        """Tells whether drafts are made for a sample."""
-        return sample.draws and not sample.is_beam
-
-    def may_draft_next(self, sample: Sample) -> bool:
-        """Tells whether there can be a draft behind the next token of a sample, whatever that is."""
-        return self.speculates(sample) and self._seen(sample).may_follow_next(sample.tokens)
-
-    def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
-        """Returns what is drafted behind a sample's tokens; may be nothing."""
-        return tuple(self._seen(sample).following(sample.tokens, min(count_max, self.token_count)))
-
-    def _seen(self, sample: Sample) -> Seen:
-        if sample.seen is None:
-            sample.seen = Seen(self.ngram_min, self.ngram_max)
-        seen: Seen = sample.seen
-        return seen
-
-
-@dataclass(slots=True)
-class Seen:
-    """Where each n-gram of a text ended first, those that are one token too short for a draft among them. A text only
-    grows, and is read once."""
-
-    ngram_min: int
-    ngram_max: int
-    _ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-    _read_count: int = 0
-
-    def following(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        """Returns up to `count` tokens that followed the longest n-gram at the end of a text where it occurred first,
-        be it that it overlaps with the end; nothing if none did."""
-        self._read(tokens)
-        length = len(tokens)
-        for size in range(min(self.ngram_max, length - 1), self.ngram_min - 1, -1):
-            found = self._ends.get(tuple(tokens[length - size :]))
-            if found is not None:
-                return tokens[found : found + count]
-        return ()
-
-    def may_follow_next(self, tokens: Sequence[int]) -> bool:
-        """Tells whether anything can be following once there is one more token: if not even the end without it was
-        there before, no n-gram that ends with it was."""
-        self._read(tokens)
-        size = self.ngram_min - 1
-        return size == 0 or tuple(tokens[len(tokens) - size :]) in self._ends
-
-    def _read(self, tokens: Sequence[int]) -> None:
-        """Notes all n-grams but those that the text ends with."""
-        for end in range(self._read_count + 1, len(tokens)):
-            for size in range(max(1, self.ngram_min - 1), min(self.ngram_max, end) + 1):
-                self._ends.setdefault(tuple(tokens[end - size : end]), end)
-        self._read_count = max(self._read_count, len(tokens) - 1)
 
 
 def with_drafts(work: Sequence[Work], drafting: Drafting, *, budget: int, longest: int) -> list[Work]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from quire.protocol.outcomes import GrowOutcome, Result, StepOutcome
 
 from quire_worker.scheduling.passes import pass_token_count, standing
-from quire_worker.scheduling.plan import Plan, Work
+from quire_worker.scheduling.plan import Growing, Plan, Work
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.roster import Roster
 
@@ -25,26 +25,26 @@ def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
         for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
             if swap.sequence_id in by_id:
                 by_id[swap.sequence_id].swap(swap)
-    for sample in plan.commits:
-        sample.settle(roster.groups)
+    for commit in plan.commits:
+        commit.sample.settle(roster.groups)
 
 
-def take_grow(roster: Roster, plan: Plan, sample: Sample, token_count: int, grown: GrowOutcome) -> bool:
+def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
     """Notes what a sample was granted; returns False if that was nothing.
 
     Raises:
         AssertionError: the answer is none that a grow of this worker can have.
     """
-    is_new = sample in plan.admitted
+    sample, _, token_count, entering = growing
     if grown.result in (Result.NO_SPACE, Result.FORBIDDEN):
         return False
     if grown.result is Result.PASS_TOO_LONG:
         sample.pass_token_count_max = max(1, (token_count - sample.computed) // 2)
         return False
     assert grown.result is Result.OK, f"the allocator answered {grown.result.name} to a grow"
-    if is_new:
+    if entering is not None:
         sample.sequence_id = grown.sequence_id
-    if is_new and sample.has_ended:  # cancelled while the allocator was being asked
+    if entering is not None and sample.has_ended:  # cancelled while the allocator was being asked
         roster.leaving.append(sample)
         return False
     tables, states = grown.blocks[: roster.group_count], grown.blocks[roster.group_count :]
@@ -52,8 +52,8 @@ def take_grow(roster: Roster, plan: Plan, sample: Sample, token_count: int, grow
     matched_block_count = grown.matched_token_count // roster.block_size
     if not sample.has_ended:  # else it has no use for them
         usage.granted_block_count += sum(len(blocks) - matched_block_count for blocks in tables)
-    if is_new:
-        roster.start(sample, plan.passed.get(sample))
+    if entering is not None:
+        roster.start(sample, entering.passed)
         sample.tables = [array("I", blocks) for blocks in tables]
         sample.computed = sample.committed = grown.matched_token_count
         sample.fallen = [group.first_read(sample.computed) // roster.block_size for group in roster.groups]

@@ -1,10 +1,8 @@
-"""How fast this worker is, as measured in its own passes, and what follows for deadlines."""
+"""How fast this worker is, as measured in its own passes."""
 
 from __future__ import annotations
 
 from collections import deque
-
-from quire_worker.scheduling.request import Request
 
 PASSES = 128  # that are remembered
 
@@ -30,16 +28,3 @@ class Pace:
         known."""
         most = max(self._passes, default=None)
         return None if most is None else token_count * most[1] / most[0]
-
-    def is_hopeless(self, request: Request, now_s: float) -> bool:
-        """Tells whether a request that has not begun cannot be done before its deadline, even if it is let in at once
-        and all of its prompt is found in the cache: each of its tokens takes a pass, one after the other."""
-        return now_s + least_token_count(request) * self.pass_s > request.deadline_s
-
-
-def least_token_count(request: Request) -> int:
-    """Counts the tokens that a request cannot end before."""
-    sampling = request.sampling
-    if sampling.ignore_eos and not sampling.stop_token_ids and not sampling.stop:
-        return int(sampling.max_tokens)
-    return max(1, int(sampling.min_tokens))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.protocol.outcomes import Copy
-from quire.protocol.steps import StepBuilder
 
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.swap import SwapOut
@@ -72,32 +71,129 @@ class Batch(NamedTuple):
         return draws
 
 
+class Admission(NamedTuple):
+    """One sample to let in.
+
+    Attributes:
+        sample: that waits.
+        token_count: to compute first.
+        block_count: free blocks that it takes at most.
+        digests: to match.
+        passed: the head that it is let in before, if it is backfilled.
+    """
+
+    sample: Sample
+    token_count: int
+    block_count: int
+    digests: list[bytes]
+    passed: Sample | None = None
+
+
+@dataclass(slots=True)
+class Round:
+    """Who is let in in a turn.
+
+    Attributes:
+        admissions: in order.
+        victims: backfilled samples whose blocks the head gets in the same step.
+        victim_block_count: blocks that are free by that.
+    """
+
+    admissions: list[Admission] = field(default_factory=list)
+    victims: list[Sample] = field(default_factory=list)
+    victim_block_count: int = 0
+
+
+class Committing(NamedTuple):
+    """A sample has computed `token_count` tokens.
+
+    Attributes:
+        sequence_id: that it has now: a commit may name a sample that has lost its own when the answer comes.
+        digests: of the blocks that became full.
+        keep_token_count: for which it keeps room, giving back the blocks beyond; 0: it gives nothing back.
+    """
+
+    sample: Sample
+    sequence_id: int
+    token_count: int
+    digests: Sequence[bytes]
+    keep_token_count: int
+
+
+class Forking(NamedTuple):
+    """A child that shares what its parent has committed, under these ids at the allocator."""
+
+    parent: Sample
+    child: Sample
+    parent_id: int
+    child_id: int
+
+
+class Entering(NamedTuple):
+    """What a grow says beyond its room where it lets in a sample that waited.
+
+    Attributes:
+        digests: of its blocks, to be matched.
+        prompt_token_count: of all that it will need, where the grow is for its first chunk alone; else 0.
+        is_return: whether it was let in before.
+        passed: the head that it is let in before, if it is backfilled.
+    """
+
+    digests: Sequence[bytes]
+    prompt_token_count: int
+    is_return: bool
+    passed: Sample | None
+
+
+class Growing(NamedTuple):
+    """A sample asks for room for `token_count` tokens, under this id at the allocator."""
+
+    sample: Sample
+    sequence_id: int
+    token_count: int
+    entering: Entering | None = None
+
+
 @dataclass(slots=True)
 class Plan:
     """One turn before the allocator has answered.
 
+    What is asked for, phase by phase as the allocator applies it; nothing may be needed:
+
     Attributes:
-        step: what to ask for; nothing may be needed.
+        commits: who commits.
+        frees: sequences that end.
+        forks: who shares what others have.
+        grows: who asks for room.
+
+    And what comes of it:
+
+    Attributes:
         wanted: how many tokens of whom, if granted, in their order.
-        commits: who commits in the step.
-        forks: parent and child of each fork of the step.
-        grows: who each grow of the step is for, and how many tokens it asks room for.
-        admitted: those of them that waited.
-        passed: which head those of them that are backfilled pass.
-        victims: backfilled samples that are freed in the step, for others to have their blocks.
+        victims: backfilled samples whose sequences are among `frees`, for others to have their blocks.
         is_unfair: the head of the queue found no place or no blocks, and nobody of its namespace runs.
         is_whole: nobody who runs is left out of it for want of room.
         tokens_left: in the turn's forward pass, beside those of samples that were not backfilled.
+        chosen: who would be let in beside them, where that was looked at.
     """
 
-    step: StepBuilder = field(default_factory=StepBuilder)
+    commits: list[Committing] = field(default_factory=list)
+    frees: list[int] = field(default_factory=list)
+    forks: list[Forking] = field(default_factory=list)
+    grows: list[Growing] = field(default_factory=list)
     wanted: list[tuple[Sample, int]] = field(default_factory=list)
-    commits: list[Sample] = field(default_factory=list)
-    forks: list[tuple[Sample, Sample]] = field(default_factory=list)
-    grows: list[tuple[Sample, int]] = field(default_factory=list)
-    admitted: set[Sample] = field(default_factory=set)
-    passed: dict[Sample, Sample] = field(default_factory=dict)
     victims: list[Sample] = field(default_factory=list)
     is_unfair: bool = False
     is_whole: bool = True
     tokens_left: int = 0
+    chosen: Round | None = None
+
+    @property
+    def has_to_be_sent(self) -> bool:
+        """Tells whether anything is asked for."""
+        return bool(self.commits or self.frees or self.forks or self.grows)
+
+    @property
+    def admitted(self) -> set[Sample]:
+        """Returns those who waited, and are let in if they get their room."""
+        return {each.sample for each in self.grows if each.entering is not None}

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire_worker.scheduling.drafts import Drafting
-from quire_worker.scheduling.lookahead import last_of
 from quire_worker.scheduling.passes import is_at_stop, pass_token_count, standing
 from quire_worker.scheduling.plan import Plan, Work
+from quire_worker.scheduling.room_ahead import last_of
 from quire_worker.scheduling.roster import Roster
 
 

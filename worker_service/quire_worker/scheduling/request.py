@@ -30,15 +30,23 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.errors import QuireError
 from quire.hashing import DigestChain
 from quire.protocol.outcomes import NULL_BLOCK, Swap
 from quire.types import GroupSpec
 
-from quire_worker.scheduling.order import urgency_of
-from quire_worker.scheduling.rotation import Rotation
+from quire_worker.scheduling.slots import Beam, BranchTask, Draft, RequestBeams, Scored, Swapped
+
+if TYPE_CHECKING:  # the worker's options read numbers of this folder without torch
+    from quire_worker.model.adapters.adapter import Adapter
+    from quire_worker.model.rotary import Rotation
+    from quire_worker.model.sample_text import SampleText
+    from quire_worker.model.tokenizer import StreamDecoder
+    from quire_worker.sampling.logprobs import TokenLogprobs
+    from quire_worker.sampling.params import SamplingParams
+    from quire_worker.sampling.sampler import Sampler
 
 STREAM_INTERVAL_S = 0.02  # between two deliveries of a request, unless one is its first or ends a sample
 
@@ -66,7 +74,7 @@ class Delivery(NamedTuple):
 
     Attributes:
         is_last: nothing of the request follows.
-        logprobs: of the tokens, where they were asked for (opaque here).
+        logprobs: of the tokens, where they were asked for.
         prompt_logprobs: of the prompt's, with the first one of the request.
         score: of a text that a beam search has found.
     """
@@ -76,28 +84,9 @@ class Delivery(NamedTuple):
     text: str
     finish_reason: FinishReason | None
     is_last: bool
-    logprobs: tuple[Any, ...] = ()
-    prompt_logprobs: tuple[Any, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     score: float | None = None
-
-
-class Swapped(NamedTuple):
-    """Tokens `[first, end)` of a sample whose pages are in host memory; see `swap.py`.
-
-    Attributes:
-        slots: of the blocks of these tokens, group after group, then of the states.
-    """
-
-    first: int
-    end: int
-    slots: list[int]
-
-
-class Proposal(NamedTuple):
-    """What a draft model says may follow a sample's first `length` tokens, which were all there were."""
-
-    length: int
-    tokens: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -106,26 +95,25 @@ class Request:
 
     Attributes:
         number: rises with every request; lower is older.
-        sampling: the worker's sampling parameters (`sampling.SamplingParams`); opaque to the scheduler but for
-            `sample_count`, `max_tokens` and `prompt_logprobs`.
+        sampling: how it is continued.
         root: digest that the prompt's chain starts from.
         rotation: how its keys follow its length; None where they do not.
-        adapter: that changes the model for it (opaque here); None for the model as it is.
+        adapter: that changes the model for it; None for the model as it is.
         deliveries: what the caller reads; a `QuireError` ends the request.
         delivered_s: when the latest was put there, by the event loop's clock.
         interval_s: that its caller wants between two of them, at least.
         priority: of its caller, within its namespace; see `order.py`.
         deadline_s: after which nobody wants it any more, by the clock of `arrived_s`.
         admitted_s: when it was first let in.
-        prompt_logprobs: of its tokens from the second on, as far as they were computed (opaque here).
+        prompt_logprobs: of its tokens from the second on, as far as they were computed.
         is_read: whether the caller has taken the last delivery.
-        beams: what it keeps of its beam search, whose beams are its samples (opaque here); None without one.
+        beams: of its beam search, whose beams are its samples.
     """
 
     number: int
     request_id: str
     prompt: list[int]
-    sampling: Any
+    sampling: SamplingParams
     namespace: str
     root: bytes
     arrived_s: float
@@ -135,20 +123,15 @@ class Request:
     delivered_s: float = -math.inf
     interval_s: float = 0.0
     rotation: Rotation | None = None
-    adapter: Any = None
+    adapter: Adapter | None = None
     first_token_s: float | None = None
     admitted: bool = False
     admitted_s: float | None = None
     priority: int = 0
     deadline_s: float = math.inf
-    prompt_logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     is_read: bool = False
-    beams: Any = None
-
-    @property
-    def urgency(self) -> float:
-        """Sorts the requests of a namespace: the most urgent first."""
-        return urgency_of(self.arrived_s, self.deadline_s, self.priority)
+    beams: RequestBeams | None = None
 
     @property
     def is_done(self) -> bool:
@@ -161,8 +144,8 @@ class Sample:
     """One continuation of a prompt. See the module's docstring for its counters.
 
     Attributes:
-        sampler: what its choices depend on (opaque here).
-        detokenizer: turns its tokens into text (opaque here).
+        sampler: what its choices depend on.
+        detokenizer: turns its tokens into text.
         sequence_id: its sequence at the allocator; 0 while it has none.
         tables: its blocks, of each group of attention, all equally long; none while it has no sequence.
         fallen: of each group, entries at the start of the table that hold no block: they fell out of a window.
@@ -170,25 +153,20 @@ class Sample:
         states: its running block in each group of recurrent states, where the pool has any.
         stops: token counts, rising, at which its passes end for a checkpoint to be made; see `passes.py`.
         pass_token_count_max: tokens of a pass beyond which the pool had no room for it at once; 0 while there was.
-        begun_with: tokens that it began with, for whose number its keys are rotated at least; see `rotation.py`.
+        begun_with: tokens that it began with, for whose number its keys are rotated at least; see `model/rotary.py`.
         passed: the head of the queue that it was let in before, until that one is; see `backfill.py`.
         swapped: what of it is in host memory, from a preemption until it is restored.
         logprob_sum: of its tokens so far, where samples are compared.
-        draws: whether a token is sampled after its last one; if not, it ends when all of them are computed.
-        rests: whether it keeps its blocks when it has ended in good order, because it is a branch's.
-        scored: tokens whose probability is wanted, each after all before it; the first stands at `scored_from`.
-        logprobs: of `scored`, as far as they are computed; NaN where they are not.
-        continuation_count: likeliest next tokens that are told of a beam, where none is drawn; 0 if it is no beam.
-        continuations: what was told, until beams are chosen by it (opaque here).
-        seen: n-grams of its tokens, where drafts are made of them; see `drafts.py`.
-        proposal: the draft of a second model, where there is one.
+        beam: of a beam search.
+        branch: what is asked of it, where it is a branch's.
+        draft: tokens that may follow, where some are drafted.
     """
 
     request: Request
     index: int
     tokens: list[int]
-    sampler: Any
-    detokenizer: Any
+    sampler: Sampler
+    detokenizer: StreamDecoder | SampleText
     sequence_id: int = 0
     tables: list[array[int]] = field(default_factory=list)
     fallen: list[int] = field(default_factory=list)
@@ -205,15 +183,9 @@ class Sample:
     has_ended: bool = False
     finish_reason: FinishReason | None = None
     logprob_sum: float = 0.0
-    draws: bool = True
-    rests: bool = False
-    scored: Sequence[int] = ()
-    scored_from: int = 0
-    logprobs: list[float] = field(default_factory=list)
-    continuation_count: int = 0
-    continuations: Any = None
-    seen: Any = None
-    proposal: Proposal | None = None
+    beam: Beam | None = None
+    branch: BranchTask | None = None
+    draft: Draft | None = None
     _digests: list[bytes] = field(default_factory=list)
     _chain: DigestChain | None = None
 
@@ -230,12 +202,27 @@ class Sample:
     @property
     def is_beam(self) -> bool:
         """Tells whether it is one of the beams of its request."""
-        return self.continuation_count > 0
+        return self.beam is not None
 
     @property
     def awaits_choice(self) -> bool:
         """Tells whether all of it was computed, and other beams were not yet: who goes on is not known before."""
-        return self.continuations is not None
+        return self.beam is not None and self.beam.continuations is not None
+
+    @property
+    def draws(self) -> bool:
+        """Tells whether a token is sampled after its last one; if not, it ends when all of them are computed."""
+        return self.branch is None or self.branch.draws
+
+    @property
+    def rests(self) -> bool:
+        """Tells whether it keeps its blocks when it has ended in good order, because it is a branch's."""
+        return self.branch is not None and self.branch.rests
+
+    @property
+    def scored(self) -> Scored | None:
+        """Returns those of its tokens whose probability is wanted."""
+        return None if self.branch is None else self.branch.scored
 
     @property
     def has_forks_to_come(self) -> bool:
@@ -249,7 +236,7 @@ class Sample:
     def matchable_token_count(self) -> int:
         """Counts the leading tokens that may be found in the cache: all but those after which logits are wanted."""
         if self.is_scored:
-            return self.scored_from - 1 if self.scored else 0
+            return 0 if self.scored is None else self.scored.start - 1
         return len(self.tokens) - 1
 
     @property
@@ -257,7 +244,7 @@ class Sample:
         """Tells whether logits after more than the last of its tokens are wanted, so that these have to be computed:
         of a prompt, or of what is scored."""
         wants_prompt = self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
-        return bool(self.scored) or wants_prompt
+        return self.scored is not None or wants_prompt
 
     def is_restored_at(self, position: int) -> bool:
         """Tells whether the token at a position is to be restored, and not computed."""
@@ -313,11 +300,6 @@ class Sample:
         self.forget_blocks()
         self.begun_with = len(self.tokens)
         self._digests, self._chain = [], None
-
-    def note_logprobs(self, position: int, logprobs: Sequence[float]) -> None:
-        """Notes how likely the tokens of a candidate are, from a position on."""
-        first = position - self.scored_from
-        self.logprobs[first : first + len(logprobs)] = logprobs
 
     def fork_from(self, parent: Sample) -> None:
         """Makes this sample share the blocks of `parent`, which has computed all that they have in common, from the

@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Iterator
 from quire.protocol.outcomes import NULL_BLOCK
 
 from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.slots import BranchTask
 
 
 class Resting:
@@ -100,7 +101,7 @@ class Resting:
     def wake(self, sample: Sample, request: Request, tokens: list[int], *, draws: bool) -> None:
         """Takes a sample out to run for a request: `tokens` begin with all that it has computed."""
         self.remove(sample)
-        sample.request, sample.tokens, sample.draws = request, tokens, draws
+        sample.request, sample.tokens, sample.branch = request, tokens, BranchTask(rests=True, draws=draws)
         sample.has_ended, sample.finish_reason = False, None
 
     def chosen(self, block_count: int, holders: Iterable[Sample], parents: Collection[Sample | None]) -> list[Sample]:

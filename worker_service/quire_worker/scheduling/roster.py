@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from quire.protocol.outcomes import Copy
 from quire.session.lookahead import Increment, give_back
 from quire.types import GroupKind, GroupSpec
 
-from quire_worker.scheduling import lookahead
+from quire_worker.scheduling import room_ahead
 from quire_worker.scheduling.backfill import held_count, own_block_count
 from quire_worker.scheduling.displacing import displaced_by_head
-from quire_worker.scheduling.order import rank_of
+from quire_worker.scheduling.order import Shares, WaitingQueue, rank_of
 from quire_worker.scheduling.pace import Pace
 from quire_worker.scheduling.plan import Plan, Work
-from quire_worker.scheduling.queue import WaitingQueue
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.resting import Resting
-from quire_worker.scheduling.shares import Shares
 from quire_worker.scheduling.swap import SwapOut, SwapSpace, can_swap
 
 
@@ -30,7 +28,7 @@ class Roster:
         swap_slot_count: blocks of preempted samples that fit into host memory.
 
     Attributes:
-        waiting: in the order of `queue.py`.
+        waiting: in the order of `order.py`, fair between namespaces.
         running: in the order of `order.py`; backfilled samples are the last.
         shares: what each namespace has been served.
         resting: of branches that nothing is asked of.
@@ -222,7 +220,7 @@ class Roster:
         commits of the plan may name them."""
         self.yield_count += len(plan.victims)
         for victim in plan.victims:
-            plan.step.free(victim.sequence_id)
+            plan.frees.append(victim.sequence_id)
             self._preempt(victim)
 
     def _preempt(self, victim: Sample) -> None:
@@ -247,14 +245,21 @@ class Roster:
         """Makes samples wait that grew beyond the length that their keys are rotated for: they are computed again from
         their first token, as if they had begun with all that they have. Called when no answer is on its way; `plan`,
         whose commits may name them, frees them. Frees come before forks, so parents and forks of it stay a turn."""
-        forking = {sample for pair in plan.forks for sample in pair}
+        forking = {sample for fork in plan.forks for sample in (fork.parent, fork.child)}
         for sample in [each for each in self.running if each.is_outgrown and each not in forking]:
             self.running.remove(sample)
-            plan.step.free(sample.sequence_id)
+            plan.frees.append(sample.sequence_id)
             self._uncount_ahead(sample)
             self.swap.release(sample)
             sample.begin_again()
             self.add(sample)
+
+    def observe(self, work: Iterable[Work], seconds: float, swapped_block_count: int, swap_s: float) -> None:
+        """Measures a pass that took so many seconds, and what was swapped in it."""
+        token_count = sum(item.token_count for item in work if not item.is_restored)
+        self.pace.observe(token_count, seconds - swap_s)
+        self.swap.cost.block_count += swapped_block_count
+        self.swap.cost.seconds += swap_s
 
     def note_restored(self, work: Work) -> None:
         """Counts what was restored, and frees its slots once that is all."""
@@ -268,7 +273,7 @@ class Roster:
     def free_count_of(self, left: Sequence[Sample]) -> int:
         """Counts the blocks that are free once samples that left are freed: those that they hold ahead, and where
         somebody waits for them all that nobody else holds."""
-        ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in left)
+        ahead = sum(room_ahead.block_count_of(sample, self.block_size) for sample in left)
         others = (*self.running, *self.resting)
         own = own_block_count(left, others, self.block_size) if left and self.waiting else 0
         return ahead + own
@@ -277,9 +282,9 @@ class Roster:
         """Counts the blocks that a step can give to others: held ahead, by who left, or by branches alone."""
         parents = self.parents()
         stay = [*self.running, *(each for each in self.leaving if each in parents)]
-        ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in stay)
+        ahead = sum(room_ahead.block_count_of(sample, self.block_size) for sample in stay)
         free_count = self.free_count_of([sample for sample in self.leaving if sample not in parents])
-        return ahead + free_count + self.resting.alone_held_count((*self.running, *self.leaving), self.group_count)
+        return ahead + free_count + self.resting.alone_held_count(stay, self.group_count)
 
     def uncommitted_block_count(self) -> int:
         """Counts the blocks that the next commit publishes."""
@@ -314,7 +319,7 @@ class Roster:
     def wake(self, sample: Sample, request: Request, tokens: list[int], *, draws: bool) -> None:
         """Makes a resting sample run on, for a request: `tokens` begin with all that it has computed. The request pays
         for room ahead that the one before has not given back, as what it does not use is taken out of its usage."""
-        request.usage.granted_block_count += self.group_count * lookahead.block_count_of(sample, self.block_size)
+        request.usage.granted_block_count += self.group_count * room_ahead.block_count_of(sample, self.block_size)
         self.resting.wake(sample, request, tokens, draws=draws)
         self.shares.charge(request.namespace, prompt_tokens=len(tokens) - sample.computed)
         insort(self.running, sample, key=rank_of)
@@ -333,7 +338,7 @@ class Roster:
         if block_count > 0:
             for sample in self.resting.chosen(block_count, (*self.running, *self.leaving), self.parents()):
                 self.resting.remove(sample)
-                plan.step.free(sample.sequence_id)
+                plan.frees.append(sample.sequence_id)
 
     def drop(self, sample: Sample) -> None:
         """Takes the blocks of a resting sample back with the next step; one that rests no more is no error."""
@@ -356,7 +361,7 @@ class Roster:
 
     def _uncount_ahead(self, sample: Sample) -> None:
         """Takes blocks that a sample held ahead and never used out of its request's usage."""
-        ahead = lookahead.block_count_of(sample, self.block_size)
+        ahead = room_ahead.block_count_of(sample, self.block_size)
         sample.request.usage.granted_block_count -= self.group_count * ahead
 
     def check_invariants(self) -> None:

@@ -17,7 +17,7 @@ Where a group has a window, a prompt is granted chunk by chunk: what falls out o
 Tables of all groups grow alike, so whatever counts blocks here counts those of one group: "a block" is one of each.
 
 Order never changes (`order.py`): the first sample is asked for first and preempted last, so it always gets on. Who is
-let in is decided in `admission.py`, fair between namespaces (`shares.py`), where a pass over a prompt ends in
+let in is decided in `admission.py`, where a pass over a prompt ends in
 `passes.py`, how many blocks are asked for ahead in `quire.session.lookahead`; who is where is kept in `roster.py`.
 """
 
@@ -26,17 +26,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from quire.protocol.outcomes import Result, StepOutcome
-from quire.protocol.packing import unpack_uint64
 from quire.session.lookahead import Decoding, Increment, needs_of
 from quire.types import GroupKind, GroupSpec
 
-from quire_worker.scheduling import lookahead
-from quire_worker.scheduling.admission import Applicants, Peaks, Round, TurnLimits
+from quire_worker.scheduling import room_ahead
+from quire_worker.scheduling.admission import Applicants, Peaks, TurnLimits
 from quire_worker.scheduling.backfill import own_block_count
 from quire_worker.scheduling.drafts import Drafting, with_drafts
 from quire_worker.scheduling.granted import take_commits, take_grow, work_of
 from quire_worker.scheduling.passes import pass_token_count, standing, to_cut
-from quire_worker.scheduling.plan import Batch, Plan, Work
+from quire_worker.scheduling.plan import Batch, Committing, Entering, Forking, Growing, Plan, Round, Work
 from quire_worker.scheduling.ready import ready_after
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.roster import Roster
@@ -87,8 +86,13 @@ class Scheduler:
 
     # -- one turn ------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
-        """Decides what to ask for: of who runs in order, then of who is let in, then of who was backfilled."""
+    def plan(self, chosen: Round | None = None) -> Plan:
+        """Decides what to ask for: of who runs in order, then of who is let in, then of who was backfilled.
+
+        Args:
+            chosen: who is let in, where `has_to_ask` has found that in the same turn: nobody else has to be asked for
+                then, so it is looked at again only where room is given back meanwhile.
+        """
         plan, filled = Plan(), self.roster.take_filled()
         cut = self._cut(filled)
         self._fork(plan)
@@ -99,7 +103,8 @@ class Scheduler:
         spare = None if room is None else room + freed - taken
         if spare is not None and spare < 0:
             spare += self._take_back(plan, backfilled, -spare)
-        chosen = self._choose(budget, spare, without=plan.victims)
+        if chosen is None or cut:
+            chosen = self._choose(budget, spare, without=plan.victims)
         plan.victims += chosen.victims
         admitted = self._let_in(plan, chosen)
         left = [sample for sample in backfilled if sample not in plan.victims]
@@ -130,13 +135,14 @@ class Scheduler:
         )
 
     def has_to_ask(self, ready: Plan) -> bool:
-        """Tells whether a turn of those who are `ready` leaves out somebody who runs, or could be let in. Changes
-        nothing but caches of digests."""
+        """Tells whether a turn of those who are `ready` leaves out somebody who runs, or could be let in, whom it notes
+        in `ready`. Changes nothing else but caches of digests."""
         if not ready.is_whole or (ready.tokens_left > 0 and self.roster.displaced() is not None):
             return True
         if not self._can_admit(ready.tokens_left):
             return False
-        return bool(self._choose(ready.tokens_left, self._room()).admissions)
+        ready.chosen = self._choose(ready.tokens_left, self._room())
+        return bool(ready.chosen.admissions)
 
     def plan_ahead(self, work: Sequence[Work], *, may_wait: bool = False) -> Plan:
         """Plans what to ask for while `work` is computed: commits of earlier passes, frees, room for the tokens to come
@@ -148,23 +154,23 @@ class Scheduler:
             may_wait: ask for nothing at all if there are only commits and frees.
         """
         plan = Plan()
-        samples = lookahead.going_on(work, self.sequence_tokens_max)
-        budget = max(0, self.batch_tokens_max - lookahead.tokens_after(self.roster.running, work, samples))
+        samples = room_ahead.going_on(work, self.sequence_tokens_max)
+        budget = max(0, self.batch_tokens_max - room_ahead.tokens_after(self.roster.running, work, samples))
         needs = self._needs_of(samples, self._free_block_count or 0)
-        chunks = lookahead.next_chunks(self.roster.running, work, self.batch_tokens_max, self.roster.block_size)
+        chunks = room_ahead.next_chunks(self.roster.running, work, self.batch_tokens_max, self.roster.block_size)
         if may_wait and not needs and not chunks and not self._can_admit(budget):
             return plan
         filled = self.roster.take_filled()
         self._commit(plan, filled, self._cut(filled))
         free = (self._free_block_count or 0) + self._free(plan)
         for sample, token_count in chunks:
-            needed = lookahead.grow_block_count(sample, token_count, self.roster.block_size)
+            needed = room_ahead.grow_block_count(sample, token_count, self.roster.block_size)
             if needed <= free:
                 free -= needed
-                self._grow(plan, sample, token_count)
+                plan.grows.append(Growing(sample, sample.sequence_id, token_count))
         chosen = self._choose(budget, free - sum(each.lacks_room for each in samples), may_preempt=False)
         for sample, token_count in self._needs_of(samples, free - sum(each.block_count for each in chosen.admissions)):
-            self._grow(plan, sample, token_count)
+            plan.grows.append(Growing(sample, sample.sequence_id, token_count))
         self._let_in(plan, chosen)
         return plan
 
@@ -176,7 +182,7 @@ class Scheduler:
         """
         denied = self.take_in(plan, outcome)
         rows = zip(plan.grows, outcome.grows, strict=True)
-        squeezed = {sample for (sample, _), grown in rows if grown.result is Result.PASS_TOO_LONG}
+        squeezed = {growing.sample for growing, grown in rows if grown.result is Result.PASS_TOO_LONG}
         lacking = {sample for sample in denied - squeezed if not sample.has_ended}
         is_helped = bool(lacking) and self.roster.drop_resting(1)
         if not is_helped and lacking - plan.admitted:
@@ -199,24 +205,24 @@ class Scheduler:
         Raises:
             AssertionError: the allocator and this scheduler disagree about which sequences live.
         """
-        if plan.step:
+        if plan.has_to_be_sent:
             self._free_block_count = outcome.free_block_count // self.roster.group_count
         take_commits(self.roster, plan, outcome)
-        for parent, child in plan.forks:
-            child.take_blocks_of(parent, self.roster.block_size)
-        self.roster.resting.take_shares(child for _, child in plan.forks)
+        for fork in plan.forks:
+            fork.child.take_blocks_of(fork.parent, self.roster.block_size)
+        self.roster.resting.take_shares(fork.child for fork in plan.forks)
         self.roster.moves += outcome.copies
         return {
-            sample
-            for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True)
-            if not take_grow(self.roster, plan, sample, token_count, grown)
+            growing.sample
+            for growing, grown in zip(plan.grows, outcome.grows, strict=True)
+            if not take_grow(self.roster, growing, grown)
         }
 
     @staticmethod
     def forbidden(plan: Plan, outcome: StepOutcome) -> list[Request]:
         """Returns those that the allocator will never let in, to be ended before the answer is taken in."""
-        results = zip(plan.grows, (grown.result for grown in outcome.grows), strict=True)
-        return [sample.request for (sample, _), result in results if result is Result.FORBIDDEN]
+        rows = zip(plan.grows, outcome.grows, strict=True)
+        return [growing.sample.request for growing, grown in rows if grown.result is Result.FORBIDDEN]
 
     def advance(self, work: Iterable[Work]) -> None:
         """Counts what the batch has computed; what was not computed must never be committed. Nor must the place of a
@@ -249,17 +255,17 @@ class Scheduler:
         """Frees with the next step all that the allocator still holds for us, because it refused the step of this
         plan."""
         held = [sample.sequence_id for sample in self.roster.holders() if sample.sequence_id]
-        unfreed = unpack_uint64(plan.step.message.frees.sequences)
         self.forget_blocks()
-        self.roster.to_free = sorted({*held, *unfreed})
+        self.roster.to_free = sorted({*held, *plan.frees})
 
     # -- parts of a plan -----------------------------------------------------------------------------------------------
 
     def _commit(self, plan: Plan, filled: dict[Sample, list[bytes]], kept: dict[Sample, int]) -> None:
         """Commits whoever filled a block or gives some back, keeping room for so many tokens."""
-        plan.commits = [*{**filled, **kept}]
-        for sample in plan.commits:
-            plan.step.commit(sample.sequence_id, sample.computed, filled.get(sample, ()), kept.get(sample, 0))
+        plan.commits = [
+            Committing(sample, sample.sequence_id, sample.computed, filled.get(sample, ()), kept.get(sample, 0))
+            for sample in {**filled, **kept}
+        ]
         for sample, token_count in kept.items():
             self._keep(sample, token_count)
             sample.committed = sample.computed
@@ -286,8 +292,7 @@ class Scheduler:
     def _fork(self, plan: Plan) -> None:
         for child, parent in self.roster.forks_due(self.running_max):
             child.sequence_id = self._new_sequence_id()
-            plan.step.fork(parent.sequence_id, child.sequence_id)
-            plan.forks.append((parent, child))
+            plan.forks.append(Forking(parent, child, parent.sequence_id, child.sequence_id))
 
     def _free(self, plan: Plan) -> int:
         """Frees who left; a parent of forks to come stays until the step after theirs, since frees come before forks.
@@ -297,16 +302,10 @@ class Scheduler:
             [sample for sample in leaving if sample not in parents],
             [sample for sample in leaving if sample in parents],
         )
-        for sample in left:
-            plan.step.free(sample.sequence_id)
-        for sequence_id in self.roster.to_free:
-            plan.step.free(sequence_id)
+        plan.frees += [sample.sequence_id for sample in left]
+        plan.frees += self.roster.to_free
         self.roster.to_free.clear()
         return self.roster.free_count_of(left)
-
-    def _grow(self, plan: Plan, sample: Sample, token_count: int) -> None:
-        plan.step.grow(sample.sequence_id, token_count)
-        plan.grows.append((sample, token_count))
 
     def _want(self, plan: Plan, samples: Iterable[Sample], budget: int, *, room: int | None = None) -> tuple[int, int]:
         """Plans the next tokens of samples that run, and asks for their blocks, within `room` if there is one. Returns
@@ -320,11 +319,11 @@ class Scheduler:
                 break
             if sample.computed + token_count > sample.granted:
                 end = self._round_up(sample.computed + token_count)
-                needed = lookahead.grow_block_count(sample, end, self.roster.block_size)
+                needed = room_ahead.grow_block_count(sample, end, self.roster.block_size)
                 if room is not None and taken + needed > room:
                     continue
                 taken += needed
-                self._grow(plan, sample, end)
+                plan.grows.append(Growing(sample, sample.sequence_id, end))
             budget -= token_count
             plan.wanted.append((sample, token_count))
         return budget, taken
@@ -374,19 +373,9 @@ class Scheduler:
             prompt, request = self._round_up(len(sample.tokens)), sample.request
             at_once = sample.pass_token_count_max or (self.batch_tokens_max if self._has_windows else prompt)
             capacity = min(prompt, self._round_up(at_once))
-            plan.step.allocate(
-                self._new_sequence_id(),
-                capacity,
-                digests,
-                request.namespace,
-                prompt_token_count=prompt if capacity < prompt else 0,
-                is_return=request.admitted,
-            )
-            plan.grows.append((sample, capacity))
+            entering = Entering(digests, prompt if capacity < prompt else 0, request.admitted, passed)
+            plan.grows.append(Growing(sample, self._new_sequence_id(), capacity, entering))
             plan.wanted.append((sample, token_count))
-            plan.admitted.add(sample)
-            if passed is not None:
-                plan.passed[sample] = passed
             block_count += needed
         return block_count
 

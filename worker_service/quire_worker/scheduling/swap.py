@@ -31,7 +31,8 @@ from typing import NamedTuple
 from quire.protocol.outcomes import NULL_BLOCK
 
 from quire_worker.scheduling.pace import Pace
-from quire_worker.scheduling.request import Sample, Swapped
+from quire_worker.scheduling.request import Sample
+from quire_worker.scheduling.slots import Swapped
 
 
 class SwapOut(NamedTuple):

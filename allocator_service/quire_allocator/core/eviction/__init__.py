@@ -1,1 +1,1 @@
-"""Which cached blocks leave first: the policies, the queue that they rank, and what the default one learns."""
+"""Eviction: the policies, the queue that they rank, and the model that the default policy learns."""

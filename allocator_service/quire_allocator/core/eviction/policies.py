@@ -1,4 +1,4 @@
-"""Which cached blocks leave first: the policies. What they rank, and the queue, is in `queue.py`."""
+"""The eviction policies, which rank cached blocks. `queue.py` has the entries and the queue."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class LeastRecentlyUsed(EvictionPolicy):
         return False
 
 
-# Families of entries that were never shared, by what they were stored below: 0 a single position of a window or state,
-# 1 a run that nobody has shared, 2 one shared 1 to 3 times, 3 one shared `_POPULAR_HITS` times or more. Each has four
-# kinds: prompts up to 0.5, 1 or 2 times the mean length, and longer.
+# Families of entries that were never shared, by their parent: 0 a single position of a window or state, 1 a run that
+# was not shared, 2 one shared 1 to 3 times, 3 one shared `_POPULAR_HITS` times or more. Each has four kinds: prompts up
+# to 0.5, 1 or 2 times the mean length, and longer.
 _NEW_FAMILIES: Final = 4
 _POPULAR_HITS: Final = 4
 _LENGTH_EDGES = (0.5, 1.0, 2.0)  # not Final, as other tuples here: the compiler takes one of floats for unset
@@ -75,7 +75,7 @@ _GAPS: Final = 4
 _SHARED: Final = _NEW_FAMILIES * _LENGTHS
 _LEFT: Final = _SHARED + (len(_LEVELS) + 1) * _GAPS  # deep ends that prompts leave behind
 _KINDS: Final = _LEFT + 1
-# What is believed of each family at first: the share that returns per doubling of the age; soon outweighed.
+# The prior of each family: the share that returns per doubling of the age. Observations soon outweigh it.
 _BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
 _FAMILIES = (
     *(Family(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
@@ -89,11 +89,11 @@ _LEFT_FAMILY: Final = len(_FAMILIES) - 1
 
 
 class ReuseValue(EvictionPolicy):
-    """The default: what is least likely to come back soon, for the space it takes, leaves first.
+    """The default policy evicts first the entry that is least likely to be used again soon, for its size.
 
-    Every cached entry is of a kind: how often it was shared and how long it had waited the last time or, while it is
-    new, what it was stored below and how long its prompt was. `reuse_model.py` learns when kinds come back. Each has
-    its lane, in the order of release; the least valuable of the oldest and newest entries of all lanes leaves.
+    Every cached entry has a kind. A shared entry's kind is its number of hits and its last wait; a new entry's kind is
+    its parent and the length of its prompt. `reuse_model.py` learns when kinds come back. Each has its lane, in the
+    order of release; the least valuable of the oldest and newest entries of all lanes leaves.
 
     Deep ends are a kind of their own: the part that a prompt left behind when it took another way inside of an entry,
     and as many blocks of a new entry as prompts usually leave. Chats leave a half-filled block, questions about one
@@ -105,7 +105,7 @@ class ReuseValue(EvictionPolicy):
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
         self._time = 0  # blocks that sequences asked for
-        self._led_time = 0  # blocks among them of which nothing is learned by itself
+        self._unlearned_time = 0  # blocks among them of which nothing is learned by itself
         self._model = ReuseModel(_FAMILIES, block_count)
         self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
         self._gaps = (block_count / 4, block_count, block_count * 4)
@@ -115,7 +115,7 @@ class ReuseValue(EvictionPolicy):
         self._trimmed: tuple[Entry, bytes] | None = None  # trimmed last, and the key of the first block that it lost
 
     def stored(self, entry: Entry, parent: Entry | None) -> None:
-        """Notes when it was stored, and below what."""
+        """Records when the entry was stored, and its parent."""
         if parent is None:
             entry.start_history(0, self._time)
             entry.is_whole = False
@@ -127,7 +127,7 @@ class ReuseValue(EvictionPolicy):
         """Learns how long it has waited."""
         self._time += entry.block_count
         if entry.worth == LED:
-            self._led_time += entry.block_count
+            self._unlearned_time += entry.block_count
         if not entry.live and entry.kind is not None:
             age = self._time - entry.released
             entry.gap = (3 * entry.gap + age) // 4 if entry.hits else age
@@ -154,11 +154,11 @@ class ReuseValue(EvictionPolicy):
         return True
 
     def cut(self, upper: Entry, lower: Entry) -> None:
-        """Divides the deep end between them; what the prompt leaves behind is yet to be seen in the lower one."""
+        """Divides the deep end between them. How much the prompt leaves behind shows later, in the lower one."""
         count = lower.block_count
         upper.is_whole = False
-        upper.spare = max(0, lower.spare - count)
-        lower.spare = min(lower.spare, count)
+        upper.left_behind = max(0, lower.left_behind - count)
+        lower.left_behind = min(lower.left_behind, count)
 
     def released(self, entry: Entry) -> None:
         """Stamps it and finds its kind."""
@@ -181,16 +181,16 @@ class ReuseValue(EvictionPolicy):
             entry.kind = kind = family * _LENGTHS + bisect_left(_LENGTH_EDGES, end / mean)
         left = self._left_behind[family]
         if left and left < count and entry.is_whole and self.trims:
-            entry.spare = left
+            entry.left_behind = left
             count -= left
             self._model.start(_LEFT_FAMILY, _LEFT, left)
         self._model.start(family, kind, count)
 
     def put_aside(self, entry: Entry, block_count: int) -> None:
         is_counted = bool(entry.hits) or entry.is_successor
-        if entry.worth == LED and not is_counted:  # what is kept passes time, as it takes room
+        if entry.worth == LED and not is_counted:  # kept blocks advance the clock, because they take room
             self._time += block_count
-            self._led_time += block_count
+            self._unlearned_time += block_count
         entry.released = self._time
         entry.kind = None
 
@@ -202,23 +202,23 @@ class ReuseValue(EvictionPolicy):
     def lane(self, entry: Entry) -> int:
         """Returns one for each kind (its own, or that of its deep end) and burden."""
         assert entry.kind is not None, "never released"
-        return entry.burden * _KINDS + (_LEFT if entry.spare else entry.kind)
+        return entry.burden * _KINDS + (_LEFT if entry.left_behind else entry.kind)
 
     def value(self, entry: Entry) -> float:
-        """Returns what keeping it on gains, for all the blocks that its hits take."""
+        """Returns the expected gain of keeping the entry, for all the blocks that its hits take."""
         age = (self._time - entry.released) // self._model.unit
-        kind = _LEFT if entry.spare else entry.kind
+        kind = _LEFT if entry.left_behind else entry.kind
         assert kind is not None, "never released"
         return self._model.values[kind][age.bit_length()] / (1 << entry.burden)
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
         """Remembers the blocks for a while, in case they return."""
         self.evicted_count += block_count
-        self._model.learn(self._time, self._led_time)
+        self._model.learn(self._time, self._unlearned_time)
         entry.is_whole = False
         if entry.kind is None:
             return False
-        kind, count = _LEFT if entry.spare else entry.kind, block_count
+        kind, count = _LEFT if entry.left_behind else entry.kind, block_count
         if self._trimmed is not None and self._trimmed[0] is entry:
             behind = self._ghosts.take(self._trimmed[1])
             if behind is not None and behind.released == entry.released and behind.kind == kind:
@@ -229,19 +229,19 @@ class ReuseValue(EvictionPolicy):
         self._trimmed = entry, key
         if key:
             self._ghosts.add(key, Ghost(kind, entry.hits, entry.released, count), self._time)
-        if not entry.spare:
+        if not entry.left_behind:
             return False
-        entry.spare = max(0, entry.spare - block_count)
-        return not entry.spare
+        entry.left_behind = max(0, entry.left_behind - block_count)
+        return not entry.left_behind
 
     def _end(self, entry: Entry, *, returned: bool) -> None:
         """Tells the model that a cached entry has stopped waiting."""
         assert entry.kind is not None, "never released"
         age = self._time - entry.released
-        if entry.spare:
-            self._model.end(_LEFT, age, entry.spare, returned=returned)
-        self._model.end(entry.kind, age, entry.block_count - entry.spare, returned=returned)
-        entry.spare = 0
+        if entry.left_behind:
+            self._model.end(_LEFT, age, entry.left_behind, returned=returned)
+        self._model.end(entry.kind, age, entry.block_count - entry.left_behind, returned=returned)
+        entry.left_behind = 0
 
     def _recall(self, entry: Entry, count: int) -> None:
         """Finds evicted stretches that this new entry has computed again, from its beginning on: they returned."""

@@ -1,20 +1,20 @@
-"""Candidates for eviction: entries, what a policy says of them, and the queue in which they leave.
+"""Candidates for eviction: entries, their rank by the policy, and the queue in eviction order.
 
 Lifecycle of an entry (a run of the prefix tree, or one position of a windowed or state group):
 
     1. held       `live >= 1`: sequences end in it or in something below it; never evicted
-    2. cached     `live == 0`: `policy.released(entry)` has noted when; hittable
+    2. cached     `live == 0`: `policy.cached(entry)` has noted when; hittable
     3. candidate  cached and without children: `queue.push(entry)`; its ticket is not 0
     4. gone       its last block was evicted
 
 A hit brings 2 and 3 back to 1 (`policy.hit`, `queue.discard`). Candidates leave in the order of the policy, block by
 block from the deep end, so that descendants leave before their ancestors.
 
-Not all candidates are ranked by the policy: what no hit can need leaves before all others, what only a few can need
-leaves next, and what leaves together with another entry leaves by itself only when there is nothing else (`SPARE`,
-`ASIDE`, `LED`): each the one released longest ago first, whatever the policy.
+The policy ranks only some candidates. Blocks that no hit can need are evicted before all others (`SPARE`), then blocks
+that few hits need (`ASIDE`). Blocks that are evicted together with another entry (`LED`) leave alone only when nothing
+else is left. Each of these is evicted in order of release, whatever the policy.
 
-There is no clock here: policies count what happens.
+There is no clock: policies count events.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from typing import Final
 
 SPARE: Final = 0  # no hit can end with it, but for chance
 ASIDE: Final = 1  # a hit can end with it where a prompt was edited, which few are
-KEPT: Final = 2  # ranked by the policy
+RANKED: Final = 2  # ranked by the policy
 LED: Final = 3  # of use for as long as another entry is, which the policy ranks
 BURDEN_MAX: Final = 4
-_NEAR: Final = 2  # lanes whose ends are looked at between two full comparisons
+_NEAR: Final = 2  # lanes whose ends are compared between two full comparisons
 _NOTHING: Final = -math.inf
 SWEEP_AFTER: Final = 128  # additions, and as many again as there were candidates
 
 
 class Entry(ABC):
-    """What eviction knows of a stretch of blocks with one history. When one is split, both parts have all of it.
+    """One stretch of blocks with one history, as eviction sees it. When one is split, both parts have all of it.
 
     Attributes:
         live: holders; 0 is cached.
         hits: sequences that have shared it since it was stored.
         released: the policy's stamp when `live` fell to 0 last; inside a lane the smallest is first.
         ticket: the queue's; 0 where it is no candidate.
-        spare: blocks at its deep end that leave by themselves: no more are to be evicted at once, unless 0.
+        left_behind: blocks at its deep end that prompts usually leave behind: they are evicted first, and alone.
         kind: what it is to the policy; None until it is released first.
         gap: how long it waited for its last hit.
-        origin: what it was stored below.
+        origin: the kind of its parent when it was stored.
         is_whole: neither shared, split nor trimmed.
         is_successor: it took the place of another one, which has passed the time that their room is worth.
-        worth: SPARE, ASIDE, KEPT or LED, while it is cached.
+        worth: SPARE, ASIDE, RANKED or LED, while it is cached.
         burden: what it leads, while it is cached, against what it and its prefix have themselves since the stop
             before: 0 if that is less than once as many blocks, 1 if less than 3 times, 2 if less than 7 times, and so
             on up to `BURDEN_MAX`.
@@ -58,7 +58,7 @@ class Entry(ABC):
     """
 
     __slots__ = (
-        *("burden", "gap", "hits", "is_successor", "is_whole", "kind", "live", "origin", "released", "spare"),
+        *("burden", "gap", "hits", "is_successor", "is_whole", "kind", "live", "origin", "released", "left_behind"),
         *("ticket", "worth"),
     )
 
@@ -67,24 +67,25 @@ class Entry(ABC):
     def __init__(self) -> None:
         self.live = self.hits = self.released = self.ticket = 0
         self.kind = None
-        self.worth = KEPT
+        self.worth = RANKED
 
     def start_history(self, origin: int, time: int) -> None:
         """Begins the history of an entry that was stored just now."""
         self.origin = origin
         self.released = time
         self.kind = None
-        self.gap = self.spare = self.burden = 0
+        self.gap = self.left_behind = self.burden = 0
         self.is_whole = True
         self.is_successor = False
 
     def copy_history(self, other: Entry) -> None:
-        """Takes over what is known of `other`, of which this was the upper part."""
+        """Takes over what is known of `other`, of which this was a part."""
+        self.worth = other.worth
         self.hits = other.hits
         self.released = other.released
         self.kind = other.kind
         self.gap = other.gap
-        self.spare = self.burden = 0
+        self.left_behind = self.burden = 0
         self.origin = other.origin
         self.is_whole = other.is_whole
         self.is_successor = other.is_successor
@@ -105,17 +106,18 @@ class Entry(ABC):
         """Returns the digest of its first block."""
 
     def key_at(self, offset: int) -> bytes:
-        """Returns what names the content from the block at `offset` on, wherever it is stored; else nothing."""
+        """Returns a name of the content from the block at `offset` on, independent of where it is stored; empty if
+        there is none."""
         return b"" if offset else self.first_digest
 
 
 class EvictionPolicy(ABC):
-    """Ranks candidates. It is told what happens, in the order in which it happens."""
+    """Ranks candidates. Callers report each event in order."""
 
     lane_count = 1
     patience = 1  # blocks that leave before both ends of all lanes are compared again
     evicted_count = 0
-    trims = True  # what is left of an entry whose end has left can still be hit
+    trims = True  # the rest of a trimmed entry can still be hit
 
     @abstractmethod
     def stored(self, entry: Entry, parent: Entry | None) -> None:
@@ -132,19 +134,31 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def cut(self, upper: Entry, lower: Entry) -> None:
-        """The same where the prompt goes on along `lower` as well, and takes `upper` first."""
+        """Splits the history where the prompt continues along `lower` as well, after hitting `upper`."""
+
+    def cached(self, entry: Entry, block_count: int) -> None:
+        """Nobody holds `entry` any more, which has so many blocks. Descendants come before ancestors."""
+        if entry.worth == RANKED:
+            self.released(entry)
+        else:
+            self.put_aside(entry, block_count)
+
+    def revalued(self, entry: Entry) -> None:
+        """A cached entry has another place from now on."""
+        if entry.worth == RANKED:
+            self.ranked(entry)
 
     @abstractmethod
     def released(self, entry: Entry) -> None:
-        """Nobody holds `entry` any more; notes the moment in `released`. Descendants come before ancestors."""
+        """Stamps an entry that is RANKED: notes the moment in `released`."""
 
     @abstractmethod
     def put_aside(self, entry: Entry, block_count: int) -> None:
-        """Does the same of what is not KEPT and has so many blocks: stamps it, and learns nothing of it."""
+        """Stamps an entry that is not RANKED and has so many blocks, and learns nothing of it."""
 
     @abstractmethod
     def ranked(self, entry: Entry) -> None:
-        """Is KEPT from now on, and was cached before."""
+        """Is RANKED from now on, and was cached before."""
 
     @abstractmethod
     def lane(self, entry: Entry) -> int:
@@ -152,12 +166,12 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def value(self, entry: Entry) -> float:
-        """Returns what a candidate is worth: of the ends of all lanes, that of the smallest value leaves first."""
+        """Returns the value of a candidate. Among the ends of all lanes, the smallest value is evicted first."""
 
     @abstractmethod
     def evicted(self, entry: Entry, block_count: int) -> bool:
-        """So many blocks leave from the deep end of `entry`, which still counts them. Returns whether it has another
-        place now."""
+        """Records that this many blocks leave from the deep end of `entry`, which still counts them. Returns whether it
+        has another place now."""
 
 
 class _Lane:
@@ -185,8 +199,8 @@ class _Lane:
         return stack[-1][2] if stack else None
 
     def sweep(self) -> int:
-        """Drops what is outdated; returns how many are left."""
-        if not self.heap:  # most of the lanes, most of the time; what the stack has then is outdated
+        """Drops outdated items; returns how many are left."""
+        if not self.heap:  # most of the lanes, most of the time; the items on the stack are outdated then
             self.stack.clear()
             return 0
         self.heap = [item for item in self.heap if item[1] == item[2].ticket]
@@ -256,7 +270,7 @@ class _Line:
         return [*listed[self._begin :], *self._heap]
 
     def sweep(self) -> int:
-        """Drops what is outdated; returns how many are left."""
+        """Drops outdated items; returns how many are left."""
         rows = zip(self._entries[self._begin :], self._tickets[self._begin :])
         self._entries = [entry for entry, ticket in rows if ticket == entry.ticket]
         self._tickets = [entry.ticket for entry in self._entries]
@@ -267,7 +281,7 @@ class _Line:
 
 
 class Candidates:
-    """Entries in the order in which they leave, by the tickets that an `EvictionQueue` gave them.
+    """Entries in eviction order, by the tickets of an `EvictionQueue`.
 
     Comparing both ends of all lanes takes long. Between two full comparisons, only the two best lanes of the last one
     are looked at. An entry added to another lane with a smaller value than `_bound` forces a comparison.
@@ -276,8 +290,8 @@ class Candidates:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
-        self._early = [_Line(), _Line()]  # of what is SPARE and ASIDE
-        self._late = _Line()  # of what is LED
+        self._early = [_Line(), _Line()]  # entries that are SPARE or ASIDE
+        self._late = _Line()  # entries that are LED
         self._near: list[_Lane] = []
         self._bound = _NOTHING  # value of the best end outside `_near`: no other lane has a smaller one
         self._compare_at = 0
@@ -287,7 +301,7 @@ class Candidates:
         """Adds an entry that has a new ticket."""
         policy = self._policy
         worth = entry.worth
-        if worth != KEPT:
+        if worth != RANKED:
             (self._late if worth == LED else self._early[worth]).push(entry)
         else:
             lane, item = self._lanes[policy.lane(entry)], (entry.released, entry.ticket, entry)
@@ -330,12 +344,12 @@ class Candidates:
         return count + sum([max(len(lane.heap), len(lane.stack)) for lane in self._lanes])
 
     def _sweep(self) -> int:
-        """Drops what is outdated everywhere; returns how many are left."""
+        """Drops outdated items everywhere; returns how many are left."""
         count = self._early[0].sweep() + self._early[1].sweep() + self._late.sweep()
         return count + sum([lane.sweep() for lane in self._lanes])
 
     def _least(self, lanes: Iterable[_Lane]) -> tuple[Entry | None, float]:
-        """Returns the least valuable end of some lanes, and what it is worth."""
+        """Returns the least valuable end of some lanes, and its value."""
         value = self._policy.value
         best, least = None, math.inf
         for lane in lanes:
@@ -376,7 +390,8 @@ class EvictionQueue(Candidates):
         return self._count
 
     def _sweep(self) -> int:
-        """Does so where that drops as many as it leaves: a look at each candidate costs more than adding it."""
+        """Sweeps only when more than half of the items are outdated, because looking at an item costs more than adding
+        it."""
         count = self._item_count()
         return super()._sweep() if count > 2 * self._count else count
 

@@ -1,16 +1,16 @@
-"""What the default eviction policy learns: when blocks of each kind come back.
+"""The model of the default eviction policy: when blocks of each kind are used again.
 
 Kinds are numbers; kinds of one *family* are alike, and an estimate for one of them leans on that for the family while
 little was seen. Of the blocks that reach a certain age, how many return there? Ages are powers of two (a block that
-reaches one is counted where it ended, so that those still waiting do not bias it: Kaplan and Meier, JASA 1958). What
-was evicted is remembered for a while, so that the estimate does not depend on what was kept.
+reaches one is counted where it ended, so that those still waiting do not bias it: Kaplan and Meier, JASA 1958). Evicted
+entries are remembered for a while, so that the estimate does not depend on earlier evictions.
 
-The *value* of a kind at an age is the most that keeping on gains, over all times to stop at:
+The *value* of a kind at an age is the most that keeping on gains, over all times to end it at:
 
     value(age) = max over t > age of   P(it returns before t) / E[time until it returns or t is reached]
 
 which is Gittins' index (JRSS B, 1979); LHD (Beckmann, Chen, Cidon: NSDI '18) ranks by nearly the same. It may rise with
-age: where returns are still to come, the newest is worth least.
+age: where returns are still to come, the newest has the least value.
 
 Time is a number of blocks. Everything here can be lost: it is learned again.
 """
@@ -23,8 +23,8 @@ from typing import Final, NamedTuple
 _AGE_BITS: Final = 64
 AGES: Final = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096) of 1/64 of the pool, and beyond
 _FAMILY_POOLS: Final = 1.0  # weight of a family's estimate in that of one of its kinds, in pools of blocks
-_BELIEF_POOLS: Final = 0.25  # weight of what is believed of a family
-_FORGET_POOLS: Final = 64  # time after which what was learned counts half
+_BELIEF_POOLS: Final = 0.25  # weight of a family's prior
+_FORGET_POOLS: Final = 64  # time after which an observation counts half
 # A family's values are computed anew after 4 waits that began in it; after each 8 times, one wait more is needed, up
 # to 64.
 _LEARN_FIRST: Final = 4
@@ -40,7 +40,7 @@ class Family(NamedTuple):
         kinds: consecutive numbers.
         belief: returns per doubling of the age, from an eighth of the pool to 16 pools, before anything is seen.
         wider: kinds of all groups on whose estimate that for this group leans, its own included; empty for none. Only
-            where most of the blocks that are cached are led by others: there are fewer to learn from.
+            where most of the cached blocks leave with others: there are fewer to learn from.
     """
 
     kinds: range
@@ -88,13 +88,13 @@ class ReuseModel:
             self._due[family] = None
 
     def end(self, kind: int, age: int, count: int, *, returned: bool) -> None:
-        """Counts blocks whose wait ended: they came back, or were lost sight of."""
+        """Counts blocks whose wait ended with a hit, or because they were forgotten."""
         bucket = min((age // self.unit).bit_length(), AGES - 1)
         self._ended[kind][bucket] += count
         if returned:
             self._returned[kind][bucket] += count
 
-    def learn(self, time: int, led_time: int = 0) -> None:
+    def learn(self, time: int, unlearned_time: int = 0) -> None:
         """If a family is due, computes its values anew. One at a time: it takes some ten microseconds."""
         if not self._due:
             return
@@ -105,7 +105,7 @@ class ReuseModel:
             self._started = [count / 2 for count in self._started]
             self._returned = [[count / 2 for count in row] for row in self._returned]
             self._ended = [[count / 2 for count in row] for row in self._ended]
-        self._share = 1 - led_time / time if time > led_time else 1.0
+        self._share = 1 - unlearned_time / time if time > unlearned_time else 1.0
         family, _ = self._due.popitem()
         self._looks[family] += 1
         self._learn(family)
@@ -130,7 +130,8 @@ class ReuseModel:
             self.values[kind] = _values(hazards, self._edges)
 
     def _seen(self) -> list[float]:
-        """Returns the share of what has started so far that was early enough to have come to the middle of each age."""
+        """Returns, for each age, the share of all waits that began early enough to have reached the middle of that
+        age."""
         elapsed = self._elapsed
         if not elapsed:
             return [0.0] * (AGES - 1)
@@ -186,7 +187,7 @@ def _values(hazards: list[float], edges: list[int]) -> list[float]:
 
 
 class Ghost(NamedTuple):
-    """Says what a stretch of evicted blocks was when it left."""
+    """The history of a stretch of blocks when it was evicted."""
 
     kind: int
     hits: int

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import cast
 
-from quire_allocator.core.blocks import Blocks, Namespace
+from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.eviction.queue import Candidates
 from quire_allocator.core.groups.factory import make_managers
 from quire_allocator.core.groups.history import PromptHistory
-from quire_allocator.core.groups.manager import Hit
-from quire_allocator.core.groups.retention import Retention
-from quire_allocator.core.groups.runs import RunHit
-from quire_allocator.core.retention.stops import StopRules, Stops
+from quire_allocator.core.groups.manager import Commit, Hit
+from quire_allocator.core.retention.retention import Retention
+from quire_allocator.core.retention.stop import Run, Unit, living
+from quire_allocator.core.retention.stops import Stops
+from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
-from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, PoolSpec, Swap
+from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, GroupKind, PoolSpec, Swap
 
 
 class Coordinator:
@@ -30,13 +30,14 @@ class Coordinator:
         in_place: some group keeps a state that forward passes overwrite.
         settles: some group gives blocks back while its sequences live.
         in_step: all groups have one block size and none keeps state: they need their next block at the same token.
-        group_count: how many groups there are; `append` takes so many blocks.
+        group_count: how many groups there are; `append_rows` takes so many blocks.
         history: the latest prompts, where no group keeps whole prefixes; else None.
-        retention: what says which blocks of windows and states stay cached; None where all are alike.
+        retention: where hits can end, and what stays cached for them.
     """
 
     def __init__(self, spec: PoolSpec, blocks: Blocks, log: EventLog) -> None:
-        self.managers = make_managers(spec, blocks, log)
+        self.retention = Retention(spec, blocks)
+        self.managers = make_managers(spec, log, self.retention)
         self.digest_tokens = spec.block_size
         self.in_place = any(manager.in_place for manager in self.managers)
         self._settling = [(number, manager) for number, manager in enumerate(self.managers) if manager.settles]
@@ -48,12 +49,11 @@ class Coordinator:
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
         order = [group for manager in self.managers for group in manager.groups]
         self.group_count = len(order)
-        # For each group, where its block stands among those that `append` takes; none where that is as they come.
+        # For each group, where its block stands among those that `append_rows` takes; none where that is as they come.
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
-        keeps_all = spec.retention == "dense" or not self.settles
-        self.retention = None if keeps_all else Retention(spec, self.managers, blocks)
-        self.stop_rules = StopRules(spec.groups, spec.edge_tokens, foresees=self.retention is not None)
+        states = [number for number, m in enumerate(self.managers) if m.spec.kind is GroupKind.STATE]
+        self._ending = states[0] if states else 0  # the manager that says where hits can end at last
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
         # The nameless namespace of a pool without quotas: forgotten, it is empty again and serves as the next new one.
         self._unnamed: Namespace | None = None
@@ -109,46 +109,85 @@ class Coordinator:
         junction = kept // self._edge_tokens * self._edge_tokens
         return junction if junction > matched else 0
 
-    def stops(self, prompt_token_count: int, matched: int, junction: int) -> Stops:
-        """Returns where hits are to end in a new sequence."""
-        partings = self.retention.partings if self.retention is not None else None
-        return self.stop_rules.of(prompt_token_count, matched, junction, partings)
-
     def note_prompt(
         self, space: Namespace, hits: Sequence[Hit], digests: bytes, prompt_token_count: int, junction: int
     ) -> None:
         """Notes the prompt of a sequence that is let in, before it takes its hits: where it parts from those before it,
         and what the next one may part from."""
-        if self.retention is not None:
-            self.retention.note_parting(space, hits, digests, prompt_token_count, junction)
+        self._note_parting(space, hits, digests, prompt_token_count, junction)
         if self.history is not None:
             self.history.note(space.name, digests[: prompt_token_count // self.digest_tokens * DIGEST_BYTES])
-        if junction and self.retention is not None:
-            for full, hit in zip(self.retention.full, hits):
-                full.goes_on(cast(RunHit, hit))
+        if junction and not self.retention.is_even:
+            for manager, hit in zip(self.managers, hits):
+                manager.goes_on(hit)
+
+    def _note_parting(
+        self, space: Namespace, hits: Sequence[Hit], digests: bytes, prompt_token_count: int, junction: int
+    ) -> None:
+        """A new prompt parts after its junction or, where there is none, after its hits."""
+        end = junction or hits[0].token_count
+        if not end or self.retention.is_even:
+            return
+        behind = self.managers[0].behind(space.scopes[0], hits[0], digests, end)
+        if behind is not None:
+            last = end // self.digest_tokens * DIGEST_BYTES
+            is_whole = end + self._edge_tokens >= prompt_token_count
+            key = space.name, end, digests[last - DIGEST_BYTES : last]
+            self.retention.note_parting(key, behind, is_whole=is_whole)
 
     def open(
         self, space: Namespace, hits: Sequence[Hit], token_count: int, stops: Stops, priority: int
     ) -> SequenceState:
         """Makes a sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
         space.sequence_count += 1  # or it would be forgotten with its last cached block
-        own = stops.token_counts
-        parts = tuple([m.open(scope, hit, own) for m, scope, hit in zip(self.managers, space.scopes, hits)])
-        sequence = SequenceState(space, token_count, priority, parts)
-        sequence.stops, sequence.prompt_end, sequence.early_stop = stops
-        if token_count and self.retention is not None:
-            self.retention.make(sequence, token_count)
+        parts = tuple([m.open(scope, hit) for m, scope, hit in zip(self.managers, space.scopes, hits)])
+        sequence = SequenceState(space, token_count, priority, parts, stops)
+        if token_count and not self.retention.is_even:
+            self._stop_at(sequence, token_count)
         self.settle(sequence)
         return sequence
 
-    def pass_stops(self, parent: SequenceState, child: SequenceState) -> None:
-        """Gives a fork the stops of its parent, but for those of the answer, which neither has from now on."""
-        stops = parent.stops
-        if stops and stops[-1] > parent.prompt_end:
-            parent.stops = stops = tuple([stop for stop in stops if stop <= parent.prompt_end])
-            for part in (*parent.parts, *child.parts):
-                part.stop_at(stops)
-        child.stops, child.prompt_end, child.early_stop = stops, parent.prompt_end, parent.early_stop
+    def fork(self, parent: SequenceState) -> SequenceState:
+        """Makes a sequence that shares what another one has committed."""
+        self.end_turn(parent)
+        length = parent.committed_token_count
+        parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
+        child = SequenceState(parent.namespace, length, parent.priority, parts, parent.stops.fork())
+        child.quiet_until = parent.quiet_until
+        return child
+
+    def end_turn(self, sequence: SequenceState) -> None:
+        """Makes a stop where later hits can end at last in what a sequence has committed, unless it has one there."""
+        if self.retention.is_even:
+            return
+        last = living(sequence.stops.last)
+        number = self._ending
+        end = self.managers[number].last_end(sequence.parts[number], sequence.committed_token_count)
+        if end > (0 if last is None else last.token_count):
+            self._stop_at(sequence, end)
+
+    def _stop_at(self, sequence: SequenceState, token_count: int) -> None:
+        """Makes a stop after so many tokens of a sequence, if all groups can serve them from what it has."""
+        digest = self.managers[0].digest_at(sequence.parts[0], token_count)
+        if not digest:
+            return
+        key = sequence.namespace.name, token_count, digest
+        stop = self.retention.stops.get(key)
+        if stop is None:
+            needed, runs, way_count = list[Unit](), list[Run](), 0
+            for manager, part in zip(self.managers, sequence.parts):
+                tail = manager.units_at(part, token_count, digest)
+                if tail is None:
+                    return
+                needed += tail
+                run = manager.run_at(part, token_count)
+                if run is not None:
+                    runs.append(run)
+                    way_count += manager.other_way_count(part, token_count)
+            if not needed and not runs:
+                return
+            stop = self.retention.make(sequence.stops, key, needed, runs, other_way_count=way_count)
+        self.retention.passed(sequence.stops, stop)
 
     def grant(self, sequence: SequenceState, needs: Sequence[int], until: int, copies: list[Copy]) -> list[array[int]]:
         """Takes what each manager needs and hands it out; the caller has checked that there is room.
@@ -171,22 +210,9 @@ class Coordinator:
         sequence.limit = limit
         return granted
 
-    def append(self, sequence: SequenceState, token_count: int) -> array[int]:
-        """Takes one more block for every group, at a block edge of groups in step: nothing can be shared there.
-
-        Returns:
-            For each group its block.
-        """
-        self.raise_limit(sequence, token_count)
-        return self.append_rows([sequence])
-
-    def raise_limit(self, sequence: SequenceState, token_count: int) -> None:
-        """Notes that a sequence has one more block for every group, which `append_rows` hands out next."""
-        sequence.token_count = token_count
-        sequence.limit += self.digest_tokens
-
     def append_rows(self, sequences: Sequence[SequenceState]) -> array[int]:
-        """Takes one more block for every group of each sequence, all of them at once.
+        """Takes one more block for every group of each sequence, at a block edge of groups in step: nothing can be
+        shared there. The caller has raised their limits.
 
         Returns:
             The blocks, group fastest.
@@ -195,48 +221,42 @@ class Coordinator:
         first = 0
         for sequence in sequences:
             for manager, part in zip(self.managers, sequence.parts):
-                end = first + len(manager.groups)
-                if end - first == 1:
-                    manager.append(part, blocks[first])
-                else:
-                    manager.append_row(part, blocks[first:end])
-                first = end
+                manager.append_row(part, blocks, first)
+                first += manager.width
         if self._places:
             rows = range(0, len(blocks), self.group_count)
             return array("I", [blocks[row + place] for row in rows for place in self._places])
         return blocks
 
-    def append_one(self, sequence: SequenceState, token_count: int) -> int:
-        """Does the same for the only group of a pool, and returns its block."""
-        block = self._blocks.take_one()
-        sequence.token_count = token_count
-        sequence.limit += self.digest_tokens
-        self.managers[0].append(sequence.parts[0], block)
-        return block
-
-    def publish(self, sequence: SequenceState, until: int, digests: bytes, *, has_room: bool) -> list[Swap]:
-        """Counts a sequence's tokens up to `until` as committed, and publishes what became full as far as it has
-        digests; returns what was published before by others. It `has_room` if more tokens than these are granted."""
+    def commit(self, sequence: SequenceState, until: int, digests: bytes, granted: int) -> list[Swap]:
+        """Counts a sequence's tokens up to `until` as committed, publishes what became full as far as it has digests,
+        and gives back what is not needed to hold `granted` tokens; returns what was published before by others."""
         committed = sequence.committed_token_count
-        swaps: list[Swap] = []
-        sequence.committed_token_count = until
-        size = (until // self.digest_tokens - committed // self.digest_tokens) * DIGEST_BYTES
+        ends = sequence.stops.reached(committed, until)
+        new = Commit(committed, until, digests, ends)
+        self._publish(sequence, new, has_room=granted > until)
+        if granted < sequence.token_count:
+            for manager, part in zip(self.managers, sequence.parts):
+                manager.shrink(part, granted)
+            sequence.token_count = granted
+        if ends and not self.retention.is_even:
+            for end in ends:
+                self._stop_at(sequence, end)
+        self.settle(sequence)
+        return new.swaps
+
+    def _publish(self, sequence: SequenceState, new: Commit, *, has_room: bool) -> None:
+        sequence.committed_token_count = until = new.until
+        size = (until // self.digest_tokens - new.committed // self.digest_tokens) * DIGEST_BYTES
         if not size:
-            return swaps
-        if len(digests) != size:
-            digests = digests[:size]
-            sequence.is_named = sequence.is_named and len(digests) == size
+            return
+        if len(new.digests) != size:
+            new.digests = new.digests[:size]
+            sequence.is_named = sequence.is_named and len(new.digests) == size
         for manager, part in zip(self.managers, sequence.parts):
             # With room left, the next pass would overwrite a published state without a grow that copies it.
             if not has_room or not manager.in_place:
-                manager.commit(part, committed, until, digests, swaps)
-        return swaps
-
-    def shrink(self, sequence: SequenceState, until: int) -> None:
-        """Gives back what is not needed to hold so many tokens."""
-        for manager, part in zip(self.managers, sequence.parts):
-            manager.shrink(part, until)
-        sequence.token_count = until
+                manager.commit(part, new)
 
     def settle(self, sequence: SequenceState) -> None:
         """Gives back what no token from the committed ones on reads, and notes from which commit on there is something

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.full import FullAttentionManager
 from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.groups.states import StateManager
 from quire_allocator.core.groups.windows import WindowManager
+from quire_allocator.core.retention.retention import Retention
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 
 # Groups that find prefixes from the left come first: they bound the search of those that look from the right.
@@ -25,11 +25,12 @@ MANAGERS: dict[GroupKind, type[FullAttentionManager] | type[WindowManager] | typ
 }
 
 
-def make_managers(spec: PoolSpec, blocks: Blocks, log: EventLog) -> tuple[AnyManager, ...]:
+def make_managers(spec: PoolSpec, log: EventLog, retention: Retention) -> tuple[AnyManager, ...]:
     """Returns the managers of a pool, in the order in which prefixes are searched."""
     members: dict[GroupSpec, list[int]] = {}
     for number, group in enumerate(spec.groups):
         members.setdefault(group, []).append(number)
     order = list(MANAGERS)
     ordered: Sequence[GroupSpec] = sorted(members, key=lambda group: order.index(group.kind))
-    return tuple(cast(AnyManager, MANAGERS[g.kind](g, members[g], spec, blocks, log)) for g in ordered)
+    made = [MANAGERS[group.kind](group, members[group], spec, log, retention) for group in ordered]
+    return tuple([cast(AnyManager, manager) for manager in made])

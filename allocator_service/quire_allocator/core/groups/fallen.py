@@ -1,7 +1,7 @@
-"""Published positions of windowed groups: one by one where somebody has or needs them, else as stretches.
+"""What fell out of the tables of windowed groups, and is cached: stretches that nobody has or needs.
 
 A prompt of a million tokens leaves 62,500 blocks of 16 behind a window, of which nobody may ever ask for one. So what
-falls out of a table together, and stands before no stop, is one object.
+falls out of a table together, and that no hit is to take, is one object.
 
 Lifecycle of a stretch here:
 
@@ -17,15 +17,16 @@ agrees with the stretch from there up to where it parts, and what it agrees with
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from quire_allocator.core.blocks import Evictor, Namespace, Scoped
-from quire_allocator.core.eviction.queue import KEPT, SPARE
+from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.depths import Depths
-from quire_allocator.core.groups.manager import IndexedStretch, PartT
-from quire_allocator.core.groups.stretches import Stretch
-from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
+from quire_allocator.core.groups.units import UnitScope
+from quire_allocator.core.retention.retention import Retention
+from quire_allocator.core.retention.stop import Unit, UnitKey
+from quire_allocator.core.scopes import Evictor, Namespace, Scoped
 from quire_allocator.core.spec import DIGEST_BYTES
+from quire_allocator.core.stretches import Stretch
 
 
 class Path:
@@ -108,77 +109,17 @@ class WindowScope(UnitScope):
         return None
 
 
-class FallenManager(UnitManager[PartT]):
-    """What managers of windows do with published positions."""
+class Fallen:
+    """Everything that fell out of the tables of one manager, and is cached."""
 
-    def new_scope(self, namespace: Namespace) -> WindowScope:
-        return WindowScope(namespace, self)
+    def __init__(self, width: int, log: EventLog, retention: Retention) -> None:
+        self._width = width
+        self._log = log
+        self._retention = retention
+        self._blocks = retention.blocks
 
-    def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
-        assert isinstance(scope, WindowScope)
-        name = scope.namespace.name
-        noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
-        # Units and stretches become each other meanwhile: what was noted is yielded, and is in the log if it went.
-        noted += [(unit.first_position, unit.first_digest) for unit in scope.units()]
-        for position, digests in noted:
-            yield IndexedStretch(name, self.groups, self.spec, b"", digests, position)
-
-    def evict(self, entry: Scoped, wanted: int) -> int:
-        if not isinstance(entry, Stretch):
-            return super().evict(entry, wanted)
-        positions = min(entry.size // DIGEST_BYTES, -(-wanted // self.width))
-        self._blocks.policy.evicted(entry, positions * self.width)
-        return self._trim(entry, positions)
-
-    def drop_path(self, scope: UnitScope, digests: bytes, kept_digest_count: int) -> None:
-        assert isinstance(scope, WindowScope)
-        stride = self.block_size // self._digest_tokens
-        path = Path(digests, stride * DIGEST_BYTES, 0)
-        first, end = kept_digest_count // stride, len(digests) // path.step
-        if first < end and scope.stretches:
-            through = scope.through(first, path.at(first)) if first else None
-            if through is not None:
-                self._drop_all(self._cut(through, first, first + 1))
-            for begin, stop, stretch in scope.stretches_on(path, first, end):
-                self._drop_all(self._cut(stretch, begin, stop))
-        super().drop_path(scope, digests, kept_digest_count)
-
-    def worth(self, entry: Scoped) -> int:
-        if isinstance(entry, Stretch):
-            return KEPT if self.keeper is None else SPARE
-        return super().worth(entry)
-
-    # -- for subclasses ------------------------------------------------------------------------------------------------
-
-    def _drop_all(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            self._drop(unit)
-
-    def _let_fall(self, scope: UnitScope, fallen: Sequence[Scoped]) -> None:
-        """Counts one fewer table that has these units and stretches, which follow one another: the deepest first, since
-        short prefixes serve most prompts. What nobody has or needs becomes a stretch."""
-        i = len(fallen)
-        if i == 1 and isinstance(fallen[0], Unit):  # while decoding
-            self._release(fallen[0])
-            return
-        assert isinstance(scope, WindowScope)
-        while i > 0:
-            end = i
-            while i > 0 and _is_idle(fallen[i - 1]):
-                i -= 1
-            if end - i > 1:
-                self._cache(scope, self._join(scope, fallen[i:end]))
-                continue
-            i = end - 1
-            entry = fallen[i]
-            if isinstance(entry, Stretch):
-                self._cache(scope, entry)
-            else:
-                assert isinstance(entry, Unit)
-                self._release(entry)
-
-    def _join(self, scope: WindowScope, fallen: Sequence[Scoped]) -> Stretch:
-        """Makes a stretch of units."""
+    def stretch(self, scope: WindowScope, fallen: Sequence[Scoped]) -> Stretch:
+        """Makes a stretch of units that follow one another and are idle."""
         digests, blocks = list[bytes](), array("I")
         first = fallen[0].first_position
         for unit in fallen:
@@ -189,24 +130,22 @@ class FallenManager(UnitManager[PartT]):
             scope.remove(unit)
         return Stretch(scope, first, b"".join(digests), blocks)
 
-    def _cache(self, scope: WindowScope, stretch: Stretch) -> None:
-        """Nobody has a stretch any more, which was published."""
-        count, is_spare = len(stretch.blocks), self.keeper is not None
+    def cache(self, scope: WindowScope, stretch: Stretch) -> None:
+        """Takes a published stretch that nobody has any more."""
         if not scope.file(stretch):
             self._log.removed(scope, stretch.first_position, stretch.digests, 0, stretch.size)
-            scope.held -= count
+            scope.held -= stretch.block_count
             self._blocks.give_back(stretch.blocks)
             return
         self._blocks.policy.stored(stretch, None)
-        if is_spare:
-            stretch.worth = SPARE
-            scope.spare += count
-        self._blocks.now_cached(stretch, count, is_candidate=True)
+        self._retention.cached_stretch(stretch)
 
-    def _trim(self, stretch: Stretch, positions: int) -> int:
-        """Puts so many positions from the deep end of a cached stretch on the empty stack; returns how many blocks."""
-        scope, size = stretch.scope, stretch.size
-        assert isinstance(scope, WindowScope)
+    def evict(self, scope: WindowScope, stretch: Stretch, wanted: int) -> int:
+        """Puts positions from the deep end of a cached stretch on the empty stack: so many blocks, or all it has.
+        Returns how many blocks."""
+        size = stretch.size
+        positions = min(size // DIGEST_BYTES, -(-wanted // self._width))
+        self._blocks.policy.evicted(stretch, positions * self._width)
         kept = size - positions * DIGEST_BYTES
         if not kept:
             self._blocks.queue.discard(stretch)
@@ -214,16 +153,13 @@ class FallenManager(UnitManager[PartT]):
         source, blocks = stretch.trim(kept)
         self._log.removed(scope, stretch.first_position + kept // DIGEST_BYTES, source, kept, size)
         self._blocks.give_back(blocks)
-        if stretch.worth == SPARE:
-            scope.spare -= len(blocks)
+        self._retention.shrunk(stretch, len(blocks))
         return len(blocks)
 
-    def _cut(self, stretch: Stretch, first: int, end: int) -> list[Unit]:
+    def cut(self, scope: WindowScope, stretch: Stretch, first: int, end: int) -> list[Unit]:
         """Makes units of the positions [first, end) of a cached stretch, about to be held. What is left of it keeps its
         place among the candidates for eviction."""
-        scope, width = stretch.scope, self.width
-        assert isinstance(scope, WindowScope)
-        begin = stretch.first_position
+        begin, width = stretch.first_position, self._width
         above, size = (first - begin) * DIGEST_BYTES, (end - begin) * DIGEST_BYTES
         digests, blocks = bytes(stretch.digests[:size]), stretch.blocks[: (end - begin) * width]
         units = list[Unit]()
@@ -235,7 +171,7 @@ class FallenManager(UnitManager[PartT]):
                 continue
             unit = Unit(scope, own)
             unit.copy_history(stretch)
-            unit.live, unit.worth = 0, stretch.worth
+            unit.live = 0
             scope.add(unit, key)
             units.append(unit)
         scope.unfile(stretch)
@@ -252,7 +188,6 @@ class FallenManager(UnitManager[PartT]):
         if above:
             upper = Stretch(scope, begin, digests[:above], blocks[: (first - begin) * width])
             upper.copy_history(stretch)
-            upper.worth = stretch.worth
             self._blocks.push(upper)
             self._file_again(scope, upper)
         return units
@@ -268,34 +203,25 @@ class FallenManager(UnitManager[PartT]):
         scope = stretch.scope
         self._log.removed(scope, position, digests, 0, len(digests))
         self._blocks.give_back(blocks)
-        if stretch.worth == SPARE:
-            scope.spare -= len(blocks)
+        self._retention.shrunk(stretch, len(blocks))
         self._blocks.dropped(scope, len(blocks))
 
-    def _take_out(self, scope: WindowScope, path: Path, first: int, end: int, *, is_linked: bool) -> None:
-        """Makes units of what stretches have of some positions of a path, which are about to be published again.
+    def take_out(self, scope: WindowScope, path: Path, first: int, end: int, *, is_linked: bool) -> list[Unit]:
+        """Makes units of what stretches have of positions [first, end) of a path.
 
         If the sequence has the block before them (`is_linked`), no stretch that has the first begins before it.
         """
-        if first == end or not scope.stretches:
-            return
-        found = scope.stretches_on(path, first, end)
-        if not is_linked and first:
-            through = scope.through(first, path.at(first))
-            if through is not None:
-                self._cut(through, first, first + 1)
-                found = scope.stretches_on(path, first, end)
-        for begin, stop, stretch in found:
-            for unit in self._cut(stretch, begin, stop):
-                if unit.first_digest != path.at(unit.first_position):  # only where the owner made digests up
-                    self._blocks.push(unit)
+        if first >= end or not scope.stretches:
+            return []
+        units = list[Unit]()
+        through = scope.through(first, path.at(first)) if first and not is_linked else None
+        if through is not None:
+            units += self.cut(scope, through, first, first + 1)
+        for begin, part_end, stretch in scope.stretches_on(path, first, end):
+            units += self.cut(scope, stretch, begin, part_end)
+        return units
 
 
-def _is_idle(entry: Scoped) -> bool:
+def is_idle(entry: Scoped) -> bool:
     """Tells whether one sequence has a published unit, and nobody else has, needs or ever asked for it."""
-    return (
-        isinstance(entry, Unit)
-        and entry.live == 1
-        and entry.is_published
-        and not (entry.needed_count or entry.aside_count or entry.hits)
-    )
+    return isinstance(entry, Unit) and entry.live == 1 and entry.is_published and not (entry.is_needed() or entry.hits)

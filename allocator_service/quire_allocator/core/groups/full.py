@@ -17,15 +17,18 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from quire_allocator.core.block_states import BlockStates
-from quire_allocator.core.blocks import Blocks, Namespace, Scoped
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.kept import KeptBlocks
-from quire_allocator.core.groups.manager import IndexedStretch, Manager
-from quire_allocator.core.groups.run_tree import RunTree, holders_of_runs
-from quire_allocator.core.groups.runs import Run, RunHit, RunScope
-from quire_allocator.core.groups.stretches import common_positions, every, filled
+from quire_allocator.core.groups.manager import Commit, IndexedStretch, Manager
+from quire_allocator.core.groups.run_tree import RunTree, behind_hit, holders_of_runs
+from quire_allocator.core.groups.runs import RunHit, RunScope
+from quire_allocator.core.retention.partings import Behind
+from quire_allocator.core.retention.retention import Retention
+from quire_allocator.core.retention.stop import Run, Unit
+from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import DIGEST_BYTES, NEVER, NO_BLOCKS, Copy, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.stretches import common_positions, every, filled
 
 
 class RunPart(Part):
@@ -53,14 +56,17 @@ class RunPart(Part):
 class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     """All full-attention groups of one block size. `Manager` says what its methods promise."""
 
-    def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
+    def __init__(
+        self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, log: EventLog, retention: Retention
+    ) -> None:
         self.spec = spec
         self.groups = tuple(groups)
         self.width = len(self.groups)
         self.block_size = spec.block_size
         self._stride = spec.block_size // pool.block_size  # digests per block
-        self._blocks = blocks
-        self.tree = RunTree(self.width, spec.block_size, blocks, log)
+        self._blocks = retention.blocks
+        self.tree = RunTree(self.width, spec.block_size, log, retention)
+        self._edge_tokens = pool.edge_tokens
         self._append_only = pool.append_only
         self._sharers: dict[int, list[RunPart]] = {}  # first block of a shared unpublished position -> two or more
 
@@ -75,8 +81,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return self.tree.find(scope.root, digests, token_limit)
 
     def goes_on(self, hit: RunHit) -> None:
-        """Prepares a hit of a prompt that goes on along what full attention has behind it, which other groups do not
-        serve: nothing is left behind where it ends."""
+        """Cuts the run in which the hit ends: the prompt leaves nothing behind there."""
         if hit.cut:
             hit.runs[-1], hit.cut = self.tree.cut(hit.runs[-1], hit.cut), 0
 
@@ -85,7 +90,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def needed_after(self, hit: RunHit, token_count: int) -> int:
         return -(-token_count // self.block_size) * self.width - hit.block_count
 
-    def open(self, scope: RunScope, hit: RunHit, stops: tuple[int, ...]) -> RunPart:
+    def open(self, scope: RunScope, hit: RunHit) -> RunPart:
         runs = hit.runs
         run = runs[-1] if runs else scope.root
         if hit.cut:
@@ -122,13 +127,13 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             part.tail.extend(blocks)
         return (part.published + len(part.tail) // self.width) * self.block_size
 
-    def append(self, part: RunPart, block: int) -> None:
-        part.scope.held += 1
-        part.tail.append(block)
-
-    def append_row(self, part: RunPart, blocks: array[int]) -> None:
-        part.scope.held += self.width
-        part.tail.extend(blocks)
+    def append_row(self, part: RunPart, blocks: array[int], first: int) -> None:
+        width = self.width
+        part.scope.held += width
+        if width == 1:
+            part.tail.append(blocks[first])
+        else:
+            part.tail.extend(blocks[first : first + width])
 
     def let_go(self, part: RunPart, token_count: int) -> int:
         """Counts the half-filled block where this sequence is the last one that borrows it."""
@@ -137,8 +142,9 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def give_up(self, part: RunPart) -> None:
         """Forward passes never overwrite a published block here."""
 
-    def commit(self, part: RunPart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
-        digests = filled(digests, self._stride, committed, self.block_size)
+    def commit(self, part: RunPart, new: Commit) -> None:
+        committed, swaps = new.committed, new.swaps
+        digests = filled(new.digests, self._stride, committed, self.block_size)
         if not digests:
             return
         if part.published < committed // self.block_size:  # a block before them had no digest: they have no parent
@@ -199,24 +205,6 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
                 self._give_back(part, own)
         self.tree.release(part.run)
 
-    def run_at(self, part: RunPart, token_count: int) -> Run:
-        """Returns the run of a sequence in which the block that ends after so many tokens stands; it is published."""
-        run, position = part.run, token_count // self.block_size - 1
-        while run.first_position > position:
-            assert run.parent is not None, "it is not published"
-            run = run.parent
-        return run
-
-    def end_of(self, run: Run) -> int:
-        """Returns the tokens up to the end of a run."""
-        return (run.first_position + run.size // DIGEST_BYTES) * self.block_size
-
-    def digest_at(self, part: RunPart, token_count: int) -> bytes:
-        """Returns the digest of so many tokens of a sequence; a block ends there, and is published."""
-        run = self.run_at(part, token_count)
-        end = (token_count // self.block_size - run.first_position) * DIGEST_BYTES
-        return bytes(run.digests[end - DIGEST_BYTES : end])
-
     def tables(self, part: RunPart) -> list[array[int]]:
         blocks = self.tree.path_blocks(part.run, part.tail)
         if part.kept is not None:
@@ -261,8 +249,8 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
                 break
             same = common_positions(child.digests, digests, start, len(digests))
             if same * DIGEST_BYTES < child.size:
-                is_parting = start + same * DIGEST_BYTES < len(digests)
-                child = self.tree.split(child, same) if is_parting else self.tree.cut(child, same)
+                goes_another_way = start + same * DIGEST_BYTES < len(digests)
+                child = self.tree.split(child, same) if goes_another_way else self.tree.cut(child, same)
             if not child.live:
                 self._blocks.policy.hit(child)
             own = part.tail[taken * width : (taken + same) * width]
@@ -349,6 +337,35 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         part.scope.held -= len(blocks)
         self._blocks.give_back(blocks)
 
+    # -- where hits can end -------------------------------------------------------------------------------------------
+
+    def run_at(self, part: RunPart, token_count: int) -> Run:
+        """Returns the run of a sequence in which the block that ends after so many tokens stands; it is published."""
+        run, position = part.run, token_count // self.block_size - 1
+        while run.first_position > position:
+            assert run.parent is not None, "it is not published"
+            run = run.parent
+        return run
+
+    def digest_at(self, part: RunPart, token_count: int) -> bytes:
+        """Returns the digest of so many tokens of a sequence; a block ends there, and is published."""
+        return self.run_at(part, token_count).digest_at(token_count // self.block_size - 1)
+
+    def units_at(self, part: RunPart, token_count: int, digest: bytes) -> list[Unit] | None:
+        """Returns none: a hit takes whole runs."""
+        return []
+
+    def other_way_count(self, part: RunPart, token_count: int) -> int:
+        run = self.run_at(part, token_count)
+        if run.token_count() != token_count:
+            return 0
+        return len(run.children) - (run is not part.run)
+
+    def behind(self, scope: RunScope, hit: RunHit, digests: bytes, token_count: int) -> Behind | None:
+        if token_count > hit.token_count:
+            hit = self.find(scope, digests, token_count)
+        return behind_hit(hit, self._edge_tokens // self.block_size)
+
     # -- for readers and for eviction ----------------------------------------------------------------------------------
 
     def walk(self, scope: RunScope) -> Iterator[IndexedStretch]:
@@ -378,11 +395,3 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
 
     def evict(self, entry: Scoped, wanted: int) -> int:
         return self.tree.evict(entry, wanted)
-
-    def assess(self, entry: Scoped) -> None:
-        assert isinstance(entry, Run)
-        self.tree.assess(entry)
-
-    def worth(self, entry: Scoped) -> int:
-        assert isinstance(entry, Run)
-        return self.tree.worth(entry)

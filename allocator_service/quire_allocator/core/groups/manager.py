@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from quire_allocator.core.block_states import BlockStates
-from quire_allocator.core.blocks import Evictor, Namespace, Scope
+from quire_allocator.core.retention.partings import Behind
+from quire_allocator.core.retention.stop import Run, Unit
+from quire_allocator.core.scopes import Evictor, Namespace, Scope
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import Copy, GroupSpec, Swap
 
@@ -32,6 +34,26 @@ class Hit:
         self.token_count = token_count
         self.block_count = block_count
         self.cached_block_count = cached_block_count
+
+
+class Commit:
+    """What a sequence has computed just now.
+
+    Attributes:
+        committed, until: its committed tokens before and after.
+        digests: of the digest blocks in [committed, until).
+        ends: token counts in (committed, until] at which later hits are to end; rising.
+        swaps: gets what others had published before.
+    """
+
+    __slots__ = ("committed", "digests", "ends", "swaps", "until")
+
+    def __init__(self, committed: int, until: int, digests: bytes, ends: tuple[int, ...]) -> None:
+        self.committed = committed
+        self.until = until
+        self.digests = digests
+        self.ends = ends
+        self.swaps: list[Swap] = []
 
 
 class IndexedStretch(NamedTuple):
@@ -65,6 +87,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     in_place = False
     settles = False
+    _edge_tokens: int
 
     @abstractmethod
     def new_scope(self, namespace: Namespace) -> ScopeT:
@@ -79,8 +102,8 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         """Counts the blocks to grant beside a hit, for a new sequence of so many tokens."""
 
     @abstractmethod
-    def open(self, scope: ScopeT, hit: HitT, stops: tuple[int, ...]) -> PartT:
-        """Takes references on a hit, and returns what a new sequence with these `SequenceState.stops` has here."""
+    def open(self, scope: ScopeT, hit: HitT) -> PartT:
+        """Takes references on a hit, and returns what a new sequence has here."""
 
     @abstractmethod
     def needed(self, part: PartT, token_count: int, until: int) -> int:
@@ -107,13 +130,9 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         says what to copy. The manager may keep the array: the caller may still read it, and never changes it.
         """
 
-    def append(self, part: PartT, block: int) -> None:
-        """Adds one block at a block edge, where nothing is shared; for a manager of one group."""
-        self.append_row(part, array("I", [block]))
-
-    def append_row(self, part: PartT, blocks: array[int]) -> None:
-        """Does the same with one block for each of its groups."""
-        self.grow(part, 0, 0, blocks, [])
+    def append_row(self, part: PartT, blocks: array[int], first: int) -> None:
+        """Adds one block for each of its groups at a block edge, where nothing is shared: those from number `first`."""
+        self.grow(part, 0, 0, blocks[first : first + self.width], [])
 
     @abstractmethod
     def let_go(self, part: PartT, token_count: int) -> int:
@@ -129,8 +148,8 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         """Returns, for each group in order, the last entries of the table, where `blocks` were just granted."""
 
     @abstractmethod
-    def commit(self, part: PartT, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
-        """Publishes what became full; `digests` are those of the digest blocks in [committed, until)."""
+    def commit(self, part: PartT, new: Commit) -> None:
+        """Publishes what became full."""
 
     def take_over(self, part: PartT) -> int | None:
         """Publishes blocks that the sequence keeps in the place of their twins, and gives those back, as far as nobody
@@ -171,6 +190,38 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     def shared_token_count(self, part: PartT) -> int:
         """Counts leading tokens that need not be computed again if the sequence is freed, since others hold them
         too."""
+
+    # -- where hits can end -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def digest_at(self, part: PartT, token_count: int) -> bytes:
+        """Returns the digest of so many tokens of a sequence, an edge; empty where that is not known here."""
+
+    @abstractmethod
+    def units_at(self, part: PartT, token_count: int, digest: bytes) -> list[Unit] | None:
+        """Returns the units that a hit of so many tokens of a sequence would take; None if one lacks."""
+
+    def last_end(self, part: PartT, committed: int) -> int:
+        """Returns after how many tokens of a sequence, an edge, a hit can end at last."""
+        return committed // self._edge_tokens * self._edge_tokens
+
+    def run_at(self, part: PartT, token_count: int) -> Run | None:
+        """Returns the run of a sequence in which so many tokens end; None where whole prefixes are not kept."""
+        return None
+
+    def other_way_count(self, part: PartT, token_count: int) -> int:
+        """Counts the ways, beside that of the sequence, on which prefixes go on right after so many tokens of it."""
+        return 0
+
+    def behind(self, scope: ScopeT, hit: HitT, digests: bytes, token_count: int) -> Behind | None:
+        """Returns what follows after so many tokens of a prompt, at least those of its hit; None where that is not
+        known."""
+        return None
+
+    def goes_on(self, hit: HitT) -> None:
+        """Prepares a hit of a prompt that goes on along what is published after it, which other groups do not serve."""
+
+    # -- for readers --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def walk(self, scope: ScopeT) -> Iterator[IndexedStretch]:

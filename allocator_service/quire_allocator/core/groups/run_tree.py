@@ -6,25 +6,25 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from quire_allocator.core.blocks import Blocks, Scoped
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.eviction.queue import KEPT, SPARE
-from quire_allocator.core.groups.keeper import Keeper
-from quire_allocator.core.groups.runs import Run, RunHit
-from quire_allocator.core.groups.stretches import agreeing
+from quire_allocator.core.groups.runs import RunHit
 from quire_allocator.core.retention.partings import Behind
+from quire_allocator.core.retention.retention import Retention
+from quire_allocator.core.retention.stop import Run
+from quire_allocator.core.scopes import Scoped
 from quire_allocator.core.spec import DIGEST_BYTES
+from quire_allocator.core.stretches import agreeing
 
 
 class RunTree:
     """The runs of all namespaces of one manager."""
 
-    def __init__(self, width: int, block_size: int, blocks: Blocks, log: EventLog) -> None:
-        self.keeper: Keeper | None = None
+    def __init__(self, width: int, block_size: int, log: EventLog, retention: Retention) -> None:
         self.width = width
         self.block_size = block_size
-        self._blocks = blocks
+        self._blocks = retention.blocks
         self._log = log
+        self._retention = retention
 
     def find(self, root: Run, digests: bytes, token_limit: int) -> RunHit:
         """Returns the longest published prefix of at most so many tokens. Changes nothing."""
@@ -102,7 +102,7 @@ class RunTree:
             run.live -= 1
             if run.live:
                 return
-            self.assess(run)
+            self._retention.assess(run)
             self._blocks.now_cached(run, len(run.blocks), is_candidate=not run.children)
             run = run.parent
 
@@ -129,8 +129,7 @@ class RunTree:
         run.drop_head(upper.size)
         run.parent = upper
         upper.children[run.first_digest] = run
-        if run.stops and self.keeper is not None:
-            self.keeper.moved(run, upper, run.first_position * self.block_size)
+        self._retention.divided(run, upper)
         return upper
 
     def cut_at(self, root: Run, digests: bytes, position: int) -> Run | None:
@@ -170,15 +169,10 @@ class RunTree:
 
     def evict(self, entry: Scoped, wanted: int) -> int:
         """Puts positions from the deep end of a cached run without children on the empty stack: at least `wanted`
-        blocks, or all it has, but never more than its spare end where it has one, and no further than to the next place
-        at which a hit can end. Returns how many blocks."""
+        blocks, or as many as leave at once. Returns how many blocks."""
         assert isinstance(entry, Run)
-        run = entry
-        positions = min(run.size // DIGEST_BYTES, -(-wanted // self.width))
-        if run.spare:
-            positions = min(positions, max(1, run.spare // self.width))
-        if self.keeper is not None:  # of a run that ends where hits do the first one alone: the others are spare then
-            positions = 1 if run.worth == KEPT else min(positions, self._positions_to_stop(run))
+        run, retention = entry, self._retention
+        positions = retention.leaving(run, wanted)
         count, kept = positions * self.width, run.size - positions * DIGEST_BYTES
         moves = self._blocks.policy.evicted(run, count)
         parent = run.parent
@@ -187,46 +181,16 @@ class RunTree:
             self._blocks.queue.discard(run)
             del parent.children[run.first_digest]
         size, (source, blocks) = run.size, run.trim(kept)
-        self._log.removed(run.scope, run.first_position + kept // DIGEST_BYTES, source, kept, size)
+        end = run.first_position + kept // DIGEST_BYTES
+        self._log.removed(run.scope, end, source, kept, size)
         self._blocks.give_back(blocks)
-        if run.stops and self.keeper is not None:
-            self.keeper.trimmed(run, (run.first_position + kept // DIGEST_BYTES) * self.block_size)
         if kept:
-            worth, burden = run.worth, run.burden
-            self.assess(run)
-            if moves or worth != run.worth or burden != run.burden:
-                self._blocks.now_worth(run, run.worth)
-        elif not parent.children and not parent.live and parent.parent is not None:
-            self.assess(parent)
-            self._blocks.now_worth(parent, parent.worth)
+            retention.trimmed(run, moves=moves)
+            return count
+        retention.trimmed_whole(run)
+        if not parent.children and not parent.live and parent.parent is not None:
+            retention.now_leaf(parent)
         return count
-
-    def lost(self, run: Run) -> None:
-        """A stop of it is gone."""
-        if run.ticket and run.worth == KEPT and self.worth(run) == SPARE:
-            self._blocks.now_worth(run, SPARE)
-
-    def assess(self, run: Run) -> None:
-        """Notes what a run is worth that nobody holds, and what leaves with it."""
-        run.worth = self.worth(run)
-        run.burden = self.keeper.burden(run) if self.keeper is not None and run.stops else 0
-
-    def worth(self, run: Run) -> int:
-        """Returns whether a hit can end where a run does, as far as the other groups of the pool are concerned: else it
-        is spare, unless something hangs below it."""
-        if self.keeper is None or run.children:
-            return KEPT
-        end = (run.first_position + run.size // DIGEST_BYTES) * self.block_size
-        is_stop = bool(run.stops) and run.stops[-1].token_count == end
-        return KEPT if is_stop else SPARE
-
-    def _positions_to_stop(self, run: Run) -> int:
-        """Counts the positions of a run behind the last stop before its end; all of them where there is none."""
-        end = run.first_position + run.size // DIGEST_BYTES
-        for stop in reversed(run.stops):
-            if stop.token_count < end * self.block_size:
-                return end - stop.token_count // self.block_size
-        return end - run.first_position
 
     def walk(self, root: Run) -> Iterator[Run]:
         """Yields every run below a root, parents before children, while the tree goes on changing.

@@ -5,12 +5,10 @@ checkpoint by being published. A commit does that where no granted token is left
 the state without a grow that copies it, and where the commit ends exactly at
 
     a multiple of the group's block size, or
-    a stop of the sequence (`SequenceState.stops`): where a later prompt may part from it.
+    a place where later hits are to end.
 
 As a published block never changes, the next grow replaces it by a copy; where there is no room for one, a checkpoint
 that no other sequence holds is given up instead. So a hit is one block: the deepest checkpoint of the prefix.
-
-Those at stops stay as long as their prefix does, the others leave before all else (`retention.py`).
 
 A table here has one entry, the running block.
 """
@@ -21,9 +19,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from quire_allocator.core.block_states import BlockStates
-from quire_allocator.core.groups.units import NO_UNITS, Unit, UnitHit, UnitKey, UnitManager, UnitScope
+from quire_allocator.core.groups.manager import Commit
+from quire_allocator.core.groups.units import NO_UNITS, UnitHit, UnitManager, UnitScope
+from quire_allocator.core.retention.stop import Unit, UnitKey
+from quire_allocator.core.scopes import Scoped
 from quire_allocator.core.sequence import Part
-from quire_allocator.core.spec import DIGEST_BYTES, NEVER, Copy, Swap
+from quire_allocator.core.spec import DIGEST_BYTES, NEVER, Copy
 
 
 class StatePart(Part):
@@ -31,20 +32,15 @@ class StatePart(Part):
 
     Attributes:
         unit: the running block of each group; None before the first grow.
-        stops: token counts at which it makes a checkpoint, beside multiples of the block size; rising.
         last: the one that it made or hit last; None before the first.
     """
 
-    __slots__ = ("last", "scope", "stops", "unit")
+    __slots__ = ("last", "scope", "unit")
 
-    def __init__(self, scope: UnitScope, unit: Unit | None, stops: tuple[int, ...]) -> None:
+    def __init__(self, scope: UnitScope, unit: Unit | None) -> None:
         self.scope = scope
         self.unit = unit
-        self.stops = stops
         self.last: Unit | None = None
-
-    def stop_at(self, stops: tuple[int, ...]) -> None:
-        self.stops = stops
 
 
 class StateManager(UnitManager[StatePart]):
@@ -66,9 +62,9 @@ class StateManager(UnitManager[StatePart]):
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         return self.width
 
-    def open(self, scope: UnitScope, hit: UnitHit, stops: tuple[int, ...]) -> StatePart:
+    def open(self, scope: UnitScope, hit: UnitHit) -> StatePart:
         self._hold_hit(hit)
-        part = StatePart(scope, hit.units[0] if hit.units else None, stops)
+        part = StatePart(scope, hit.units[0] if hit.units else None)
         if hit.units:
             part.last = hit.units[0]
         return part
@@ -106,20 +102,21 @@ class StateManager(UnitManager[StatePart]):
             blocks, part.scope.held = part.unit.blocks, part.scope.held - self.width
             unit = part.unit
             self._retract(unit)
-            self._end_stops(unit)
+            self._retention.lost(unit)
             (part.unit,) = self._new_units(part.scope, blocks)
 
-    def commit(self, part: StatePart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
-        """Makes a checkpoint, if `until` is where one belongs."""
-        if part.unit is None or until == 0 or (until % self.block_size and until not in part.stops):
+    def commit(self, part: StatePart, new: Commit) -> None:
+        """Makes a checkpoint, if the committed tokens end where one belongs."""
+        until = new.until
+        if part.unit is None or until == 0 or (until % self.block_size and until not in new.ends):
             return
         if not self._is_private(part):
             return
-        digest = self._digest_at(digests, until, committed // self._digest_tokens)
+        digest = self._digest_at(new.digests, until, new.committed // self._digest_tokens)
         if not digest:
             return
         key = (until // self._digest_tokens, digest)
-        own, part.unit = part.unit, self._publish(part.scope, part.unit, key, swaps, 0)
+        own, part.unit = part.unit, self._publish(part.scope, part.unit, key, new.swaps, 0)
         if part.unit is own:
             self._log.stored(part.scope, b"", digest, key[0])
         part.last = part.unit
@@ -134,7 +131,7 @@ class StateManager(UnitManager[StatePart]):
         """Shares the running block, which both sequences copy before they go on."""
         if part.unit is not None:
             part.unit.live += 1
-        child = StatePart(part.scope, part.unit, part.stops)
+        child = StatePart(part.scope, part.unit)
         child.last = part.last
         return child
 
@@ -172,23 +169,38 @@ class StateManager(UnitManager[StatePart]):
         unit = part.unit
         return unit is not None and unit.live == 1 and not unit.is_published
 
-    # -- what stops need ------------------------------------------------------------------------------------------
+    # -- where hits can end -------------------------------------------------------------------------------------------
+
+    def digest_at(self, part: StatePart, token_count: int) -> bytes:
+        """Returns a digest where the sequence made or hit its last checkpoint, if it is still there."""
+        unit = part.last
+        is_there = unit is not None and unit.is_published and self._token_count(unit) == token_count
+        return unit.first_digest if unit is not None and is_there else b""
+
+    def last_end(self, part: StatePart, committed: int) -> int:
+        """Returns the checkpoint that the sequence made or hit last, if it is still there and at an edge; else 0."""
+        unit = part.last
+        count = self._token_count(unit) if unit is not None and unit.is_published else 0
+        return count if count % self._edge_tokens == 0 else 0
+
+    def units_at(self, part: StatePart, token_count: int, digest: bytes) -> list[Unit] | None:
+        """Returns the checkpoint after so many tokens of that digest, whoever made it."""
+        unit = self.checkpoint_at(part.scope, token_count, digest)
+        return None if unit is None else [unit]
 
     def checkpoint_at(self, scope: UnitScope, token_count: int, digest: bytes) -> Unit | None:
-        """Returns the checkpoint after so many tokens of that digest, whoever made it; None where there is none."""
+        """Returns the checkpoint after so many tokens of that digest; None where there is none."""
         return scope.find(token_count // self._digest_tokens, digest)
 
     def checkpoints(self, scope: UnitScope) -> list[tuple[int, bytes]]:
         """Returns after how many tokens of which digest there are checkpoints."""
-        return [(unit.first_position * self._digest_tokens, unit.first_digest) for unit in scope.units()]
+        return [(self._token_count(unit), unit.first_digest) for unit in scope.units()]
 
-    def last_checkpoint(self, part: StatePart) -> tuple[int, bytes] | None:
-        """Returns the token count and the digest of the checkpoint that a sequence made or hit last, if it is still
-        there."""
-        unit = part.last
-        return (unit.first_position * self._digest_tokens, unit.first_digest) if unit and unit.is_published else None
+    def replaced(self, entry: Scoped) -> None:
+        """Drops a checkpoint that nobody has asked for."""
+        assert isinstance(entry, Unit)
+        if entry.is_published and not entry.live and not entry.was_hit and not entry.is_needed():
+            self._drop(entry)
 
-    def replaced(self, unit: Unit) -> None:
-        """Another checkpoint has taken the place of one: where nobody has asked for it, it is not worth its blocks."""
-        if unit.is_published and not unit.live and not unit.was_hit and not unit.stops:
-            self._drop(unit)
+    def _token_count(self, unit: Unit) -> int:
+        return unit.first_position * self._digest_tokens

@@ -1,18 +1,8 @@
 """Windowed attention and recurrent state: published blocks one position at a time.
 
-A *unit* is one position of all groups of one specification: `width` blocks that are granted, shared, published and
-evicted together (a hit needs all of them anyway). Runs would not do here: these groups give blocks back at the head.
-What windows give back together, and nobody needs, is a stretch instead (`fallen.py`).
-
-Lifecycle of a unit:
-
-    1. private     granted to one sequence; forks of it share it (`live` counts the tables)
-    2. published   a commit gave it a key, (position, digest), in the namespace's index; it never changes again
-    3. cached      in no table, hittable, a candidate for eviction: what it is *worth* says how early
-    4. gone        evicted, or dropped before it was published: its blocks are empty
-
-Where there is a keeper, a unit is worth what stands behind it: KEPT if a stop needs it (LED, where full attention
-has the same prefix), ASIDE if only one that is continued does, else SPARE. Without one, all are KEPT.
+A *unit* is one position of all groups of one specification. Runs would not do
+here: these groups give blocks back at the head. What windows give back together, and nobody needs, is a stretch
+instead (`fallen.py`).
 """
 
 from __future__ import annotations
@@ -21,78 +11,14 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
-from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scoped
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED, SPARE
 from quire_allocator.core.groups.depths import Depths
-from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.manager import Hit, IndexedStretch, Manager
-from quire_allocator.core.retention.stop import Stop
+from quire_allocator.core.retention.retention import Retention
+from quire_allocator.core.retention.stop import Unit, UnitKey
+from quire_allocator.core.scopes import Evictor, Namespace, Scope, Scoped
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, PoolSpec, Swap
-
-UnitKey = tuple[int, bytes]  # position, digest
-
-
-class Unit(Scoped):
-    """The blocks of one position.
-
-    Attributes:
-        first_position, first_digest: what it is published as; the digest is empty while it is private.
-        is_published: prompts can hit it.
-        was_hit: a new sequence has begun with it.
-        stops: those that need it; None where there never was one.
-        needed_count: stops that need it, and live sequences.
-        aside_count: stops that need it and are aside.
-    """
-
-    __slots__ = (
-        "_digest",
-        "_position",
-        "aside_count",
-        "blocks",
-        "is_published",
-        "needed_count",
-        "stops",
-        "was_hit",
-    )
-
-    def __init__(self, scope: UnitScope, blocks: array[int]) -> None:  # made for every block: `super()` costs too much
-        self.scope = scope
-        self.live = 1
-        self.hits = self.released = self.ticket = 0
-        self.kind = None
-        self.worth = KEPT
-        self.blocks = blocks
-        self._position, self._digest = 0, b""
-        # It says no more than the digest, at which nobody has to look for it: most often that is in no cache.
-        self.is_published = self.was_hit = False
-        self.stops: list[Stop] | None = None
-        self.needed_count = self.aside_count = 0
-
-    @property
-    def block_count(self) -> int:
-        return len(self.blocks)
-
-    @property
-    def first_position(self) -> int:
-        return self._position
-
-    @property
-    def first_digest(self) -> bytes:
-        """Returns its digest; empty while it is private."""
-        return self._digest
-
-    @property
-    def key(self) -> UnitKey | None:
-        """Returns what it is published as; None while it is private."""
-        return (self._position, self._digest) if self._digest else None
-
-    def now_published(self, position: int, digest: bytes) -> None:
-        """Notes what it is published as from now on; without a digest it is private."""
-        self._position = position
-        self._digest = digest
-        self.is_published = digest != b""
 
 
 class UnitScope(Scope):
@@ -170,16 +96,18 @@ PartT = TypeVar("PartT", bound=Part)
 class UnitManager(Manager[UnitScope, UnitHit, PartT]):
     """What managers of units share: references, publication, eviction."""
 
-    def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
+    def __init__(
+        self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, log: EventLog, retention: Retention
+    ) -> None:
         self.spec = spec
         self.groups = tuple(groups)
         self.width = len(self.groups)
         self.block_size = spec.block_size
         self._digest_tokens = pool.block_size
-        self._blocks = blocks
+        self._edge_tokens = pool.edge_tokens
+        self._blocks = retention.blocks
         self._log = log
-        self.keeper: Keeper | None = None
-        self.is_led = False
+        self._retention = retention
 
     def new_scope(self, namespace: Namespace) -> UnitScope:
         return UnitScope(namespace, self)
@@ -194,24 +122,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         assert isinstance(entry, Unit)
         self._blocks.policy.evicted(entry, self.width)
         self._unpublish(entry)
-        self._end_stops(entry)
         return self.width
-
-    def worth(self, entry: Scoped) -> int:
-        assert isinstance(entry, Unit)
-        if entry.needed_count or self.keeper is None:
-            return LED if self.is_led else KEPT
-        return ASIDE if entry.aside_count else SPARE
-
-    def revalue(self, unit: Unit) -> None:
-        """A unit is needed more or less than before."""
-        if unit.live or not unit.ticket:
-            return
-        worth, before = self.worth(unit), unit.worth
-        if worth == before:
-            return
-        unit.scope.spare += self.width * ((worth == SPARE) - (before == SPARE))
-        self._blocks.now_worth(unit, worth)
 
     def drop_path(self, scope: UnitScope, digests: bytes, kept_digest_count: int) -> None:
         for position, digest in self._places(digests, kept_digest_count):
@@ -228,16 +139,9 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
             yield position, self._digest_at(digests, (position + 1) * self.block_size)
 
     def _drop(self, unit: Unit) -> None:
-        """A cached unit is not worth its blocks."""
+        """Empties the blocks of a cached unit, though nobody needs their room."""
         self._unpublish(unit)
-        self._end_stops(unit)
         self._blocks.dropped(unit.scope, self.width)
-
-    def _end_stops(self, unit: Unit) -> None:
-        """A unit is published no more: no hit can end any more where one would need it."""
-        if unit.stops and self.keeper is not None:
-            for stop in unit.stops[:]:
-                self.keeper.end(stop)
 
     def _new_units(self, scope: UnitScope, blocks: array[int]) -> list[Unit]:
         """Makes private units of blocks that were just granted; a single one keeps the array itself."""
@@ -258,9 +162,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         """Counts one more table that has the unit; the first takes it out of the cache."""
         unit.live += 1
         if unit.live == 1:
-            if unit.worth == SPARE:
-                unit.scope.spare -= self.width
-            self._blocks.now_held(unit, self.width)
+            self._retention.held(unit, self.width)
 
     def _release(self, unit: Unit) -> None:
         """Counts one fewer table that has the unit; after the last one it is cached, or its blocks are empty."""
@@ -268,10 +170,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         if unit.live:
             return
         if unit.is_published:
-            unit.worth = self.worth(unit)
-            if unit.worth == SPARE:
-                unit.scope.spare += self.width
-            self._blocks.now_cached(unit, self.width, is_candidate=True)
+            self._retention.cached(unit, self.width)
             return
         unit.scope.held -= self.width
         self._blocks.give_back(unit.blocks)
@@ -290,11 +189,10 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
 
     def _unpublish(self, unit: Unit) -> None:
         """Takes a cached unit out of the index and the queue; its blocks become empty."""
-        if unit.worth == SPARE:
-            unit.scope.spare -= self.width
         self._retract(unit)
         self._blocks.queue.discard(unit)
         self._blocks.give_back(unit.blocks)
+        self._retention.lost(unit)
 
     def _retract(self, unit: Unit) -> None:
         """Takes a unit out of the index: no prompt can hit it any more."""

@@ -1,23 +1,15 @@
-"""What one sequence has of a windowed group, and what publishing does where a digest is published already.
-
-In an append-only pool (`kept.py`) a commit leaves the sequence's own block in its table:
-
-    nobody holds the published one      the own block takes its place at once
-    another sequence holds it           it is held beside the own one, until the position falls out or is taken over
-"""
+"""What one sequence has of a windowed group."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
-from quire_allocator.core.blocks import Blocks, Scoped
-from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.fallen import FallenManager, WindowScope
+from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.kept import KeptBlocks
-from quire_allocator.core.groups.units import Unit, UnitKey
+from quire_allocator.core.retention.stop import Unit
+from quire_allocator.core.scopes import Scoped
 from quire_allocator.core.sequence import Part
-from quire_allocator.core.spec import NEVER, NO_BLOCKS, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.spec import NEVER, NO_BLOCKS, NULL_BLOCK
 
 
 class WindowPart(Part):
@@ -26,9 +18,8 @@ class WindowPart(Part):
     Attributes:
         units: those in its table, from position `first` on.
         tail: blocks behind them, `width` for each position.
-        stops: token counts at which a later prompt may part from it; rising.
         falling: what a commit lets fall out, rising; only until it is settled.
-        needed: units that fell out, which a stop at the last edge before the committed tokens would need.
+        needed: units that fell out, which a hit at the last edge before the committed tokens would take.
         kept: blocks of its own that stand in its table in the place of published ones; None while there were none.
     """
 
@@ -38,58 +29,58 @@ class WindowPart(Part):
         "kept",
         "needed",
         "scope",
-        "stops",
         "tail",
         "units",
     )
 
-    def __init__(self, scope: WindowScope, first: int, units: list[Unit], stops: tuple[int, ...]) -> None:
+    def __init__(self, scope: WindowScope, first: int, units: list[Unit]) -> None:
         self.scope = scope
         self.first = first
         self.units = units
         self.tail = NO_BLOCKS  # which nobody adds to
-        self.stops = stops
         self.falling: tuple[Scoped, ...] = ()
         self.needed: tuple[Unit, ...] = ()
         self.kept: KeptBlocks | None = None
 
-    def stop_at(self, stops: tuple[int, ...]) -> None:
-        self.stops = stops
+    def end(self, width: int) -> int:
+        """Returns the position behind the last one of the table, where each has so many blocks."""
+        return self.first + len(self.units) + len(self.tail) // width
 
-
-class PublishingManager(FallenManager[WindowPart]):
-    """What managers of windows do to publish a position, and with blocks that are kept beside published ones."""
-
-    def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
-        super().__init__(spec, groups, pool, blocks, log)
-        self._append_only = pool.append_only
-
-    def _publish_own(self, part: WindowPart, unit: Unit, key: UnitKey, swaps: list[Swap]) -> Unit:
-        """Gives a private unit its key. Returns the unit to use from now on: another one where the key was published
-        before. In an append-only pool that one gets the blocks if nobody holds it, or they are kept beside it."""
-        other = part.scope.find(key[0], key[1]) if self._append_only else None
-        if other is None:
-            return self._publish(part.scope, unit, key, swaps, key[0])
-        own, position = unit.blocks, key[0]
-        if other.live:
-            swaps.extend(Swap(group, position, block) for group, block in zip(self.groups, other.blocks))
-            part.kept = part.kept or KeptBlocks()
-            part.kept.add(position, own, self.width)
-            self._hold(other)
+    def add(self, blocks: array[int]) -> None:
+        """Adds blocks that are the part's from now on: while decoding they are all of a tail."""
+        self.scope.held += len(blocks)
+        if self.tail:
+            self.tail.extend(blocks)
         else:
-            self._hold(other)
-            self._give_back(part, other.blocks)
-            other.blocks = own
-        return other
+            self.tail = blocks
 
-    def take_over(self, part: WindowPart) -> int | None:
-        """Looks at positions from the last kept one on, up to one that another sequence holds, too."""
-        if part.kept is None:
-            return None
-        width, first = self.width, NEVER
-        for position, own in reversed(list(part.kept)):
-            alone = 0
-            for unit in reversed(part.units[position - part.first : position - part.first + len(own) // width]):
+    def is_shared(self, position: int) -> bool:
+        """Tells whether the block at a position, which is half filled, is shared or published."""
+        if self.tail or position != self.first + len(self.units) - 1:
+            return False
+        unit = self.units[-1]
+        return unit.live > 1 or unit.is_published
+
+    def published(self, positions: range) -> list[Unit]:
+        """Returns the units at these positions, as far as they are published and the sequence has or remembers them."""
+        first, units, found = self.first, self.units, list[Unit]()
+        if positions and positions.start < first:
+            found = [unit for unit in self.fallen() if unit.first_position in positions]
+        found += [units[position - first] for position in positions if first <= position]
+        return [unit for unit in found if unit.is_published]
+
+    def fallen(self) -> list[Unit]:
+        """Returns published units that fell out, or are about to, and that the sequence still knows."""
+        known = [*self.needed, *[entry for entry in self.falling if isinstance(entry, Unit)]]
+        return [unit for unit in known if unit.is_published]
+
+    def first_alone(self, width: int) -> int:
+        """Returns the first of the last kept positions whose published block no other sequence holds; `NEVER` where
+        there is none."""
+        first = NEVER
+        for position, own in reversed(list(self.kept or ())):
+            alone, start = 0, position - self.first
+            for unit in reversed(self.units[start : start + len(own) // width]):
                 if unit.live > 1:
                     break
                 alone += 1
@@ -97,16 +88,16 @@ class PublishingManager(FallenManager[WindowPart]):
                 first = position + len(own) // width - alone
             if alone < len(own) // width:
                 break
-        taken = part.kept.take_from(first, width)
-        for position, own in taken:
-            returned = NO_BLOCKS[:]
-            for start in range(0, len(own), width):
-                unit = part.units[position - part.first + start // width]
-                returned.extend(unit.blocks)
-                unit.blocks = own[start : start + width]
-            self._give_back(part, returned)
-        return first if taken else None
+        return first
 
-    def _give_back(self, part: WindowPart, blocks: array[int]) -> None:
-        part.scope.held -= len(blocks)
-        self._blocks.give_back(blocks)
+    def tables(self, width: int) -> list[array[int]]:
+        """Returns one table for each of so many groups."""
+        nulls = array("I", [NULL_BLOCK]) * self.first
+        tables = [
+            nulls + array("I", [unit.blocks[column] for unit in self.units]) + self.tail[column::width]
+            for column in range(width)
+        ]
+        for position, own in self.kept or ():
+            for column, table in enumerate(tables):
+                table[position : position + len(own) // width] = own[column::width]
+        return tables

@@ -8,9 +8,10 @@ has nothing takes a look for each place at which stretches begin and, with 64 bl
 from __future__ import annotations
 
 from quire_allocator.core.groups.fallen import Path, WindowScope
-from quire_allocator.core.groups.stretches import Stretch
-from quire_allocator.core.groups.units import Unit, UnitHit
+from quire_allocator.core.groups.units import UnitHit
 from quire_allocator.core.groups.window_rules import WindowRule
+from quire_allocator.core.retention.stop import Unit
+from quire_allocator.core.stretches import Stretch
 
 
 class WindowHit(UnitHit):
@@ -68,9 +69,9 @@ class WindowSearch:
     def _stands(self, position: int) -> bool:
         """Adds a position to the places if a stretch has it; returns whether one has."""
         places = self._places
-        for begin, stop, stretch in reversed(self._stretches):
+        for begin, end, stretch in reversed(self._stretches):
             if begin <= position:
-                if position >= stop or stretch.digest_at(position) != self._path.at(position):
+                if position >= end or stretch.digest_at(position) != self._path.at(position):
                     return False
                 if places and places[-1][0] is stretch and places[-1][2] == position:
                     places[-1] = stretch, places[-1][1], position + 1

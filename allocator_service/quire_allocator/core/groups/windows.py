@@ -8,9 +8,9 @@ Who owns which part of a sequence's table, in positions:
 
 In an append-only pool some published positions stand in the table with blocks of the sequence's own (`kept.py`).
 
-Of what fell out, the sequence remembers what a stop at its last edge would need (`retention.py`).
+Of what fell out, the sequence remembers what a hit at its last edge would take.
 
-A commit may publish far more than the window holds. Of that it makes units only where a stop needs one or something
+A commit may publish far more than the window holds. Of that it makes units only where hits are to end or something
 is published already; all else is stretches, which nobody holds when the commit is done (`fallen.py`).
 """
 
@@ -18,34 +18,45 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from quire_allocator.core.block_states import BlockStates
-from quire_allocator.core.blocks import Blocks, Scoped
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.fallen import Path, WindowScope
-from quire_allocator.core.groups.stretches import Stretch, filled
-from quire_allocator.core.groups.units import Unit, UnitHit, UnitScope
-from quire_allocator.core.groups.window_parts import PublishingManager, WindowPart
+from quire_allocator.core.groups.fallen import Fallen, Path, WindowScope, is_idle
+from quire_allocator.core.groups.kept import KeptBlocks
+from quire_allocator.core.groups.manager import Commit, IndexedStretch
+from quire_allocator.core.groups.units import UnitHit, UnitManager, UnitScope
+from quire_allocator.core.groups.window_parts import WindowPart
 from quire_allocator.core.groups.window_rules import WINDOW_RULES, WindowRule
 from quire_allocator.core.groups.window_search import WindowHit, WindowSearch
-from quire_allocator.core.spec import DIGEST_BYTES, NO_BLOCKS, NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.retention.retention import Retention
+from quire_allocator.core.retention.stop import Unit, UnitKey
+from quire_allocator.core.scopes import Namespace, Scoped
+from quire_allocator.core.spec import DIGEST_BYTES, NO_BLOCKS, Copy, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.stretches import Stretch, filled
 
 
-class WindowManager(PublishingManager):
+class WindowManager(UnitManager[WindowPart]):
     """All groups of one window. `Manager` says what its methods promise."""
 
     settles = True
 
-    def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
-        super().__init__(spec, groups, pool, blocks, log)
+    def __init__(
+        self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, log: EventLog, retention: Retention
+    ) -> None:
+        super().__init__(spec, groups, pool, log, retention)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
         self._stride = spec.block_size // pool.block_size
-        self.edge_tokens = pool.edge_tokens
+        self._append_only = pool.append_only
+        self._fallen = Fallen(self.width, log, retention)
+        self._remembers = not retention.is_even  # what a hit at the last edge would take, when it falls out
         # Every so many positions no token needs an earlier one; 0 where there is always one that does.
         reset = self._rule.reset_token_count()
         self._reset_positions = math.lcm(reset, spec.block_size) // spec.block_size
+
+    def new_scope(self, namespace: Namespace) -> WindowScope:
+        return WindowScope(namespace, self)
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
         end = min(token_limit, len(digests) // DIGEST_BYTES * self._digest_tokens) // self.block_size
@@ -57,21 +68,18 @@ class WindowManager(PublishingManager):
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         return (-(-token_count // self.block_size) - hit.token_count // self.block_size) * self.width
 
-    def open(self, scope: UnitScope, hit: UnitHit, stops: tuple[int, ...]) -> WindowPart:
+    def open(self, scope: UnitScope, hit: UnitHit) -> WindowPart:
         units = hit.units
         assert isinstance(hit, WindowHit)
         if hit.places:
-            taken = [unit for place in hit.places for unit in self._cut(*place)]
+            assert isinstance(scope, WindowScope)
+            taken = [unit for place in hit.places for unit in self._fallen.cut(scope, *place)]
             hit.units = units = sorted([*units, *taken], key=lambda unit: unit.first_position)
         self._hold_hit(hit)
-        return WindowPart(cast(WindowScope, scope), hit.first, units[:], stops)
-
-    def end_of(self, part: WindowPart) -> int:
-        """Returns the position behind the last one of a sequence's table."""
-        return part.first + len(part.units) + len(part.tail) // self.width
+        return WindowPart(cast(WindowScope, scope), hit.first, units[:])
 
     def needed(self, part: WindowPart, token_count: int, until: int) -> int:
-        missing = -(-until // self.block_size) - self.end_of(part)
+        missing = -(-until // self.block_size) - part.end(self.width)
         return self.width * (missing + self._must_copy(part, token_count))
 
     def footprint(self, part: WindowPart, token_count: int) -> int:
@@ -84,32 +92,18 @@ class WindowManager(PublishingManager):
     def room(self, part: WindowPart, token_count: int) -> int:
         if self._must_copy(part, token_count):
             return token_count
-        return self.end_of(part) * self.block_size
+        return part.end(self.width) * self.block_size
 
     def grow(self, part: WindowPart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
-        part.scope.held += len(blocks)
         if token_count % self.block_size and self._must_copy(part, token_count):
             shared = part.units.pop()
             copies.extend(map(Copy, shared.blocks, blocks))
             self._release(shared)
-        self._extend_tail(part, blocks)
-        return self.end_of(part) * self.block_size
+        part.add(blocks)
+        return part.end(self.width) * self.block_size
 
-    def append(self, part: WindowPart, block: int) -> None:
-        row = NO_BLOCKS[:]  # a copy and an addition cost less than an array of a list
-        row.append(block)
-        self.append_row(part, row)
-
-    def append_row(self, part: WindowPart, blocks: array[int]) -> None:
-        part.scope.held += self.width
-        self._extend_tail(part, blocks)
-
-    def _extend_tail(self, part: WindowPart, blocks: array[int]) -> None:
-        """Adds blocks that are the manager's from now on: while decoding they are all of a tail."""
-        if part.tail:
-            part.tail.extend(blocks)
-        else:
-            part.tail = blocks
+    def append_row(self, part: WindowPart, blocks: array[int], first: int) -> None:
+        part.add(blocks[first : first + self.width])
 
     def let_go(self, part: WindowPart, token_count: int) -> int:
         """Counts the half-filled block where another sequence has filled, published and left it."""
@@ -118,21 +112,22 @@ class WindowManager(PublishingManager):
     def give_up(self, part: WindowPart) -> None:
         """Forward passes never overwrite a published block here."""
 
-    def commit(self, part: WindowPart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
+    def commit(self, part: WindowPart, new: Commit) -> None:
         """Publishes the positions that became full, and tells the log of new ones that follow one another at once."""
         size, width, scope = self.block_size, self.width, part.scope
+        committed, until, swaps = new.committed, new.until, new.swaps
         begin, end = committed // size, until // size
         if begin == end:
             return
         stay = self._rule.first_needed(until) // size
-        digests = digests if self._stride == 1 else filled(digests, self._stride, committed, size)
+        digests = new.digests if self._stride == 1 else filled(new.digests, self._stride, committed, size)
         named = begin + len(digests) // DIGEST_BYTES  # positions from there on have no digest, and stay private
         is_next = end - begin == 1 == named - begin and part.first < begin and stay <= begin
         if is_next and not (scope.stretches and scope.starts.has(begin)):
             self._commit_next(part, begin, digests, swaps)
             return
         path = Path(digests, DIGEST_BYTES, begin)
-        self._take_out(scope, path, begin, named, is_linked=part.first < begin)
+        self._take_out(part, path, named)
         units, blocks, taken = part.units, part.tail, 0
         half = units.pop() if begin - part.first < len(units) else None  # half-filled until now
         falling: list[Scoped] = []
@@ -142,8 +137,8 @@ class WindowManager(PublishingManager):
             units.clear()
             part.first = stay
             last = min(stay, named)
-            spans = self._idle_spans(part, path, range(begin + (half is not None), last), committed, until)
-        new = position = begin  # the log was told of what comes before `new`
+            spans = self._idle_spans(part, path, range(begin + (half is not None), last), (*new.ends, until))
+        told = position = begin  # the log was told of what comes before `new`
         for span in (*spans, range(end, end)):
             while position < span.start:
                 if half is not None:
@@ -154,8 +149,8 @@ class WindowManager(PublishingManager):
                 key = (position, path.at(position)) if position < named else None
                 published = unit if key is None else self._publish_own(part, unit, key, swaps)
                 if published is not unit:
-                    self._tell(scope, path, new, position)
-                    new = position + 1
+                    self._tell(scope, path, told, position)
+                    told = position + 1
                 if position < stay:
                     falling.append(published)
                 else:
@@ -168,7 +163,14 @@ class WindowManager(PublishingManager):
                 position = span.stop
         part.falling = tuple(falling)
         del blocks[:taken]
-        self._tell(scope, path, new, named)
+        self._tell(scope, path, told, named)
+
+    def _take_out(self, part: WindowPart, path: Path, end: int) -> None:
+        """Makes units of what stretches have of a path, whose positions before `end` are about to be published."""
+        begin = path.begin
+        for unit in self._fallen.take_out(part.scope, path, begin, end, is_linked=part.first < begin):
+            if unit.first_digest != path.at(unit.first_position):  # only where the owner made digests up
+                self._blocks.push(unit)
 
     def _commit_next(self, part: WindowPart, position: int, digest: bytes, swaps: list[Swap]) -> None:
         """Publishes one position behind others of the sequence, as decoding does, where no stretch begins."""
@@ -188,18 +190,18 @@ class WindowManager(PublishingManager):
         if published is unit:
             self._log.stored(scope, b"", digest, position)
 
-    def _idle_spans(self, part: WindowPart, path: Path, new: range, committed: int, until: int) -> list[range]:
-        """Returns what of the `new` positions no stop needs that the commit reaches, and is not published yet."""
+    def _idle_spans(self, part: WindowPart, path: Path, new: range, ends: tuple[int, ...]) -> list[range]:
+        """Returns what of the `new` positions no hit needs that is to end there, and is not published yet."""
         size, scope = self.block_size, part.scope
         apart = [
             range(position, position + 1)
             for position in scope.depths.between(new.start, new.stop)
             if scope.find(position, path.at(position)) is not None
         ]
-        if self.keeper is not None:
-            stops = [count for count in part.stops if committed < count <= until]
-            for count in (*stops, until // self.edge_tokens * self.edge_tokens):
-                apart += [self.needed_at(count), range(count // size - 1, count // size)]
+        if self._remembers:
+            for end in ends:
+                edge = end // self._edge_tokens * self._edge_tokens
+                apart += [self.needed_at(edge), range(edge // size - 1, edge // size)]
         spans, position = list[range](), new.start
         for other in sorted(apart, key=lambda positions: positions.start):
             if len(other) and other.stop > position:
@@ -217,6 +219,62 @@ class WindowManager(PublishingManager):
             digests = path.digests[(first - begin) * DIGEST_BYTES : (end - begin) * DIGEST_BYTES]
             self._log.stored(scope, b"", digests, first)
 
+    def _publish_own(self, part: WindowPart, unit: Unit, key: UnitKey, swaps: list[Swap]) -> Unit:
+        """Gives a private unit its key. Returns the unit to use from now on: another one where the key was published
+        before. In an append-only pool that one gets the blocks if nobody holds it, or they are kept beside it."""
+        other = part.scope.find(key[0], key[1]) if self._append_only else None
+        if other is None:
+            return self._publish(part.scope, unit, key, swaps, key[0])
+        own, position = unit.blocks, key[0]
+        if other.live:
+            swaps.extend(Swap(group, position, block) for group, block in zip(self.groups, other.blocks))
+            part.kept = part.kept or KeptBlocks()
+            part.kept.add(position, own, self.width)
+            self._hold(other)
+        else:
+            self._hold(other)
+            self._give_back(part, other.blocks)
+            other.blocks = own
+        return other
+
+    def take_over(self, part: WindowPart) -> int | None:
+        if part.kept is None:
+            return None
+        width, first = self.width, part.first_alone(self.width)
+        taken = part.kept.take_from(first, width)
+        for position, own in taken:
+            returned = NO_BLOCKS[:]
+            for start in range(0, len(own), width):
+                unit = part.units[position - part.first + start // width]
+                returned.extend(unit.blocks)
+                unit.blocks = own[start : start + width]
+            self._give_back(part, returned)
+        return first if taken else None
+
+    def _give_back(self, part: WindowPart, blocks: array[int]) -> None:
+        part.scope.held -= len(blocks)
+        self._blocks.give_back(blocks)
+
+    def _let_fall(self, scope: WindowScope, fallen: Sequence[Scoped]) -> None:
+        """Counts one fewer table that has these units and stretches, which follow one another."""
+        if len(fallen) == 1 and isinstance(fallen[0], Unit):  # while decoding
+            self._release(fallen[0])
+            return
+        i = len(fallen)
+        while i > 0:  # the deepest first: short prefixes serve most prompts
+            end = i
+            while i > 0 and is_idle(fallen[i - 1]):
+                i -= 1
+            if end - i > 1:
+                self._fallen.cache(scope, self._fallen.stretch(scope, fallen[i:end]))
+                continue
+            i = end - 1
+            entry = fallen[i]
+            if isinstance(entry, Unit):
+                self._release(entry)
+            elif isinstance(entry, Stretch):
+                self._fallen.cache(scope, entry)
+
     def settle(self, part: WindowPart, committed: int) -> int:
         """Gives back what fell out, the deepest block first, for short prefixes serve most prompts."""
         first = part.first
@@ -225,7 +283,7 @@ class WindowManager(PublishingManager):
         if part.kept is not None:
             for own in part.kept.take_before(part.first + max(gone, 0), self.width):
                 self._give_back(part, own)
-        if gone == 1 and not (falling or part.needed) and part.units and not self._is_needed(first, committed):
+        if gone == 1 and not (falling or part.needed) and part.units and not self._is_needed(part, first, committed):
             part.first = first + 1
             self._release(part.units.pop(0))  # while decoding
             return self._rule.needs_less_at(committed, (first + 2) * self.block_size - 1)
@@ -235,12 +293,13 @@ class WindowManager(PublishingManager):
             del part.units[:gone]
             part.first += gone
         if falling:
-            if self.keeper is not None:
-                self._remember(part, committed, falling)
+            part.falling = falling
+            if self._remembers:
+                self._remember(part, committed)
             part.falling = ()
             self._let_fall(part.scope, falling)
         elif part.needed:
-            self._remember(part, committed, falling)
+            self._remember(part, committed)
         return self.settled_until(part, committed)
 
     def settled_until(self, part: WindowPart, committed: int) -> int:
@@ -252,12 +311,11 @@ class WindowManager(PublishingManager):
         if count > len(part.units):  # both have the half-filled block from now on
             part.units.append(Unit(part.scope, part.tail[: self.width]))
             del part.tail[: self.width]
-        child = WindowPart(part.scope, part.first, part.units[:count], part.stops)
+        child = WindowPart(part.scope, part.first, part.units[:count])
         for unit in child.units:
             unit.live += 1
-        for unit in part.needed:
-            unit.needed_count += 1
         child.needed = part.needed
+        self._retention.need(child.needed, ())
         return child
 
     def shrink(self, part: WindowPart, until: int) -> None:
@@ -275,48 +333,58 @@ class WindowManager(PublishingManager):
             for own in part.kept.take_all():
                 self._give_back(part, own)
         self._let_fall(part.scope, part.units)
-        for unit in part.needed:
-            unit.needed_count -= 1
-            self.revalue(unit)
+        self._retention.need((), part.needed)
 
-    # -- what stops need ------------------------------------------------------------------------------------------
+    # -- where hits can end -------------------------------------------------------------------------------------------
 
     def needed_at(self, token_count: int) -> range:
         """Returns the positions that a hit of so many tokens takes."""
         return range(self._rule.first_needed(token_count) // self.block_size, token_count // self.block_size)
 
-    def tail(self, part: WindowPart, positions: range) -> list[Unit]:
-        """Returns the units of a sequence at these positions, as far as they are published and it has or remembers
-        them."""
-        first, units, found = part.first, part.units, list[Unit]()
-        if positions and positions.start < first:
-            fallen = [*part.needed, *[entry for entry in part.falling if isinstance(entry, Unit)]]
-            found = [unit for unit in fallen if unit.is_published and unit.first_position in positions]
-        found += [units[position - first] for position in positions if first <= position]
-        return [unit for unit in found if unit.is_published]
+    def units_at(self, part: WindowPart, token_count: int, digest: bytes) -> list[Unit] | None:
+        wanted = self.needed_at(token_count)
+        found = part.published(wanted)
+        return found if len(found) == len(wanted) else None
 
     def digest_at(self, part: WindowPart, token_count: int) -> bytes:
-        """Returns the digest of so many tokens of a sequence; empty where it lacks the block before."""
         position = token_count // self.block_size - 1
-        found = self.tail(part, range(position, position + 1))
+        found = part.published(range(position, position + 1))
         return found[0].first_digest if found else b""
 
-    def _is_needed(self, position: int, committed: int) -> bool:
-        """Tells whether a stop at the last edge would need a position that falls out."""
-        if self.keeper is None:
-            return False
-        return position in self.needed_at(committed // self.edge_tokens * self.edge_tokens)
+    def _is_needed(self, part: WindowPart, position: int, committed: int) -> bool:
+        """Tells whether a hit at the last edge would take a position that falls out."""
+        return self._remembers and position in self.needed_at(self.last_end(part, committed))
 
-    def _remember(self, part: WindowPart, committed: int, falling: Sequence[Scoped]) -> None:
-        """Notes what is needed of what is about to fall out, and of what fell out before."""
-        needed, before = self.needed_at(committed // self.edge_tokens * self.edge_tokens), part.needed
-        fallen = [*before, *[entry for entry in falling if isinstance(entry, Unit)]]
-        part.needed = tuple([unit for unit in fallen if unit.is_published and unit.first_position in needed])
-        for unit in part.needed:
-            unit.needed_count += 1
-        for unit in before:
-            unit.needed_count -= 1
-            self.revalue(unit)
+    def _remember(self, part: WindowPart, committed: int) -> None:
+        """Notes what a hit at the last edge would take of what is about to fall out, and of what fell out before."""
+        needed, before = self.needed_at(self.last_end(part, committed)), part.needed
+        part.needed = tuple([unit for unit in part.fallen() if unit.first_position in needed])
+        self._retention.need(part.needed, before)
+
+    # -- for readers and for eviction ----------------------------------------------------------------------------------
+
+    def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
+        assert isinstance(scope, WindowScope)
+        name = scope.namespace.name
+        noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
+        # Units and stretches become each other meanwhile: what was noted is yielded, and is in the log if it went.
+        noted += [(unit.first_position, unit.first_digest) for unit in scope.units()]
+        for position, digests in noted:
+            yield IndexedStretch(name, self.groups, self.spec, b"", digests, position)
+
+    def evict(self, entry: Scoped, wanted: int) -> int:
+        if not isinstance(entry, Stretch):
+            return super().evict(entry, wanted)
+        assert isinstance(entry.scope, WindowScope)
+        return self._fallen.evict(entry.scope, entry, wanted)
+
+    def drop_path(self, scope: UnitScope, digests: bytes, kept_digest_count: int) -> None:
+        assert isinstance(scope, WindowScope)
+        path = Path(digests, self._stride * DIGEST_BYTES, 0)
+        first, end = kept_digest_count // self._stride, len(digests) // path.step
+        for unit in self._fallen.take_out(scope, path, first, end, is_linked=False):
+            self._drop(unit)
+        super().drop_path(scope, digests, kept_digest_count)
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:
         units = {unit for part in parts for unit in part.units}
@@ -332,15 +400,7 @@ class WindowManager(PublishingManager):
                 states.mark(own, 1, published=False)
 
     def tables(self, part: WindowPart) -> list[array[int]]:
-        nulls, width = array("I", [NULL_BLOCK]) * part.first, self.width
-        tables = [
-            nulls + array("I", [unit.blocks[column] for unit in part.units]) + part.tail[column::width]
-            for column in range(width)
-        ]
-        for position, own in part.kept or ():
-            for column, table in enumerate(tables):
-                table[position : position + len(own) // width] = own[column::width]
-        return tables
+        return part.tables(self.width)
 
     def added(self, part: WindowPart, blocks: array[int]) -> list[array[int]]:
         return [blocks[column :: self.width] for column in range(self.width)]
@@ -354,7 +414,4 @@ class WindowManager(PublishingManager):
     def _must_copy(self, part: WindowPart, token_count: int) -> bool:
         """Tells whether the next token falls into a block that is shared or published, and so not to be written."""
         position, offset = divmod(token_count, self.block_size)
-        if not offset or part.tail or position != part.first + len(part.units) - 1:
-            return False
-        unit = part.units[-1]
-        return unit.live > 1 or unit.is_published
+        return offset > 0 and part.is_shared(position)

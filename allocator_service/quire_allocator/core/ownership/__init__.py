@@ -1,1 +1,1 @@
-"""Which owner holds which pool, and what was answered to it."""
+"""Ownership: the owner of each pool, and the answers that it got."""

@@ -1,4 +1,4 @@
-"""Which owner holds which pool: attach, fence, resume, leases.
+"""The owner of each pool: attach, fence, resume, leases.
 
 Lifecycle of an ownership:
 
@@ -33,7 +33,7 @@ BLOCKS_OF_CALLER_MAX = (
 
 @dataclass(slots=True)
 class Ownership:
-    """One pool and who owns it.
+    """One pool and its owner.
 
     Attributes:
         stream: handle of the current stream; None for unary sessions and while disconnected.
@@ -42,7 +42,7 @@ class Ownership:
         session_id: 16 bytes; empty while only claimed, and after quarantine.
         steps, answers: replay of a stream's steps, of a unary session's requests.
         change_count: steps and requests that were applied.
-        untold_drops: what others have dropped of the cache since the owner's last step.
+        untold_drops: drops by other callers since the owner's last step.
     """
 
     name: str
@@ -228,7 +228,7 @@ class Directory:
         owner.session_id = b""
 
     def expire(self, now: float) -> list[Ownership]:
-        """Drops every pool whose lease has ended, and returns them so that their streams can be ended."""
+        """Drops every pool whose lease has ended, and returns the pools so that their streams can be ended."""
         gone = [owner for owner in self._owners.values() if owner.lease_end <= now]
         for owner in gone:
             self.remove(owner)
@@ -241,13 +241,13 @@ class Directory:
             owner.lease_end += stalled_s
 
     def _admit(self, name: str, spec: PoolSpec, caller: Hashable, now: float) -> None:
-        # A lease that has run out still counts here: only `expire` ends it, which allows for the server's own stalls
-        # and whose caller ends the old stream.
+        # A lease that has run out still counts here. Only `expire` ends it: it allows for the server's own stalls, and
+        # its caller ends the old stream.
         owner = self._owners.get(name)
         if owner is not None:
             wait_s = max(0.0, owner.lease_end - now)
             message = f"pool {name} has another owner whose lease lives {int(wait_s * 1000)} ms longer"
-            # It may detach before: who waits looks every second, and at once when the lease ends.
+            # The owner may detach earlier: a waiting caller looks every second, and at once when the lease ends.
             raise Refusal("POOL_OWNED", message, max(OWNED_RETRY_S_MIN, min(wait_s, OWNED_RETRY_S_MAX)))
         own_count = sum(each.caller == caller for each in self._owners.values())
         if own_count + len(self._owners) >= 2 * self.pools_max:
@@ -273,7 +273,7 @@ class Directory:
         """Names and sessions agree, and every pool is consistent.
 
         Raises:
-            AssertionError: naming what is broken.
+            AssertionError: with the broken invariant in its message.
         """
         for name, owner in self._owners.items():
             assert owner.name == name, f"pool {owner.name} is filed under {name}"

@@ -1,4 +1,4 @@
-"""What is kept of one session so that whatever it repeats is answered again and not done twice."""
+"""The answers of one session, kept so that repeated requests are answered again and not applied twice."""
 
 from __future__ import annotations
 

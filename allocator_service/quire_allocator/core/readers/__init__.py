@@ -1,1 +1,1 @@
-"""What reads a pool and never changes it: the index for watchers, memory usage, and the invariants."""
+"""Readers that never change a pool: the index for watchers, memory usage, and the invariants."""

@@ -1,4 +1,4 @@
-"""What must hold of each kind of group at all times, counted again from its tables; `invariants.py` asks for all."""
+"""The invariants of each kind of group, recounted from its tables; `invariants.py` checks all."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
-from quire_allocator.core.blocks import Scoped
 from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.manager import PartT, ScopeT
-from quire_allocator.core.groups.runs import Run, RunScope
+from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.groups.states import StateManager, StatePart
-from quire_allocator.core.groups.units import Unit, UnitScope
+from quire_allocator.core.groups.units import UnitScope
 from quire_allocator.core.groups.window_parts import WindowPart
 from quire_allocator.core.groups.windows import WindowManager
+from quire_allocator.core.retention.stop import Run, Unit
+from quire_allocator.core.scopes import Scoped
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind
 
 
 class Use(Generic[ScopeT, PartT]):
-    """What one namespace has in one manager: its scope there, and each of its sequences with its part there."""
+    """The scope of one namespace in one manager, and each of its sequences with its part there."""
 
     def __init__(self, scope: ScopeT, parts: Sequence[tuple[SequenceState, PartT]]) -> None:
         self.scope = scope
@@ -28,12 +29,12 @@ class Use(Generic[ScopeT, PartT]):
 
 
 class Found:
-    """What was found in one scope.
+    """The recount of one scope.
 
     Attributes:
         held: blocks in tables, each once.
         cached: published blocks in no table.
-        entries: what is published.
+        entries: published entries.
         candidates: those of them that may be evicted.
     """
 
@@ -44,7 +45,7 @@ class Found:
         self.candidates: list[Scoped] = []
 
     def add(self, entry: Scoped, blocks: Sequence[int], holders: int, *, is_leaf: bool) -> None:
-        """Notes one published entry, whose own count of holders must be right."""
+        """Adds one published entry, whose count of holders must be right."""
         assert entry.live == holders, f"an entry of blocks {list(blocks)} counts {entry.live} holders, it has {holders}"
         (self.held if holders else self.cached).extend(blocks)
         self.entries.append(entry)
@@ -100,7 +101,7 @@ def _check_run(run: Run, scope: RunScope, width: int) -> None:
     assert count > 0, "a run is empty"
     assert not rest, "a run has a part of a digest"
     assert len(run.blocks) == count * width, f"a run of {count} digests has {len(run.blocks)} blocks"
-    above = parent.first_position + parent.size // DIGEST_BYTES
+    above = parent.end_position
     assert run.first_position == above, f"a run below {above} positions says it begins at {run.first_position}"
     assert run.live == 0 or parent.parent is None or parent.live > 0, "a held run hangs below a cached one"
 
@@ -108,7 +109,7 @@ def _check_run(run: Run, scope: RunScope, width: int) -> None:
 def _check_run_part(manager: FullAttentionManager, sequence: SequenceState, part: RunPart, known: set[int]) -> None:
     width, size = manager.width, manager.block_size
     assert id(part.run) in known, "a sequence ends in a run that is not in the tree"
-    end = part.run.first_position + part.run.size // DIGEST_BYTES
+    end = part.run.end_position
     assert part.published == end, f"a sequence counts {part.published} published positions, its run ends at {end}"
     committed = sequence.committed_token_count // size
     assert part.published <= committed, "more is published than committed"
@@ -132,7 +133,8 @@ def _count_shared_once(held: list[int], firsts: Sequence[Sequence[int]], width: 
 
 
 def _check_sharers(manager: FullAttentionManager, parts: Sequence[RunPart]) -> None:
-    """Checks that just those sequences are listed whose half-filled block stands in another one's tail too."""
+    """Checks that the list of sharers has exactly the sequences whose half-filled block is in another one's tail
+    too."""
     tails: dict[int, set[int]] = {}
     for part in parts:
         if part.tail and part.borrowed is None:
@@ -146,7 +148,8 @@ def _check_sharers(manager: FullAttentionManager, parts: Sequence[RunPart]) -> N
 
 
 def check_windows(manager: WindowManager, uses: Sequence[Use[WindowScope, WindowPart]]) -> list[Found]:
-    """Checks that tables begin where the window does and end where the grants do; what is computed is published."""
+    """Checks that tables begin where the window does and end where the grants do, and that computed blocks are
+    published."""
     for use in uses:
         for sequence, part in use.parts:
             _check_window(manager, use.scope, sequence, part)
@@ -161,7 +164,7 @@ def check_windows(manager: WindowManager, uses: Sequence[Use[WindowScope, Window
 
 
 def _check_stretches(manager: WindowManager, scope: WindowScope, found: Found) -> None:
-    """Checks that nobody holds stretches, and that each is found where it begins."""
+    """Checks that stretches have no holders, and that each is found where it begins."""
     starts = sorted({position for position, _ in scope.stretches})
     assert scope.starts.positions == starts, "stretches are sought elsewhere than they begin"
     for key, stretch in scope.stretches.items():
@@ -171,14 +174,13 @@ def _check_stretches(manager: WindowManager, scope: WindowScope, found: Found) -
         assert count > 0, "a stretch is empty"
         assert not rest, "a stretch has a part of a digest"
         assert len(stretch.blocks) == count * manager.width, f"{count} positions have {len(stretch.blocks)} blocks"
-        assert stretch.worth == manager.worth(stretch), "a stretch is taken for worth more or less than it is"
         found.add(stretch, stretch.blocks, 0, is_leaf=True)
 
 
 def _check_window(manager: WindowManager, scope: WindowScope, sequence: SequenceState, part: WindowPart) -> None:
     size = manager.block_size
     assert part.scope is scope, "a sequence has its units in another scope"
-    end = manager.end_of(part)
+    end = part.end(manager.width)
     assert not part.falling, "something falls out, and no commit is under way"
     assert len(part.tail) % manager.width == 0, "a tail has a part of a position"
     assert end == -(-sequence.token_count // size), f"a table ends at {end}, not at {sequence.token_count} tokens"
@@ -211,7 +213,6 @@ def check_states(manager: StateManager, uses: Sequence[Use[UnitScope, StatePart]
 def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceState, part: StatePart) -> None:
     assert part.scope is scope, "a sequence has its state in another scope"
     assert part.unit is not None, "a sequence has no state"
-    assert part.stops == sequence.stops, "a state makes checkpoints elsewhere than at the stops of its sequence"
     if part.unit.key is not None:
         tokens = part.unit.key[0] * manager._digest_tokens
         assert tokens == sequence.committed_token_count, f"a state after {tokens} tokens stands for another count"

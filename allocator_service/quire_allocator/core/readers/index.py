@@ -1,7 +1,7 @@
-"""Walks through everything that a pool can hit, while the pool goes on changing.
+"""Walks through all blocks that a prompt can hit, while the pool changes.
 
-A walk yields what is there when it gets to it. What was there from the beginning of the walk to its end is yielded;
-what came or went meanwhile may be or not, and is in the event log.
+A walk yields the blocks that exist when it reaches them. Blocks that exist during the whole walk are yielded. Others
+may be missing, and are in the event log.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def walk(pool: Pool) -> Iterator[IndexedStretch]:
 
 
 def walk_acknowledged(pool: Pool) -> Iterator[IndexedStretch]:
-    """Yields what others than the owner may know: nothing that was stored by a step which the owner has not
-    acknowledged. The events of such a step follow when it has."""
+    """Yields the blocks that readers other than the owner may see: none that was stored by an unacknowledged step. The
+    events of such a step follow when it has."""
     seen, untold = (-1, -1, ""), set[bytes]()
     for stretch in walk(pool):
         now = (pool.log.step, pool.log.last_cursor, stretch.namespace)
@@ -59,7 +59,7 @@ def walk_acknowledged(pool: Pool) -> Iterator[IndexedStretch]:
 
 
 def find_acknowledged(pool: Pool, namespace: str, digests: bytes) -> Match:
-    """Returns what others than the owner may know of what `Pool.find` finds."""
+    """Returns the part of the result of `Pool.find` that readers other than the owner may see."""
     found = pool.find(namespace, digests)
     untold = pool.log.untold(namespace) if any(found) else None
     if not untold:

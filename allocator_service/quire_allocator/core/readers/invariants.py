@@ -1,7 +1,7 @@
-"""What must hold of a pool at all times, counted again from its tables: for tests, and for servers told to check.
+"""The invariants of a pool, recounted from its tables: for tests, and for servers with `--check-invariants`.
 
-Slow on purpose: nothing here trusts a count, a queue or a link that the pool keeps for speed. Every check says in its
-message what is broken.
+Slow on purpose: nothing here trusts a count, a queue or a link that the pool keeps for speed. Every check names the
+broken invariant in its message.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from quire_allocator.core.blocks import Namespace
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import retention_invariants
 from quire_allocator.core.readers.group_invariants import CHECKS, Found, Use
+from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 
 
@@ -21,7 +21,7 @@ def check(pool: Pool) -> None:
     """Checks everything in this file and in `group_invariants.py`.
 
     Raises:
-        AssertionError: naming what is broken.
+        AssertionError: with the broken invariant in its message.
     """
     pool.blocks.check_invariants()
     spaces = _spaces(pool)
@@ -39,7 +39,7 @@ def check(pool: Pool) -> None:
 
 
 def _check_manager(pool: Pool, number: int, spaces: Sequence[Namespace]) -> list[Found]:
-    """Checks that every scope of a manager has what its kind of group must have, and counts its blocks."""
+    """Checks every scope of a manager by the rules of its kind of group, and counts its blocks."""
     manager = pool.managers[number]
     uses = []
     for space in spaces:
@@ -61,7 +61,7 @@ def _check_manager(pool: Pool, number: int, spaces: Sequence[Namespace]) -> list
 
 
 def _spaces(pool: Pool) -> list[Namespace]:
-    """Returns every namespace; each is known by its name as long as it is used, and no longer."""
+    """Returns every namespace. A namespace is known by its name exactly as long as it is used."""
     spaces = list(pool.blocks.namespaces.items())
     counts = Counter(id(sequence.namespace) for sequence in pool.sequences.values())
     known = {id(space) for _, space in spaces}
@@ -136,9 +136,6 @@ def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> No
     assert sequence.quiet_until == quiet, (
         f"commits of {sequence_id} are unseen up to {sequence.quiet_until}, not {quiet}"
     )
-    stops, edge = sequence.stops, pool.spec.edge_tokens
-    assert list(stops) == sorted(set(stops)), f"stops of {sequence_id} do not rise: {stops}"
-    assert all(stop > 0 and not stop % edge for stop in stops), f"{sequence_id} has stops off the edges"
     assert sequence.is_hold == (sequence_id in pool.holds), (
         f"sequence {sequence_id} is a hold without an end, or not one"
     )

@@ -1,4 +1,4 @@
-"""What must hold of stops, and of what they make worth keeping, counted again from all of them."""
+"""The invariants of stops and of the blocks that they keep, recounted from all stops."""
 
 from __future__ import annotations
 
@@ -6,62 +6,70 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from quire_allocator.core.blocks import Namespace
-from quire_allocator.core.eviction.queue import KEPT, SPARE
+from quire_allocator.core.eviction.queue import RANKED, SPARE
 from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.full import FullAttentionManager
-from quire_allocator.core.groups.retention import CONTINUED_MAX, Retention
-from quire_allocator.core.groups.runs import Run, RunScope
-from quire_allocator.core.groups.states import StateManager
-from quire_allocator.core.groups.units import Unit, UnitScope
+from quire_allocator.core.groups.runs import RunScope
+from quire_allocator.core.groups.units import UnitScope
 from quire_allocator.core.groups.window_parts import WindowPart
 from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.retention.partings import STEP_COUNT
-from quire_allocator.core.retention.stop import Stop, living
-from quire_allocator.core.spec import DIGEST_BYTES
+from quire_allocator.core.retention.retention import CONTINUED_MAX
+from quire_allocator.core.retention.stop import Run, Stop, StopKey, living
+from quire_allocator.core.retention.worth import Worth
+from quire_allocator.core.scopes import Namespace
 
 if TYPE_CHECKING:
     from quire_allocator.core.pool import Pool
 
 
 def check(pool: Pool, spaces: Sequence[Namespace]) -> None:
-    """Checks the stops of all namespaces; there are none where all blocks of windowed groups are alike."""
+    """Checks all stops of a pool; there are none where all blocks are worth the same."""
     retention = pool.coordinator.retention
-    if retention is None:
-        assert not any(space.stops for space in spaces), "a stop in a pool that makes none"
+    for sequence_id, sequence in pool.sequences.items():
+        counts, edge = sequence.stops.token_counts, pool.spec.edge_tokens
+        assert list(counts) == sorted(set(counts)), f"stops of {sequence_id} do not rise: {counts}"
+        assert all(count > 0 and not count % edge for count in counts), f"{sequence_id} has stops off the edges"
+    if retention.is_even:
+        assert not retention.stops, "a stop in a pool that makes none"
         return
-    needed, aside = Counter[int](), Counter[int]()
+    needed, aside, names = Counter[int](), Counter[int](), {space.name for space in spaces}
+    ways = Counter(id(living(stop.parent)) for stop in retention.stops.values())
+    for key, stop in retention.stops.items():
+        assert key[0] in names, "a stop is filed in a namespace that there is not"
+        assert stop.is_continued or not stop.is_aside, "a stop is aside where paths end or part"
+        assert stop.way_count == ways[id(stop)], "a stop counts other ways than there are"
+        _check_stop(key, stop)
+        _check_path(stop, CONTINUED_MAX + STEP_COUNT)
+        (aside if stop.is_aside else needed).update([id(unit) for unit in stop.needed])
+    for number, manager in enumerate(pool.managers):
+        if isinstance(manager, WindowManager):
+            for sequence in pool.sequences.values():
+                part = cast(WindowPart, sequence.parts[number])
+                _check_remembered(manager, part, manager.last_end(part, sequence.committed_token_count))
+                needed.update([id(unit) for unit in part.needed])
     for space in spaces:
-        ways = Counter(id(living(stop.parent)) for stop in space.stops.values())
-        for key, stop in space.stops.items():
-            assert stop.is_continued or not stop.is_aside, "a stop is aside where paths end or part"
-            assert stop.way_count == ways[id(stop)], "a stop counts other ways than there are"
-            _check_stop(space, key, stop)
-            _check_path(stop, CONTINUED_MAX + STEP_COUNT)
-            (aside if stop.is_aside else needed).update([id(unit) for unit in stop.needed])
-    for sequence in pool.sequences.values():
-        for number, window in retention.windows:
-            part = cast(WindowPart, sequence.parts[number])
-            _check_remembered(window, part, sequence.committed_token_count // retention.edge_tokens)
-            needed.update([id(unit) for unit in part.needed])
-    for space in spaces:
-        _check_worths(retention, space, needed, aside)
+        for number, manager in enumerate(pool.managers):
+            scope = space.scopes[number]
+            if isinstance(manager, FullAttentionManager):
+                for run in manager.tree.runs(cast(RunScope, scope).root):
+                    _check_run(retention.stops, retention.worth, run, number)
+            else:
+                _check_units(retention.worth, cast(UnitScope, scope), needed, aside)
 
 
-def _check_stop(space: Namespace, key: tuple[int, bytes], stop: Stop) -> None:
+def _check_stop(key: StopKey, stop: Stop) -> None:
     """It is where it says, and everything that it needs is published."""
     assert stop.key == key, "a stop is filed under another key than its own"
-    assert stop.index is space.stops, "a stop is filed in another namespace than its own"
     assert not stop.is_gone, "a stop that is gone is still filed"
     assert stop.runs or stop.needed, "a stop that nothing ends"
-    for entry in stop.needed:
-        unit = cast(Unit, entry)
+    for unit in stop.needed:
         assert unit.key is not None, "a stop needs what is not published"
-        assert unit.scope.namespace is space, "a stop needs what another namespace has"
+        assert unit.scope.namespace.name == key[0], "a stop needs what another namespace has"
         assert unit.stops is not None, "a unit does not know who needs it"
         assert stop in unit.stops, "a unit does not know a stop that needs it"
-    for entry in stop.runs:
-        assert stop in cast(Run, entry).stops, "a run does not know a stop that stands in it"
+    for run in stop.runs:
+        assert stop in run.stops, "a run does not know a stop that stands in it"
 
 
 def _check_path(stop: Stop, count_max: int) -> None:
@@ -75,42 +83,35 @@ def _check_path(stop: Stop, count_max: int) -> None:
     assert count <= count_max, f"a path has {count} stops where none parts from it"
 
 
-def _check_remembered(window: WindowManager, part: WindowPart, edge_count: int) -> None:
+def _check_remembered(window: WindowManager, part: WindowPart, edge: int) -> None:
     """A sequence remembers what fell out, and of that only what its last edge needs."""
-    edge = edge_count * window.edge_tokens
     for unit in part.needed:
         if unit.key is not None:
             assert unit.key[0] in window.needed_at(edge), "a sequence remembers what it does not need"
             assert unit.key[0] < part.first, "a sequence remembers what it has in its table"
 
 
-def _check_worths(retention: Retention, space: Namespace, needed: Counter[int], aside: Counter[int]) -> None:
-    others: list[tuple[int, WindowManager | StateManager]] = [*retention.windows, *retention.states]
-    for number, manager in others:
-        scope, spare = cast(UnitScope, space.scopes[number]), 0
-        if isinstance(scope, WindowScope):
-            spare = sum(stretch.block_count for stretch in scope.stretches.values())
-        for unit in scope.units():
-            assert unit.needed_count == needed[id(unit)], "a unit counts others that need it than there are"
-            assert unit.aside_count == aside[id(unit)], "a unit counts others that have it aside than there are"
-            if not unit.live:
-                assert unit.worth == manager.worth(unit), "a cached unit is taken for worth more or less than it is"
-                spare += manager.width * (unit.worth == SPARE)
-        assert scope.spare == spare, f"{scope.spare} blocks count as spare, {spare} are"
-    for number, full in enumerate(retention.full):
-        for run in full.tree.runs(cast(RunScope, space.scopes[number]).root):
-            _check_run(full, run, number)
+def _check_units(worth: Worth, scope: UnitScope, needed: Counter[int], aside: Counter[int]) -> None:
+    stretches = scope.stretches.values() if isinstance(scope, WindowScope) else ()
+    assert all(stretch.worth == SPARE for stretch in stretches), "a stretch is not spare"
+    spare = sum(stretch.block_count for stretch in stretches)
+    for unit in scope.units():
+        assert unit.needed_count == needed[id(unit)], "a unit counts others that need it than there are"
+        assert unit.aside_count == aside[id(unit)], "a unit counts others that have it aside than there are"
+        if not unit.live:
+            assert unit.worth == worth.of_unit(unit), "a cached unit is taken for worth more or less than it is"
+            spare += unit.block_count * (unit.worth == SPARE)
+    assert scope.spare == spare, f"{scope.spare} blocks count as spare, {spare} are"
 
 
-def _check_run(full: FullAttentionManager, run: Run, number: int) -> None:
+def _check_run(stops: dict[StopKey, Stop], worth: Worth, run: Run, number: int) -> None:
     ends = [stop.token_count for stop in run.stops]
-    first = run.first_position * full.block_size
-    end = first + run.size // DIGEST_BYTES * full.block_size
+    first, end = run.first_position * run.scope.manager.block_size, run.token_count()
     assert ends == sorted(set(ends)), "the stops of a run are not in order"
     assert all(first < count <= end for count in ends), "a stop stands in a run that does not reach to it"
     for stop in run.stops:
-        assert stop.index.get(stop.key) is stop, "a run has a stop that is gone"
+        assert stops.get(stop.key) is stop, "a run has a stop that is gone"
         assert stop.runs[number] is run, "a stop names another run than the one it stands in"
     if run.ticket:
-        assert run.worth == full.worth(run), "a cached run is taken for worth more or less than it is"
-        assert run.worth in (SPARE, KEPT), "a run leaves in order or first"
+        assert run.worth == worth.of_run(run), "a cached run is taken for worth more or less than it is"
+        assert run.worth in (SPARE, RANKED), "a run leaves in order or first"

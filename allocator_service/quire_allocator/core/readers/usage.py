@@ -1,4 +1,4 @@
-"""Where the memory of a pool goes: states of all blocks, and the largest users. Looked at on request, never kept."""
+"""The memory use of a pool: states of all blocks, and the largest users. Looked at on request, never kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.run_tree import RunTree, holders_of_runs
-from quire_allocator.core.groups.runs import Run, RunScope
+from quire_allocator.core.groups.runs import RunScope
+from quire_allocator.core.retention.stop import Run
 from quire_allocator.core.spec import GroupKind, GroupSpec
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ class GroupUse(NamedTuple):
 
 
 class RetentionUse(NamedTuple):
-    """Says what the groups of one specification have, in blocks of all of them.
+    """Block counts of the groups of one specification.
 
     Attributes:
-        name: what they keep, and the sizes of blocks and windows: `sliding_window 16 1024`.
+        name: the kind of the group, and the sizes of blocks and windows: `sliding_window 16 1024`.
         held: in tables.
         kept: cached, as something that a prompt is likely to hit.
-        spare: cached until somebody needs the room.
+        spare: cached, and evicted first.
     """
 
     name: str
@@ -83,7 +84,7 @@ def held_count(pool: Pool, namespace: str | None = None) -> int:
 
 
 def groups(pool: Pool) -> list[GroupUse]:
-    """Returns what each group uses, by its number."""
+    """Returns the use of each group, by its number."""
     uses = []
     spaces = list(pool.blocks.namespaces.values())
     for number, manager in enumerate(pool.managers):
@@ -95,8 +96,8 @@ def groups(pool: Pool) -> list[GroupUse]:
 
 
 def retention(pool: Pool) -> list[RetentionUse]:
-    """Returns what is kept in groups of each specification, in the order in which they are searched. Where there are
-    more than `SPECIFICATIONS_MAX`, all that are left are one, `others`."""
+    """Returns the kept blocks of each specification's groups, in the order of search. Where there are more than
+    `SPECIFICATIONS_MAX`, all that are left are one, `others`."""
     uses: list[RetentionUse] = []
     spaces = list(pool.blocks.namespaces.values())
     for number, manager in enumerate(pool.managers):
@@ -162,7 +163,7 @@ def most_shared_prefixes(pool: Pool, shown: Shown) -> list[PrefixUse]:
 
 
 def table_entry_count(pool: Pool) -> int:
-    """Counts the blocks in all tables, shared ones each time: what separate caches would hold."""
+    """Counts the blocks in all tables, shared ones each time, as separate caches would hold them."""
     return sum(
         manager.footprint(part, sequence.token_count)
         for sequence in pool.sequences.values()

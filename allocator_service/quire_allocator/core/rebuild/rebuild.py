@@ -1,18 +1,18 @@
-"""Makes a pool of its owner's report: the same sequences on the same blocks, and what was published can be hit again.
+"""Rebuilds a pool from its owner's report: the same sequences on the same blocks, with the published blocks ready to be
+hit.
 
     1. read      published blocks, group by group, into what each manager files them under; while the report comes in
     2. locate    every sequence's tables among them; private blocks are claimed, half-filled ones may be shared by forks
     3. build     runs and units, first all as cached, then held by the sequences
     4. queue     what nobody holds, in the order in which it was let go of: it is evicted in that order
-    5. restore   stops, where stretches and paths end (`stops.py`)
+    5. restore   where hits can end: where stretches and paths do
     6. compare   every table with the reported one; what is left is empty
 
 Only a new pool is written to, and the caller puts it in force when it is whole: a refused report changes nothing.
 
 Not reported, so not as before: prompts that sequences are still computing are not announced (a second one is computed
 beside the first), policies have learned nothing yet but that what parts was shared, only full attention knows where
-earlier prompts part, no checkpoint counts as one that its sequence made, counters begin at 0. Under `tail` more may be
-hit than before: an owner's ledger still has blocks that were emptied without its asking.
+earlier prompts part, no checkpoint counts as one that its sequence made, counters begin at 0.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from quire_allocator.core.blocks import Namespace, Scoped
-from quire_allocator.core.eviction.queue import KEPT, SPARE
 from quire_allocator.core.groups.manager import AnyManager
-from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import (
     BlockUse,
@@ -35,23 +32,26 @@ from quire_allocator.core.rebuild.report import (
     refuse,
 )
 from quire_allocator.core.rebuild.runs import RunBuilder
-from quire_allocator.core.rebuild.stops import restore_stops
-from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder, told_stops
+from quire_allocator.core.rebuild.stops import restore, told
+from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder
+from quire_allocator.core.retention.stop import Run, Unit
+from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.sequence import Part, SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK, GroupKind, PoolSpec
 
 
 class Builder(Protocol):
-    """Rebuilds what one manager has. The methods are called in this order, each for all there is."""
+    """Rebuilds the state of one manager. The methods are called in this order, each for all there is."""
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
         """Takes in published blocks of the manager's group number `column`; see `BlockUse.publish` for places."""
 
     def locate(self, space: Namespace, sequence: ReportedSequence) -> Callable[[], Part]:
-        """Finds a sequence's tables. Returns what takes its references and makes its part, once all is built."""
+        """Finds a sequence's tables. Returns a function that takes the sequence's references and makes its part, once
+        everything is built."""
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
-        """Files everything published; returns rank, position and entry of what nobody holds."""
+        """Files all published blocks; returns rank, position and entry of those without holders."""
 
 
 BUILDERS: dict[GroupKind, Callable[[AnyManager, Pool, BlockUse], Builder]] = {
@@ -63,7 +63,7 @@ BUILDERS: dict[GroupKind, Callable[[AnyManager, Pool, BlockUse], Builder]] = {
 
 
 class Rebuild:
-    """A pool in the making, to which nobody has access yet.
+    """A pool under construction, which no caller can reach yet.
 
     1. read      what is published, prefix by prefix, as the report comes in
     2. finish    all the rest, at once
@@ -107,7 +107,7 @@ class Rebuild:
         cached = [item for builder in builders for item in builder.build(pool.blocks.namespaces, ranks)]
         for reported, found in zip(report.sequences, located, strict=True):
             _open(pool, spaces.get(reported.namespace), reported, found)
-        restore_stops(pool, {n: b.links for n, b in enumerate(builders) if isinstance(b, UnitBuilder)})
+        restore(pool, {n: b.links for n, b in enumerate(builders) if isinstance(b, UnitBuilder)})
         _queue(pool, cached)
         pool.blocks.give_back(self._use.unused())
         pool.last_sequence_id = report.last_sequence_id
@@ -161,9 +161,8 @@ def _locate(spaces: _Spaces, builders: list[Builder], sequence: ReportedSequence
 
 def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[Callable[[], Part]]) -> None:
     made = tuple([make() for make in parts])
-    sequence = SequenceState(space, reported.token_count, reported.priority, made)
+    sequence = SequenceState(space, reported.token_count, reported.priority, made, told(pool, reported))
     sequence.committed_token_count = reported.committed_token_count
-    sequence.stops, sequence.prompt_end, sequence.early_stop = told_stops(pool, reported)
     pool.sequences[reported.sequence_id] = sequence
     tables = zip(pool.tables(sequence), _own_tables(reported), strict=True)
     if any(table.tobytes() != given.tobytes() for table, given in tables):
@@ -178,7 +177,7 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
 
 
 def _own_tables(reported: ReportedSequence) -> Sequence[array[int]]:
-    """Returns the tables as the owner has them: with what it keeps."""
+    """Returns the tables as the owner has them, with the blocks that it keeps."""
     if not reported.kept:
         return reported.tables
     return [
@@ -188,19 +187,17 @@ def _own_tables(reported: ReportedSequence) -> Sequence[array[int]]:
 
 
 def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
-    """Queues what nobody holds, and notes each sequence's `limit` and `quiet_until`."""
+    """Queues the entries without holders, and sets each sequence's `limit` and `quiet_until`."""
     for _, _, entry in sorted(cached, key=lambda item: (item[0], -item[1])):
-        children = getattr(entry, "children", ())
-        entry.hits = max(0, len(children) - 1)  # a lower bound: each way on but the first was a prompt that shared it
-        entry.scope.manager.assess(entry)
-        if entry.worth == KEPT:
-            pool.blocks.policy.released(entry)
-        else:
-            pool.blocks.policy.put_aside(entry, entry.block_count)
-        if entry.worth == SPARE and isinstance(entry, Unit):
-            entry.scope.spare += entry.block_count
-        if not children:
-            pool.blocks.push(entry)
+        count = entry.block_count
+        pool.blocks.now_held(entry, count)  # and is let go of again
+        if isinstance(entry, Unit):
+            pool.coordinator.retention.cached(entry, count)
+        elif isinstance(entry, Run):
+            # A lower bound: each way on but the first was a prompt that shared it.
+            entry.hits = max(0, len(entry.children) - 1)
+            pool.coordinator.retention.assess(entry)
+            pool.blocks.now_cached(entry, count, is_candidate=not entry.children)
     for sequence in pool.sequences.values():
         pool.coordinator.note_limit(sequence)
         pool.coordinator.settle(sequence)

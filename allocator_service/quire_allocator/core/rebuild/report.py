@@ -1,7 +1,7 @@
-"""What an owner says of its pool after this allocator lost it, as values; `rebuild.py` makes a pool of them.
+"""An owner's report of its pool after this allocator lost it, as values; `rebuild.py` makes a pool of them.
 
-Who is right is never in question: the owner has the pages. What can be wrong is the report, and a wrong one is refused
-whole, with a sentence that names the sequence, the block or the digest.
+The owner is always right, because it has the pages. Only the report can be wrong. A wrong report is refused whole, with
+a sentence that names the sequence, the block or the digest.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Report:
     Attributes:
         sequences: by rising id.
         prefixes: every published block, held or not; of a report that came in parts, those not read before.
-        released: published blocks that nobody holds, the one that was let go of first first.
+        released: published blocks without holders, in order of release.
         last_sequence_id: the highest that was ever created.
     """
 
@@ -95,7 +95,7 @@ def check_block_ids(spec: PoolSpec, blocks: Sequence[int]) -> None:
 
 
 class BlockUse:
-    """Which blocks of the pool are spoken for: every one is published at most once, or some sequence's own."""
+    """Users of each block: every block is published at most once, or belongs to one sequence."""
 
     def __init__(self, spec: PoolSpec) -> None:
         self._spec = spec
@@ -138,6 +138,6 @@ class BlockUse:
             self._places[block] = _PRIVATE
 
     def unused(self) -> array[int]:
-        """Returns the blocks that nobody has, the lowest first."""
+        """Returns the blocks without users, the lowest first."""
         first = self._spec.first_block_id
         return array("I", [block for block, place in enumerate(self._places) if place < _PRIVATE and block >= first])

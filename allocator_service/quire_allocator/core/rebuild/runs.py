@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.kept import KeptBlocks
 from quire_allocator.core.groups.manager import AnyManager
@@ -18,17 +17,18 @@ from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.tree import Forest, JoinedStretch, Spot
+from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
 class Place(NamedTuple):
-    """Where a sequence's published part ends (None: nowhere), and its own blocks beyond.
+    """End of a sequence's published part (None: no part), and its own blocks beyond.
 
     Attributes:
         borrowed: the position that the first of those blocks is published as.
         shares: that first block is half filled, and may be another sequence's too.
         owns: blocks of the tail, and kept ones, that are counted with this sequence.
-        kept: what it keeps in the place of published blocks; None where nothing.
+        kept: its own blocks in place of published ones; None if there are none.
     """
 
     scope: RunScope
@@ -61,7 +61,7 @@ class RunBuilder:
         self._forest.read(prefix, column, first_place)
 
     def locate(self, space: Namespace, sequence: ReportedSequence) -> Callable[[], RunPart]:
-        """Finds the end of what is published, and claims what is not."""
+        """Finds the end of the published part, and claims the rest."""
         place = self._place(space, sequence)
         return lambda: self._part(place)
 
@@ -175,7 +175,7 @@ class RunBuilder:
 def claim_kept(
     groups: Sequence[int], use: BlockUse, sequence: ReportedSequence, published: range, length: int
 ) -> KeptBlocks:
-    """Claims what a sequence keeps in the place of published blocks at some positions, and returns it."""
+    """Claims the blocks that a sequence keeps in place of published ones at some positions, and returns them."""
     tables, kept = [sequence.kept[group] for group in groups], KeptBlocks()
     if any(len(table) != length for table in tables):
         refuse(f"sequence {sequence.sequence_id} has other tables of what it keeps than of what it holds")
@@ -210,7 +210,7 @@ def _ranks(blocks: array[int], width: int, ranks: array[int]) -> list[int]:
 
 
 def _jumps(ranks: list[int], width: int) -> list[int]:
-    """Returns the positions whose blocks did not leave right after those of the next one."""
+    """Returns the positions whose blocks were not evicted right after those of the next position."""
     count = len(ranks)
     if not count or ranks.count(-1) == count or ranks == list(range(ranks[0], ranks[0] - count * width, -width)):
         return []

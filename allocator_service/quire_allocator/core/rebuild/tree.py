@@ -1,4 +1,4 @@
-"""What was reported of full attention, joined to trees: one for each namespace of one manager.
+"""The reported blocks of full attention, joined to trees: one for each namespace of one manager.
 
     1. read   prefixes as they come: every block and every digest gets a *place*, a number that only rises
     2. link   prefixes that follow one another become one *stretch*; stretches are hung below one another
@@ -14,8 +14,8 @@ from bisect import bisect_right
 from collections import Counter
 from typing import NamedTuple
 
-from quire_allocator.core.groups.runs import Run
 from quire_allocator.core.rebuild.report import BlockUse, ReportedStretch, refuse
+from quire_allocator.core.retention.stop import Run
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
@@ -175,7 +175,7 @@ class Forest:
         return spot.stretch.blocks[first : first + self._width]
 
     def link(self) -> None:
-        """Joins what was read, and finds out what has a way to the root; once."""
+        """Joins the reported pieces once, and finds out which of them lead to the root."""
         for tree in self._trees.values():
             stretches = [self._join(chain) for chain in _chains(tree.pieces)]
             for column, prefix in tree.others:
@@ -280,7 +280,7 @@ def _chains(pieces: list[Piece]) -> list[list[Piece]]:
 
 
 def _refuse_repeated(pieces: list[Piece]) -> None:
-    """Refuses pieces in which a digest stands twice, and names the block."""
+    """Refuses pieces that contain a digest twice, and names the block."""
     seen: dict[bytes, tuple[int, int, bytes]] = {}
     for piece in pieces:
         prefix = piece.prefix

@@ -6,27 +6,27 @@ from array import array
 from collections.abc import Callable
 from typing import cast
 
-from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.groups.states import StatePart
-from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
+from quire_allocator.core.groups.units import UnitManager, UnitScope
 from quire_allocator.core.groups.window_parts import WindowPart
 from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import claim_kept, manager_number
 from quire_allocator.core.rebuild.stops import Links
-from quire_allocator.core.retention.stops import Stops
+from quire_allocator.core.retention.stop import Unit, UnitKey
+from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
 class UnitBuilder:
-    """Does what both kinds have in common; see `rebuild.Builder`.
+    """The common part of both kinds of unit builders; see `rebuild.Builder`.
 
     `links` say which position comes before which.
 
-    Published units are made when the first sequence is located, as cached ones that nobody holds.
+    Published units are made when the first sequence is located, as cached ones without holders.
     """
 
     def __init__(self, manager: AnyManager, pool: Pool, use: BlockUse) -> None:
@@ -57,7 +57,7 @@ class UnitBuilder:
             blocks[column] = block
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
-        """Files everything published, and returns what nobody holds."""
+        """Files all published units, and returns those without holders."""
         cached: list[tuple[int, int, Scoped]] = []
         for unit in self._published().values():
             if not unit.live:
@@ -140,7 +140,7 @@ class WindowBuilder(UnitBuilder):
                 tail.extend(unit.blocks)
             else:
                 units.append(unit)
-        part = WindowPart(scope, first, units, told_stops(self._pool, sequence).token_counts)
+        part = WindowPart(scope, first, units)
         part.tail = tail
         if sequence.kept:
             full = range(first, committed // size)
@@ -164,10 +164,5 @@ class StateBuilder(UnitBuilder):
         unit = self._hold(scope, blocks, committed, may_share=is_quiet)
         if unit.key is not None and (unit.key[0] * self._pool.digest_tokens != committed or not is_quiet):
             refuse(f"the state of sequence {name} is published for another length")
-        part = StatePart(scope, unit, told_stops(self._pool, sequence).token_counts)
+        part = StatePart(scope, unit)
         return lambda: part
-
-
-def told_stops(pool: Pool, sequence: ReportedSequence) -> Stops:
-    """Returns where hits are to end in a reported sequence, as its owner was told."""
-    return pool.coordinator.stop_rules.told(sequence.stops, sequence.prompt_token_count)

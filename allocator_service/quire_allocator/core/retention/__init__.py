@@ -1,1 +1,1 @@
-"""Stops: where hits may end, what is known of each, and what a pool learns of where prompts part."""
+"""Which blocks stay cached, and why."""

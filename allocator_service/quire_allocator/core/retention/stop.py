@@ -1,45 +1,164 @@
-"""Where a later prompt may part from one that was computed: up to there all groups must serve it, or none is of use.
+"""A stop, the runs in which it stands, and the units that it needs.
 
-Full attention serves a prefix wherever a block of it ends; a windowed group only where the blocks of the window before
-are still there, a state only after a checkpoint. So of both those blocks are kept that stand before a *stop*, and
-what no stop needs leaves the cache first (`groups/retention.py` has the rules).
+Full attention serves a prefix wherever a block of it ends. A windowed group serves it only where the blocks of the
+window before are still there, a state only after a checkpoint. A *stop* is a token count of a prefix at which a hit may
+end, because every group can serve it there. What no stop needs leaves the cache first (`worth.py`).
 
 Lifecycle of a stop:
 
     1. made        a commit, a hit, a fork or the end of a sequence has reached it, and every group can serve it
-    2. continued   a deeper one was made behind it: only prompts that were edited still end here. Where two ways go on,
-                   paths *part*, and it stays as valuable as it was
-    3. gone        a block that it needs was evicted, or it is too far behind the end of its path
+    2. continued   a deeper one was made after it: only edited prompts still end here. Where two ways go on, paths
+                   *part*, and it stays as valuable as it was
+    3. gone        a block that it needs was evicted, or it is too far before the end of its path
+
+Lifecycle of a unit, which is one position of all groups of one windowed or state specification: `width` blocks that are
+granted, shared, published and evicted together, since a hit needs all of them:
+
+    1. private     granted to one sequence; forks of it share it (`live` counts the tables)
+    2. published   a commit gave it a key, (position, digest), in the namespace's index; it never changes again
+    3. cached      in no table, hittable, a candidate for eviction
+    4. gone        evicted, or dropped before it was published: its blocks are empty
+
+Lifecycle of a run, which is a stretch of published blocks of full attention and a node of a radix tree. A prompt of
+thousands of blocks is one run, so that sharing, forking and freeing it cost as much as for a short one:
+
+    1. published   a commit made it; sequences end in it (`live` counts them, and children with holders of their own)
+    2. extended    while one sequence alone holds it, nothing hangs below and nobody has shared it yet
+    3. split       where a prompt leaves it in the middle: the deep part stays the same object, so that sequences that
+                   end in it need not be told; a sequence ends only where a run ends
+    4. cached      `live` is 0: hittable; a candidate for eviction once nothing hangs below it
+    5. trimmed     eviction takes blocks from the deep end, until nothing is left
+
+Radix trees of token sequences: SGLang (https://arxiv.org/abs/2312.07104).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
-from quire_allocator.core.eviction.queue import Entry
+from quire_allocator.core.eviction.queue import RANKED
+from quire_allocator.core.scopes import Scope, Scoped
+from quire_allocator.core.stretches import Stretch
 
-StopKey = tuple[int, bytes]  # tokens before it, the digest of all of them
+UnitKey = tuple[int, bytes]  # position, digest
+StopKey = tuple[str, int, bytes]  # namespace, tokens before it, the digest of all of them
+
+
+class Unit(Scoped):
+    """The blocks of one position.
+
+    Attributes:
+        first_position, first_digest: what it is published as; the digest is empty while it is private.
+        is_published: prompts can hit it. The same as `first_digest != b""`: reading the digest misses the CPU cache.
+        was_hit: a new sequence has begun with it.
+        stops: those that need it; None where there never was one.
+        needed_count: stops that need it, and live sequences that would make one.
+        aside_count: stops that need it and are aside.
+    """
+
+    __slots__ = (
+        "_digest",
+        "_position",
+        "aside_count",
+        "blocks",
+        "is_published",
+        "needed_count",
+        "stops",
+        "was_hit",
+    )
+
+    def __init__(self, scope: Scope, blocks: array[int]) -> None:  # made for every block: `super()` costs too much
+        self.scope = scope
+        self.live = 1
+        self.hits = self.released = self.ticket = 0
+        self.kind = None
+        self.worth = RANKED
+        self.blocks = blocks
+        self._position, self._digest = 0, b""
+        self.is_published = self.was_hit = False
+        self.stops: list[Stop] | None = None
+        self.needed_count = self.aside_count = 0
+
+    @property
+    def block_count(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def first_position(self) -> int:
+        return self._position
+
+    @property
+    def first_digest(self) -> bytes:
+        """Returns its digest; empty while it is private."""
+        return self._digest
+
+    @property
+    def key(self) -> UnitKey | None:
+        """Returns what it is published as; None while it is private."""
+        return (self._position, self._digest) if self._digest else None
+
+    def is_needed(self) -> bool:
+        """Tells whether a stop needs it, or a live sequence that would make one."""
+        return self.needed_count > 0 or self.aside_count > 0
+
+    def now_published(self, position: int, digest: bytes) -> None:
+        """Notes what it is published as from now on; without a digest it is private."""
+        self._position = position
+        self._digest = digest
+        self.is_published = digest != b""
+
+
+class Run(Stretch):
+    """A stretch of published blocks that is a node of the tree. The root of a namespace has none, and no parent.
+
+    Attributes:
+        children: by their first digest.
+        stops: those that stand in it or at its end, the deepest last.
+    """
+
+    __slots__ = ("children", "parent", "stops")
+
+    def __init__(
+        self, scope: Scope, parent: Run | None, first_position: int, digests: bytes | bytearray, blocks: array[int]
+    ) -> None:
+        super().__init__(scope, first_position, digests, blocks)
+        self.parent = parent
+        self.children: dict[bytes, Run] = {}
+        self.stops: list[Stop] = []
+
+    def token_count(self) -> int:
+        """Counts the tokens up to its end."""
+        return self.end_position * self.scope.manager.block_size
+
+    def token_count_before_stop(self) -> int:
+        """Returns the token count of the last stop on its path before its deepest one, or 0."""
+        if len(self.stops) > 1:
+            return self.stops[-2].token_count
+        above = self.parent
+        while above is not None and not above.stops:
+            above = above.parent
+        return above.stops[-1].token_count if above is not None else 0
 
 
 class Stop:
     """One place at which hits can end.
 
     Attributes:
-        key: what it is filed under, in the `index` of its namespace.
+        key: what it is filed under.
         needed: published positions of windows and checkpoints that a hit which ends here takes; all are there.
         runs: of each tree of full attention the run that it stands in: at its end, or inside.
         parent: the stop before it on its path, when it was made; it may have gone since.
-        way_count: stops that were made right behind it and are not gone.
-        is_parting: two stops were right behind it at once, or another path branches off there.
-        answer_token_count: how far it is behind the end of the prompt whose answer made it; 0 where none did.
-        is_early: it is the early end of a prompt, from which another one may part before the next stop.
+        way_count: stops that were made right after it and are not gone.
+        is_parting: two stops were right after it at once, or another path branches off there.
+        answer_token_count: how far it is after the end of the prompt whose answer made it; 0 where none did.
+        is_early: it is the early stop of a prompt, from which another one may part before the next stop.
         is_aside: it is continued, and what it needs leaves before what the policy ranks.
         is_gone: it has ended; only sequences and stops that came by still refer to it.
     """
 
     __slots__ = (
         "answer_token_count",
-        "index",
         "is_aside",
         "is_early",
         "is_gone",
@@ -51,16 +170,7 @@ class Stop:
         "way_count",
     )
 
-    def __init__(
-        self,
-        index: dict[StopKey, Stop],
-        key: StopKey,
-        needed: Sequence[Entry],
-        runs: Sequence[Entry],
-        *,
-        parent: Stop | None,
-    ) -> None:
-        self.index = index
+    def __init__(self, key: StopKey, needed: Sequence[Unit], runs: Sequence[Run], *, parent: Stop | None) -> None:
         self.key = key
         self.needed = list(needed)
         self.runs = list(runs)
@@ -75,12 +185,21 @@ class Stop:
     @property
     def token_count(self) -> int:
         """Counts how many tokens come before it."""
-        return self.key[0]
+        return self.key[1]
 
     @property
     def is_continued(self) -> bool:
         """Tells whether only edited prompts still end here."""
         return self.way_count > 0 and not self.is_parting
+
+    def stops_after(self) -> list[Stop]:
+        """Returns the stops of all paths that go on from this one."""
+        found, pending = list[Stop](), [self.runs[0]]
+        while pending:
+            run = pending.pop()
+            found += [other for other in run.stops if other.token_count > self.token_count]
+            pending += run.children.values()
+        return found
 
 
 def living(stop: Stop | None) -> Stop | None:

@@ -24,10 +24,12 @@ Sources: decisions 19, 24, 56 and 59 in `docs/decisions`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from quire_allocator.core.retention.partings import STEP_COUNT, Partings
+from quire_allocator.core.retention.stop import Stop
 from quire_allocator.core.spec import GroupKind, GroupSpec
 
 _EARLY_PART: Final = 8
@@ -37,18 +39,41 @@ _TOKENS_MAX: Final = 2**32 - 1  # that a token count can say
 STOPS_MAX: Final = 3 + STEP_COUNT + 22  # of one sequence: `_DISTANCES` are 22
 
 
-class Stops(NamedTuple):
+class Stops:
     """The stops of one sequence.
 
     Attributes:
         token_counts: all of them, rising, each at an edge.
-        prompt_end: the end of the prompt; those behind it are of the answer. 0 where the prompt has no whole edge.
+        prompt_end: the end of the prompt; those after it are of the answer. 0 where the prompt has no whole edge.
         early: the early one; 0 where there is none.
+        are_left: it may still come to one of them, so commits ask for it.
+        last: the deepest stop of its prefix that was made or hit; it may have ended since.
     """
 
-    token_counts: tuple[int, ...]
-    prompt_end: int
-    early: int
+    __slots__ = ("are_left", "early", "last", "prompt_end", "token_counts")
+
+    def __init__(self, token_counts: tuple[int, ...], prompt_end: int, early: int) -> None:
+        self.token_counts = token_counts
+        self.prompt_end = prompt_end
+        self.early = early
+        self.are_left = bool(token_counts)
+        self.last: Stop | None = None
+
+    def reached(self, committed: int, until: int) -> tuple[int, ...]:
+        """Returns those in (committed, until], where the sequence has committed up to `until` tokens just now."""
+        if not self.are_left:
+            return ()
+        first, end = bisect_right(self.token_counts, committed), bisect_right(self.token_counts, until)
+        self.are_left = end < len(self.token_counts)
+        return self.token_counts[first:end]
+
+    def fork(self) -> Stops:
+        """Returns those of a fork: the same, but for stops of the answer, which neither has from now on."""
+        if self.token_counts and self.token_counts[-1] > self.prompt_end:
+            self.token_counts = tuple([stop for stop in self.token_counts if stop <= self.prompt_end])
+        child = Stops(self.token_counts, self.prompt_end, self.early)
+        child.last = self.last
+        return child
 
 
 class StopRules:

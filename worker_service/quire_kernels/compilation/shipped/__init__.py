@@ -1,7 +1,6 @@
 """The specialisations that ship, which `scripts/compile_kernels.py` compiles: a table per family of kernels.
 
-A kernel can be launched for any ratio of heads, page size and head dim, so nobody can compile all of it. What is listed
-is
+A kernel can be launched for any ratio of heads, page size and head dim, so not all of it can be compiled. The list has
 
 - every dtype that a launcher takes (float32 too: it is multiplied without tensor cores, and slower);
 - every size of tile that a launcher can choose, with all options at once, at the largest head dims that get it;

@@ -1,4 +1,4 @@
-"""What ships of the kernels that append, of common head dims."""
+"""The shipped specializations of the kernels that append, for common head dims."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from quire_kernels.ops.append_slots import append_slots_kernel
 from quire_kernels.shared.append_token import NUM_WARPS, tile_sizes
 
 DIMS = (64, 80, 96, 128, 256)
-# Types of the tokens and of the cache, and for which head dims. Alike, they are integers of the element's size, whose
-# bits are copied; floats into bytes are quantised, and the type of the bytes is the format.
+# Types of the tokens and of the cache, and their head dims. If both are the same, they are integers of the element's
+# size, whose bits are copied. Floats into bytes are quantized, and the type of the bytes is the format.
 HEAD_DIMS = {
     ("i16", "i16"): DIMS,
     ("bf16", "u8"): DIMS,

@@ -1,4 +1,5 @@
-"""What ships of the kernels before and after attention: dividing work, packing masks, merging, choosing tokens."""
+"""The shipped specializations of the kernels before and after attention: dividing work, packing masks, merging,
+choosing tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What ships of the kernels that a layer runs between its products: norms, gated activations, turning and appending."""
+"""The shipped specializations of the kernels between a layer's products: norms, gated activations, rotating and
+appending."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ HEADS = (
     ((16, 8, 256, 256, 16), True),  # Gemma 3 12B
     ((64, 8, 64, 64, 16), False),  # gpt-oss 20B
     ((32, 32, 96, 96, 1), False),  # Phi 3
-    ((32, 32, 80, 32, 64), False),  # of which a part is turned
+    ((32, 32, 80, 32, 64), False),  # whose first part is rotated
 )
 
 

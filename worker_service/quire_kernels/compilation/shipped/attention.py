@@ -1,4 +1,5 @@
-"""What ships of the attention kernels, chip by chip: each chooses other sizes of tiles, and other types for fp8."""
+"""The shipped specializations of the attention kernels, chip by chip: each chip has its own tile sizes and types for
+fp8."""
 
 from __future__ import annotations
 
@@ -73,8 +74,7 @@ def _decode(
 
 
 def _decodes(chip: str) -> Iterator[KernelConfiguration]:
-    """Returns head dims, ratios of heads, page sizes and dtypes as models have them; and each tiling with all
-    options."""
+    """Yields the head dims, ratios of heads, page sizes and dtypes of models; and each tiling with all options."""
     for dims in ((64, 64), (80, 80), (96, 96), USUAL, WIDE, LATENT):
         yield _decode(chip, "bf16", "bf16", dims)
     for group in (1, 5, 7, 8, 16, 32, 64):
@@ -176,7 +176,7 @@ def _paged_prefills(chip: str) -> Iterator[KernelConfiguration]:
 
 
 def _ragged_prefills(chip: str) -> Iterator[KernelConfiguration]:
-    """Yields fewer than of paged prefill, whose inner loop it shares: keys without pages take fewer registers."""
+    """Yields fewer than paged prefill, with the same inner loop: keys without pages take fewer registers."""
     kernel = prefill_ragged_kernel
     for dims in ((64, 64), (80, 80), (96, 96), USUAL, WIDE):
         yield _prefill(kernel, chip, dims=dims)

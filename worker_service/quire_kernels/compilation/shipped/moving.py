@@ -1,4 +1,4 @@
-"""What ships of the kernels that move whole blocks: every size of word, whatever the blocks hold."""
+"""The shipped specializations of the kernels that move whole blocks: every word size, whatever the blocks hold."""
 
 from __future__ import annotations
 

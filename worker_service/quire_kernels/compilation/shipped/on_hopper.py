@@ -1,4 +1,4 @@
-"""What ships of the kernels in Gluon, which are for compute capability 9 alone."""
+"""The shipped specializations of the Gluon kernels, for compute capability 9 alone."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quire_worker.model.states.passes import StatePass, StateProbe
+from quire_worker.model.states.state_pass import StatePass, StateProbe
 from quire_worker.model.transformers_seam import Scoring, Step
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quire_worker.model.splitting.heads import Heads, heads_of_rank
-from quire_worker.model.splitting.parts import Split, is_plain, some_inputs, some_outputs
+from quire_worker.model.splitting.linear_parts import Split, is_plain, some_inputs, some_outputs
 from quire_worker.ranks.crew import Crew
 
 _OUTPUTS = ("o_proj", "out_proj", "dense")

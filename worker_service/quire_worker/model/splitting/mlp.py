@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quire_worker.model.splitting.parts import Split, is_plain, on_one_rank, some_inputs, some_outputs, span
+from quire_worker.model.splitting.linear_parts import Split, is_plain, on_one_rank, some_inputs, some_outputs, span
 from quire_worker.ranks.crew import Crew
 
 

@@ -12,8 +12,8 @@ import torch
 
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.splitting.attention import split_attention
+from quire_worker.model.splitting.linear_parts import Split, Summed
 from quire_worker.model.splitting.mlp import expert_splits, mlp_splits
-from quire_worker.model.splitting.parts import Split, Summed
 from quire_worker.ranks.crew import Crew
 
 # How far the sum of the parts may be from the whole: norm of the difference over norm of the whole. Sums in another

@@ -18,7 +18,7 @@ from quire_cpu.library import Library
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.states.continuations import CONTINUATIONS, has_limits, renew_decays, within_limits
 from quire_worker.model.states.flat import NoStates, flat_mixer
-from quire_worker.model.states.passes import Segment, StatePass, States
+from quire_worker.model.states.state_pass import Segment, StatePass, States
 from quire_worker.model.states.view import SegmentView
 
 _CACHE_NAMES = ("cache_params", "past_key_values")

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from quire_worker.model.states.passes import Segment, States
+from quire_worker.model.states.state_pass import Segment, States
 from quire_worker.state_pages import StateKey
 
 T = TypeVar("T")

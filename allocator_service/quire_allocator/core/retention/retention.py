@@ -1,0 +1,289 @@
+"""Makes and ends the stops of a pool, and tells the queue what that makes blocks worth (`worth.py`).
+
+A stop is made if every group can serve it from what the sequence has or remembers:
+
+    a hit ends there                  somebody asked for just this
+    a commit has reached a stop       `stops.py` says where these are; a junction replaces an early stop, and each stop
+                                      of an answer replaces the one before
+    the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
+                                      checkpoint): a turn has ended, and most prompts that go on do so from here
+
+Nothing is kept for a hit that cannot come: when a block before a stop leaves, in whatever group, the stop is gone, and
+what it alone needed is spare in all groups; the next victim is only chosen when that is used up.
+
+Of one path the stops where paths part stay, and of the others the last three (what a chat's last two turns leave: the
+end of the turn before, that of the last prompt and of its answer). While many prompts part from cached ones before
+their end, further stops stand before the ends of prompts, and as many more stay (`partings.py`).
+
+Managers report here what they publish no more and what they cut. The coordinator asks them what a stop needs.
+
+Sources: Marconi (MLSys 2025) keeps what the next prompts are likely to end at; SGLang's hybrid tree lets windows leave
+before the prefix they belong to; `docs/decisions/0017-retention.md` has what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Final
+
+from quire_allocator.core.blocks import Blocks
+from quire_allocator.core.eviction.queue import RANKED, SPARE
+from quire_allocator.core.retention.partings import STEP_COUNT, Behind, Partings
+from quire_allocator.core.retention.stop import Run, Stop, StopKey, Unit, living
+from quire_allocator.core.retention.stops import StopRules, Stops
+from quire_allocator.core.retention.worth import Worth
+from quire_allocator.core.spec import GroupKind, PoolSpec
+from quire_allocator.core.stretches import Stretch
+
+CONTINUED_MAX: Final = 3  # stops of one path where no paths part
+
+
+class Retention:
+    """The stops of one pool.
+
+    Attributes:
+        blocks: of the pool.
+        worth: what its blocks are worth.
+        is_even: all are worth the same, and no stops are made.
+        partings: where its prompts part.
+        stops: those that are not gone.
+    """
+
+    def __init__(self, spec: PoolSpec, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self.worth = Worth(spec)
+        self.is_even = self.worth.is_even
+        self.stops: dict[StopKey, Stop] = {}
+        checkpoints = [group.block_size for group in spec.groups if group.kind is GroupKind.STATE]
+        self.partings = Partings(spec.edge_tokens, math.lcm(*checkpoints) if checkpoints else 0)
+        self.rules = StopRules(spec.groups, spec.edge_tokens, foresees=not self.is_even)
+        if not self.is_even:
+            blocks.policy.trims = all(group.kind is not GroupKind.FULL_ATTENTION for group in spec.groups)
+
+    def stops_of(self, prompt_token_count: int, matched: int, junction: int) -> Stops:
+        """Returns where hits are to end in a new sequence."""
+        learned = None if self.is_even else self.partings
+        return self.rules.of(prompt_token_count, matched, junction, learned)
+
+    # -- when stops are made --------------------------------------------------------------------------------------
+
+    def note_parting(self, key: StopKey, behind: Behind, *, is_whole: bool) -> None:
+        """A new prompt parts at an edge; all of it, but for the last tokens, is before that if it `is_whole`."""
+        stop = self.stops.get(key)
+        self.partings.note(behind, is_parting=stop is not None and stop.is_parting, is_whole=is_whole)
+
+    def passed(self, stops: Stops, stop: Stop) -> None:
+        """A sequence has come to a stop."""
+        stops.last = stop
+        self.end_old(stop)
+
+    def make(
+        self, stops: Stops, key: StopKey, needed: Sequence[Unit], runs: Sequence[Run], *, other_way_count: int
+    ) -> Stop:
+        """Makes a stop of a sequence, to which it has come; so many ways of others go on right there."""
+        parent = living(stops.last)
+        early = parent if parent is not None and parent.is_early and not parent.is_parting else None
+        stop = self.put(key, needed, runs, parent=parent)
+        stop.is_early = key[1] == stops.early
+        if stops.token_counts and stops.token_counts[-1] > stops.prompt_end:
+            stop.answer_token_count = max(0, key[1] - stops.prompt_end)
+        stop.is_parting |= other_way_count > 0
+        if early is not None:
+            self._take_place_of(early, stop)
+        if stop.answer_token_count and parent is not None and parent.token_count >= stops.prompt_end:
+            self._replace(parent, stop)
+        return stop
+
+    def _take_place_of(self, early: Stop, stop: Stop) -> None:
+        """A new stop after an early one replaces it, if others that were right after that are after the new one now:
+        prompts part there, and no sooner."""
+        moved = [other for other in stop.stops_after() if living(other.parent) is early]
+        if not moved:
+            return
+        for other in moved:
+            other.parent = stop
+        early.way_count -= len(moved)
+        self._goes_on(stop, len(moved))
+        self.end(early)
+
+    def _replace(self, before: Stop, stop: Stop) -> None:
+        """An answer has gone on from the end of its prompt, or from a stop of its own: the next stop replaces that,
+        unless paths part there."""
+        if not before.is_continued:
+            return
+        needed = before.needed
+        for unit in stop.needed:
+            unit.is_successor = True
+        self.end(before)
+        if before.answer_token_count:
+            for unit in needed:
+                unit.scope.manager.replaced(unit)
+
+    def put(self, key: StopKey, needed: Sequence[Unit], runs: Sequence[Run], *, parent: Stop | None) -> Stop:
+        """Files a new stop that stands in `runs`, one for each manager of full attention."""
+        stop = self.stops[key] = Stop(key, needed, runs, parent=parent)
+        for unit in needed:
+            unit.needed_count += 1
+            if unit.stops is None:
+                unit.stops = []
+            unit.stops.append(stop)
+            if not unit.live:  # a checkpoint that another sequence made
+                self._revalue(unit)
+        for run in runs:
+            counts = [other.token_count for other in run.stops]
+            run.stops.insert(bisect_right(counts, stop.token_count), stop)
+        if parent is not None:
+            self._goes_on(parent, 1)
+        return stop
+
+    def _goes_on(self, stop: Stop, way_count: int) -> None:
+        """So many stops more are right after it."""
+        was_aside = stop.is_aside
+        stop.way_count += way_count
+        stop.is_parting |= stop.way_count > 1
+        stop.is_aside = stop.is_continued and (was_aside or not self.partings.are_early)
+        if stop.is_aside == was_aside:
+            return
+        step = 1 if was_aside else -1
+        for unit in stop.needed:
+            unit.needed_count += step
+            unit.aside_count -= step
+            self._revalue(unit)
+
+    def end_old(self, stop: Stop | None) -> None:
+        """Ends the stops of a path where no paths part, but for the last few."""
+        count, count_max = 0, CONTINUED_MAX + (STEP_COUNT if self.partings.are_inside else 0)
+        while stop is not None:
+            before = stop.parent = living(stop.parent)
+            if not stop.is_parting:
+                count += 1
+                if count > count_max:
+                    self.end(stop)
+            stop = before
+
+    def end(self, stop: Stop) -> None:
+        """No hit can end there any more."""
+        if stop.is_gone:
+            return
+        stop.is_gone = True
+        for run in stop.runs:
+            run.stops.remove(stop)
+        for unit in stop.needed:
+            if stop.is_aside:
+                unit.aside_count -= 1
+            else:
+                unit.needed_count -= 1
+            if unit.stops is not None:
+                unit.stops.remove(stop)
+        for unit in stop.needed:
+            self._revalue(unit)
+        for run in stop.runs:
+            if run.ticket and run.worth == RANKED and self.worth.of_run(run) == SPARE:
+                run.worth = SPARE
+                self.blocks.reranked(run)
+        stop.parent = before = living(stop.parent)
+        if before is not None:
+            self._goes_on(before, stop.way_count - 1)
+        stop.needed, stop.runs = [], []
+        del self.stops[stop.key]
+
+    # -- what managers report: units and stretches ----------------------------------------------------------------
+
+    def need(self, units: tuple[Unit, ...], no_more: tuple[Unit, ...]) -> None:
+        """A live sequence would make a stop that needs these units, and none any more that needs those."""
+        for unit in units:
+            unit.needed_count += 1
+        for unit in no_more:
+            unit.needed_count -= 1
+            self._revalue(unit)
+
+    def held(self, unit: Unit, count: int) -> None:
+        """A sequence holds a cached unit of so many blocks again."""
+        if unit.worth == SPARE:
+            unit.scope.spare -= count
+        self.blocks.now_held(unit, count)
+
+    def cached(self, unit: Unit, count: int) -> None:
+        """Nobody holds a published unit of so many blocks any more."""
+        unit.worth = self.worth.of_unit(unit)
+        if unit.worth == SPARE:
+            unit.scope.spare += count
+        self.blocks.now_cached(unit, count, is_candidate=True)
+
+    def cached_stretch(self, stretch: Stretch) -> None:
+        """Nobody holds what fell out of a window together, and is published."""
+        count = stretch.block_count
+        stretch.worth = self.worth.of_stretch()
+        if stretch.worth == SPARE:
+            stretch.scope.spare += count
+        self.blocks.now_cached(stretch, count, is_candidate=True)
+
+    def shrunk(self, stretch: Stretch, count: int) -> None:
+        """So many blocks of a cached stretch are published no more."""
+        if stretch.worth == SPARE:
+            stretch.scope.spare -= count
+
+    def lost(self, unit: Unit) -> None:
+        """A unit is published no more: no hit can end any more where one would need it."""
+        if unit.worth == SPARE and not unit.live:
+            unit.scope.spare -= unit.block_count
+        if unit.stops:
+            for stop in unit.stops[:]:
+                self.end(stop)
+
+    def _revalue(self, unit: Unit) -> None:
+        """A unit is needed more or less than before."""
+        if unit.live or not unit.ticket:
+            return
+        worth, before = self.worth.of_unit(unit), unit.worth
+        if worth != before:
+            unit.scope.spare += unit.block_count * ((worth == SPARE) - (before == SPARE))
+            unit.worth = worth
+            self.blocks.reranked(unit)
+
+    # -- what managers report: runs -------------------------------------------------------------------------------
+
+    def leaving(self, run: Run, wanted: int) -> int:
+        """Returns how many positions leave a run at once where so many blocks are wanted."""
+        return self.worth.leaving(run, wanted)
+
+    def assess(self, run: Run) -> None:
+        """Notes what a run is worth that nobody holds, and what leaves with it."""
+        run.worth = self.worth.of_run(run)
+        run.burden = self.worth.burden(run)
+
+    def divided(self, lower: Run, upper: Run) -> None:
+        """A run was cut in two: stops before the lower part stand in the upper one from now on."""
+        if not lower.stops:
+            return
+        cut = upper.token_count()
+        upper.stops = [stop for stop in lower.stops if stop.token_count <= cut]
+        lower.stops = [stop for stop in lower.stops if stop.token_count > cut]
+        for stop in upper.stops:
+            stop.runs[stop.runs.index(lower)] = upper
+
+    def trimmed(self, run: Run, *, moves: bool) -> None:
+        """A cached run has lost its end, and stops there are gone; it `moves` among those that the policy ranks."""
+        if run.stops:
+            self._end_after(run, run.token_count())
+        worth, burden = run.worth, run.burden
+        self.assess(run)
+        if moves or worth != run.worth or burden != run.burden:
+            self.blocks.reranked(run)
+
+    def trimmed_whole(self, run: Run) -> None:
+        """A cached run is published no more."""
+        self._end_after(run, 0)
+
+    def now_leaf(self, run: Run) -> None:
+        """A cached run has lost all that hung below it."""
+        self.assess(run)
+        self.blocks.reranked(run)
+
+    def _end_after(self, run: Run, token_count: int) -> None:
+        for stop in reversed(run.stops[:]):
+            if stop.token_count <= token_count:
+                break
+            self.end(stop)

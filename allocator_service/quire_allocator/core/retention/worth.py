@@ -1,0 +1,93 @@
+"""What cached blocks are worth: how early they leave.
+
+| worth | blocks | order |
+| --- | --- | --- |
+| SPARE | windows and checkpoints that no stop needs; the end of a run after its deepest stop | of release |
+| ASIDE | what only continued stops need, unless prompts part early | of release |
+| RANKED | runs with a stop at their end or with children; without full attention, what a stop needs | of the policy |
+| LED | what a stop needs of windows and states, where full attention has the same prefix | with the run |
+
+So a block that no hit can need never outlasts one that some hit can. A chat leaves as a whole, or back to an earlier
+stop. In pools whose retention is `dense`, and in those of full attention alone, all blocks are RANKED.
+
+    chat of 8,192 tokens, blocks of 16, full attention and 5 windows of 1,024: 512 blocks are RANKED, 5 x 64 LED, and
+    5 x 448 SPARE
+
+`eviction/queue.py` orders candidates by worth, and `eviction/policies.py` ranks those that are RANKED.
+"""
+
+from __future__ import annotations
+
+from quire_allocator.core.eviction.queue import ASIDE, BURDEN_MAX, LED, RANKED, SPARE
+from quire_allocator.core.retention.stop import Run, Unit
+from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
+
+
+class Worth:
+    """Says what blocks of one pool are worth.
+
+    Attributes:
+        is_even: all are RANKED, and no stops are made.
+    """
+
+    def __init__(self, spec: PoolSpec) -> None:
+        kinds = {group.kind for group in spec.groups}
+        self.is_even = spec.retention == "dense" or kinds == {GroupKind.FULL_ATTENTION}
+        self._full_block_sizes = [group.block_size for group in spec.groups if group.kind is GroupKind.FULL_ATTENTION]
+        self._needed = LED if self._full_block_sizes else RANKED
+        self._idle = RANKED if self.is_even else SPARE
+        self._edge_tokens = spec.edge_tokens
+
+    def of_unit(self, unit: Unit) -> int:
+        """Returns SPARE, ASIDE, RANKED or LED."""
+        if self.is_even:
+            return RANKED
+        if unit.needed_count:
+            return self._needed
+        return ASIDE if unit.aside_count else SPARE
+
+    def of_stretch(self) -> int:
+        """Returns what blocks that fell out of a window together are worth: no stop needs them."""
+        return self._idle
+
+    def of_run(self, run: Run) -> int:
+        """Returns SPARE if no hit can end where a run does, as far as the other groups are concerned; else RANKED."""
+        if self.is_even or run.children:
+            return RANKED
+        return RANKED if run.stops and run.stops[-1].token_count == run.token_count() else SPARE
+
+    def burden(self, run: Run) -> int:
+        """Returns `Entry.burden`: log2((own + led) / own) in blocks, rounded down; 0 where no stop stands in the run.
+
+        Own blocks are those of the path since the stop before; led are those that leave with the run. Example: 4 own
+        and 60 led give 4. A stop of an answer counts as if the answer were empty.
+        """
+        if not run.stops:
+            return 0
+        stop = run.stops[-1]
+        prompt_end = stop.token_count - stop.answer_token_count
+        token_count = max(self._edge_tokens, prompt_end - run.token_count_before_stop())
+        own = sum([token_count // block_size for block_size in self._full_block_sizes])
+        led = sum([unit.block_count for unit in stop.needed if unit.needed_count == 1])
+        return min(BURDEN_MAX, ((own + led) // own).bit_length() - 1)
+
+    def leaving(self, run: Run, wanted: int) -> int:
+        """Returns how many positions leave a run at once where so many blocks are wanted: no more than prompts usually
+        leave behind at its end, and no further than to the next place at which a hit can end."""
+        width = run.scope.manager.width
+        positions = min(run.size // DIGEST_BYTES, -(-wanted // width))
+        if run.left_behind:
+            positions = min(positions, max(1, run.left_behind // width))
+        if self.is_even:
+            return positions
+        # Of a run that ends where hits do the first one alone: the others are spare then.
+        return 1 if run.worth == RANKED else min(positions, _positions_to_stop(run))
+
+
+def _positions_to_stop(run: Run) -> int:
+    """Counts the positions of a run after the last stop before its end; all of them where there is none."""
+    block_size, end = run.scope.manager.block_size, run.end_position
+    for stop in reversed(run.stops):
+        if stop.token_count < end * block_size:
+            return end - stop.token_count // block_size
+    return end - run.first_position

@@ -1,0 +1,87 @@
+"""The namespaces of a pool, and the candidates for eviction."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from quire_allocator.core.eviction.queue import Candidates, Entry
+from quire_allocator.core.spec import GroupSpec, Quota
+
+
+class Scope:
+    """The blocks of one namespace in one manager.
+
+    Attributes:
+        held: blocks in tables of its sequences, each counted once.
+        cached: published blocks in no table.
+        spare: those of them that leave before all others, of windows and states.
+    """
+
+    __slots__ = ("cached", "held", "manager", "namespace", "spare")
+
+    def __init__(self, namespace: Namespace, manager: Evictor) -> None:
+        self.namespace = namespace
+        self.manager = manager
+        self.held = 0
+        self.cached = 0
+        self.spare = 0
+
+
+class Namespace:
+    """One namespace of a pool: prefixes are shared inside it only. It exists while it has sequences or blocks.
+
+    Attributes:
+        scopes: one per manager of the pool.
+        quota: None without limits.
+        queue: its own candidates for eviction, where what it may cache is limited; else None.
+    """
+
+    __slots__ = ("name", "queue", "quota", "scopes", "sequence_count")
+
+    def __init__(self, name: str, quota: Quota | None, queue: Candidates | None) -> None:
+        self.name = name
+        self.quota = quota
+        self.queue = queue
+        self.scopes: tuple[Scope, ...] = ()
+        self.sequence_count = 0
+
+    @property
+    def held_count(self) -> int:
+        """Counts blocks held, all groups together."""
+        return sum(scope.held for scope in self.scopes)
+
+    @property
+    def cached_count(self) -> int:
+        """Counts blocks cached, all groups together."""
+        return sum(scope.cached for scope in self.scopes)
+
+
+class Scoped(Entry):
+    """A candidate for eviction and its scope."""
+
+    __slots__ = ("scope",)
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        self.scope = scope
+
+
+class Evictor(ABC):
+    """The part of a manager that takes blocks back from the cache.
+
+    Attributes:
+        block_size: tokens of one position.
+        width: groups, and so blocks of one position.
+    """
+
+    spec: GroupSpec
+    groups: tuple[int, ...]
+    block_size: int
+    width: int
+
+    @abstractmethod
+    def evict(self, entry: Scoped, wanted: int) -> int:
+        """Puts at least `wanted` blocks of a candidate on the empty stack, or all it has; returns how many."""
+
+    def replaced(self, entry: Scoped) -> None:  # noqa: B027 - most managers keep what was replaced
+        """Notes that hits which would have ended with an entry end with another one."""

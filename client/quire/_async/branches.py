@@ -1,0 +1,183 @@
+"""Branches: tokens whose keys and values a worker holds, to be continued, forked and scored.
+
+Lifecycle of a handle:
+
+    1. open       its branch is renewed three times in the length of its time, by a task of the client
+    2. released   by `release`, or the end of its `async with` block; or nobody refers to it any more, and its time
+                  runs out
+
+A branch outlives the one that it was forked from. It ends with its worker: calls then raise NotFoundError with
+BRANCH_UNKNOWN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Self, Unpack
+
+from quire import sampling, types
+from quire._async.streams import AsyncChunkStream
+from quire._branch_ids import BRANCH_TTL_S, OpenBranches
+from quire._keep_alive import KeptByTask
+from quire._transport import branch_messages, generating
+from quire._transport.attempts import Attempts
+from quire._transport.channel import GENERATE_TIMEOUT_S, AsyncLink
+from quire.v1 import worker_pb2 as pb
+from quire.v1 import worker_pb2_grpc as pb_grpc
+
+
+class AsyncBranchKeeper:
+    """Renews the branches of one client, for asyncio; those of one length of time together."""
+
+    def __init__(self, link: AsyncLink, stub: pb_grpc.WorkerServiceAsyncStub) -> None:
+        self.link = link
+        self.stub = stub
+        self._kept: dict[int, tuple[_AsyncRenewed, KeptByTask]] = {}
+
+    def opened(self, ttl_ms: int) -> OpenBranches:
+        """Returns where handles of branches with this length of time go."""
+        if ttl_ms not in self._kept:
+            renewed = _AsyncRenewed(self.link, self.stub)
+            self._kept[ttl_ms] = renewed, KeptByTask(renewed, ttl_ms)
+        return self._kept[ttl_ms][0]
+
+    def stop(self) -> None:
+        """Ends it, because the client is closed."""
+        for _, kept in self._kept.values():
+            kept.stop()
+
+
+class _AsyncRenewed(OpenBranches):
+    def __init__(self, link: AsyncLink, stub: pb_grpc.WorkerServiceAsyncStub) -> None:
+        super().__init__()
+        self._link, self._stub = link, stub
+
+    async def keep_alive(self) -> None:
+        ids = self.ids()
+        if ids:
+            reply = await self._link.call(self._stub.RenewBranches, pb.RenewBranchesRequest(branch_ids=ids))
+            for unknown in reply.unknown_branch_ids:
+                self.discard(unknown)
+
+
+class AsyncBranch:
+    """A branch of a worker; leaving the `async with` block releases it.
+
+    All methods raise QuireError where the call fails.
+
+    Attributes:
+        id: by which the worker knows it.
+        token_count: tokens that it had after the last `extend` or `generate` of this handle.
+        cached_token_count: tokens of its prompt that were in the cache; 0 for a fork.
+    """
+
+    def __init__(
+        self, keeper: AsyncBranchKeeper, branch_id: bytes, ttl_ms: int, token_count: int, cached: int = 0
+    ) -> None:
+        self.id = branch_id
+        self.token_count = token_count
+        self.cached_token_count = cached
+        self._keeper = keeper
+        self._link, self._stub = keeper.link, keeper.stub
+        self._ttl_ms = ttl_ms
+        self._opened = keeper.opened(ttl_ms)
+        self._opened.add(self)
+
+    async def fork(self, count: int = 1, *, timeout_s: float | None = None) -> tuple[AsyncBranch, ...]:
+        """Returns so many new branches of the same tokens, which share what this one holds."""
+        request = branch_messages.fork_request(self.id, count)
+        reply = await self._link.call(self._stub.ForkBranch, request, timeout_s)
+        return tuple(AsyncBranch(self._keeper, each, self._ttl_ms, self.token_count) for each in reply.branch_ids)
+
+    async def extend(self, continuation: str | Sequence[int], *, timeout_s: float | None = None) -> None:
+        """Puts text, or token ids, behind the branch's tokens, and computes them."""
+        request = branch_messages.extend_request(self.id, continuation)
+        timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
+        reply = await self._link.call(self._stub.ExtendBranch, request, timeout_s)
+        self.token_count = reply.token_count
+
+    async def generate(
+        self,
+        params: sampling.SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[sampling.SamplingOptions],
+    ) -> sampling.Generation:
+        """Continues the branch, which becomes longer by the tokens returned, and waits for all of them; options as of
+        `AsyncClient.generate`, but for `n`, `best_of`, `num_beams`, `echo` and `prompt_logprobs`."""
+        async with self.stream(
+            params, priority=priority, request_id=request_id, timeout_s=timeout_s,
+            interval_s=generating.WHOLE_INTERVAL_S, **options,
+        ) as chunks:  # fmt: skip
+            generation = generating.gather([chunk async for chunk in chunks], chunks.request_id)
+        self.token_count = generation.usage.prompt_token_count + generation.usage.output_token_count
+        return generation
+
+    def stream(
+        self,
+        params: sampling.SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        interval_s: float = 0.0,
+        **options: Unpack[sampling.SamplingOptions],
+    ) -> AsyncChunkStream:
+        """Does what `generate` does, but gives each piece as it comes, those of a text `interval_s` apart at least.
+        Closed before its end, it leaves the branch as it was."""
+        request = branch_messages.continue_request(
+            self.id, params, options, request_id=request_id, interval_s=interval_s, priority=priority
+        )
+        timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
+        attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
+        return AsyncChunkStream(self._link, attempts, request.request_id)
+
+    async def score(
+        self, candidates: Iterable[str | Sequence[int]], *, timeout_s: float | None = None
+    ) -> tuple[types.Score, ...]:
+        """Returns how likely each candidate is as the branch's continuation. The branch stays as it is."""
+        request = branch_messages.score_request(self.id, candidates)
+        timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
+        return branch_messages.scores(await self._link.call(self._stub.ScoreBranch, request, timeout_s))
+
+    async def release(self, *, timeout_s: float | None = None) -> None:
+        """Ends the branch, once no call uses it; its forks live on. Ending it twice is no error."""
+        self._opened.discard(self.id)
+        await self._link.call(self._stub.ReleaseBranches, pb.ReleaseBranchesRequest(branch_ids=[self.id]), timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id.hex()[:8]} of {self.token_count} tokens at {self._link.address}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._link.is_inherited:
+            await self.release()
+
+
+class AsyncPrefills:
+    """The part of a client that begins branches."""
+
+    _branches: AsyncBranchKeeper
+
+    async def prefill(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        namespace: str = "",
+        ttl_s: float = BRANCH_TTL_S,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncBranch:
+        """Computes a prompt (text, or token ids) once and returns a branch, which holds it and begins with it.
+
+        The worker holds a branch for `ttl_s` after it was last named; while its handle is open, the client names it
+        in the background.
+        """
+        request = branch_messages.prefill_request(prompt, namespace, ttl_s, request_id)
+        timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
+        reply = await self._branches.link.call(self._branches.stub.Prefill, request, timeout_s)
+        return AsyncBranch(self._branches, reply.branch_id, reply.ttl_ms, reply.token_count, reply.cached_token_count)

@@ -1,0 +1,53 @@
+"""What both clients are besides their calls: a connection that is opened, closed and asked for its health."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire._transport.channel import AsyncLink
+from quire.errors import NotFoundError
+from quire.tls import Tls
+
+
+class AsyncConnected:
+    """Opening, closing and health of a client."""
+
+    SERVICE: ClassVar[str]
+
+    def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
+        self._link = AsyncLink(address, token, tls, timeout_s)
+        self._link.server = "worker" if self.SERVICE == "quire.v1.WorkerService" else "allocator"
+
+    @property
+    def address(self) -> str:
+        """Returns the address that calls go to."""
+        return self._link.address
+
+    async def health(self, *, timeout_s: float | None = None) -> bool:
+        """Tells whether the service says that it is serving (grpc.health.v1).
+
+        Raises:
+            QuireError: nobody answers, or the token is refused.
+        """
+        stub = health_pb2_grpc.HealthStub(self._link.channel)
+        request = health_pb2.HealthCheckRequest(service=self.SERVICE)
+        try:
+            reply = await self._link.call(stub.Check, request, timeout_s)
+        except NotFoundError:  # another service listens there
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.address}>"
+
+    async def close(self) -> None:
+        """Ends the connection and every stream on it."""
+        await self._link.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

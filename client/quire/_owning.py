@@ -1,0 +1,113 @@
+"""How a client owns pools: sessions and engines, each on a connection of its own.
+
+Written by hand for both flavors: an owner sends heartbeats while its caller computes, so a blocking client has each of
+them on an event loop in a thread of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeAlias
+
+from quire._transport import messages
+from quire._transport.channel import AsyncLink, SyncLink
+from quire.engine import AsyncEngine, Engine
+from quire.engine.carriers import CallCarrier, StreamCarrier
+from quire.errors import QuireError
+from quire.session import AsyncCallSession, AsyncSession, CallSession, Session
+from quire.session.lookahead import AHEAD_TOKENS
+from quire.types import PoolSpec
+from quire.v1 import allocator_pb2_grpc as pb_grpc
+
+Transport: TypeAlias = Literal["stream", "calls"]
+OnWait: TypeAlias = Callable[[QuireError], None]
+
+
+def async_session(
+    link: AsyncLink, pool: str, spec: PoolSpec, transport: Transport, **options: Any
+) -> AsyncSession | AsyncCallSession:
+    """Returns a session for asyncio; options as of the classes.
+
+    Raises:
+        ValueError: there is no such transport.
+        TypeError: sessions over this transport have no such option.
+    """
+    if _is_stream(transport):
+        return _stream(link, pool, spec, **options)
+    return AsyncCallSession(link, pool, spec, **options)
+
+
+def session(link: SyncLink, pool: str, spec: PoolSpec, transport: Transport, **options: Any) -> Session | CallSession:
+    """Returns a session for threads; options and errors as of `async_session`, but for `ahead_tokens`."""
+    if not _is_stream(transport):
+        return CallSession(link, pool, spec, **options)
+    if "ahead_tokens" in options:
+        raise TypeError("a session for threads has no option ahead_tokens: it asks for no room ahead by itself")
+
+    def connected() -> tuple[AsyncSession, Callable[[], Awaitable[None]]]:
+        own = link.for_asyncio()
+        return _stream(own, pool, spec, **options), own.close
+
+    return Session(connected)
+
+
+def async_engine(
+    link: AsyncLink,
+    pool: str,
+    spec: PoolSpec,
+    transport: Transport,
+    *,
+    ahead_tokens: int | None,
+    on_wait: OnWait | None,
+) -> AsyncEngine:
+    """Returns an engine for asyncio.
+
+    Raises:
+        ValueError: there is no such transport, or room ahead is wanted of one that has none.
+    """
+    if _is_stream(transport):
+        room = AHEAD_TOKENS if ahead_tokens is None else ahead_tokens
+        carrier = StreamCarrier(_stream(link, pool, spec, ahead_tokens=room, on_wait=on_wait))
+        return AsyncEngine(pool, spec, carrier, room)
+    if ahead_tokens:
+        raise ValueError(f"ahead_tokens is {ahead_tokens}: only transport='stream' asks for room ahead")
+    calls = CallCarrier(lambda: AsyncCallSession(link, pool, spec), on_wait or (lambda _error: None))
+    return AsyncEngine(pool, spec, calls, 0)
+
+
+def engine(link: SyncLink, pool: str, spec: PoolSpec, transport: Transport, **options: Any) -> Engine:
+    """Returns an engine for threads; options and errors as of `async_engine`."""
+
+    def connected() -> tuple[AsyncEngine, Callable[[], Awaitable[None]]]:
+        own = link.for_asyncio()
+        return async_engine(own, pool, spec, transport, **options), own.close
+
+    return Engine(connected)
+
+
+def _stream(
+    link: AsyncLink, pool: str, spec: PoolSpec, *, on_wait: OnWait | None = None, **options: int
+) -> AsyncSession:
+    """Makes a session on a connection of its own: a silent one is replaced, and calls on other connections go on."""
+    own = link.another()
+
+    async def reconnect() -> pb_grpc.AllocatorServiceAsyncStub:
+        await own.reconnect()
+        return pb_grpc.AllocatorServiceStub(own.channel)
+
+    return AsyncSession(
+        pb_grpc.AllocatorServiceStub(own.channel),
+        pool,
+        messages.pool_spec_message(spec),
+        metadata=own.metadata,
+        on_wait=None if on_wait is None else lambda error: on_wait(own.explain(error)),
+        reconnect=reconnect,
+        disconnect=own.close,
+        **options,
+    )
+
+
+def _is_stream(transport: str) -> bool:
+    if transport not in ("stream", "calls"):
+        raise ValueError(f"transport is {transport!r}: it is 'stream' or 'calls'")
+    return transport == "stream"

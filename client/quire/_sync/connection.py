@@ -1,0 +1,54 @@
+# Generated from _async/connection.py by scripts/unasync.py. Change that file, then run `make format`.
+"""What both clients are besides their calls: a connection that is opened, closed and asked for its health."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire._transport.channel import SyncLink
+from quire.errors import NotFoundError
+from quire.tls import Tls
+
+
+class Connected:
+    """Opening, closing and health of a client."""
+
+    SERVICE: ClassVar[str]
+
+    def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
+        self._link = SyncLink(address, token, tls, timeout_s)
+        self._link.server = "worker" if self.SERVICE == "quire.v1.WorkerService" else "allocator"
+
+    @property
+    def address(self) -> str:
+        """Returns the address that calls go to."""
+        return self._link.address
+
+    def health(self, *, timeout_s: float | None = None) -> bool:
+        """Tells whether the service says that it is serving (grpc.health.v1).
+
+        Raises:
+            QuireError: nobody answers, or the token is refused.
+        """
+        stub = health_pb2_grpc.HealthStub(self._link.channel)
+        request = health_pb2.HealthCheckRequest(service=self.SERVICE)
+        try:
+            reply = self._link.call(stub.Check, request, timeout_s)
+        except NotFoundError:  # another service listens there
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.address}>"
+
+    def close(self) -> None:
+        """Ends the connection and every stream on it."""
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,45 @@
+# Generated from _async/streams.py by scripts/unasync.py. Change that file, then run `make format`.
+"""What a server streams, as it comes: chunks of a request, events of a pool."""
+
+from __future__ import annotations
+
+import time
+
+from quire import sampling
+from quire._transport.attempts import Attempts
+from quire._transport.channel import SyncLink
+from quire._transport.streams import SyncStream, SyncWatchStream
+
+
+class ChunkStream(SyncStream[sampling.Chunk]):
+    """Chunks of one request as they come.
+
+    `close`, leaving the `with` block and losing the last reference (as `break` out of a loop over
+    `client.stream(...)` does) cancel the request, which frees its blocks at once.
+    """
+
+    def __init__(self, link: SyncLink, attempts: Attempts[sampling.Chunk], request_id: str) -> None:
+        super().__init__(link, attempts)
+        self.request_id = request_id
+
+
+class EventStream(SyncWatchStream):
+    """Events of one pool as they come, without end. `close`, leaving the `with` block and losing the last
+    reference end the watch."""
+
+    @property
+    def session_id(self) -> bytes:
+        """Returns what to resume from later, together with `cursor`; empty inside a snapshot, which has to be begun
+        again."""
+        return self._watch.session_id
+
+    @property
+    def cursor(self) -> int:
+        """Returns what to resume from later, together with `session_id`."""
+        return self._watch.cursor
+
+    @property
+    def age_s(self) -> float:
+        """Returns the seconds since the allocator was heard last, which is so every 5 s while nothing happens. A mirror
+        of these events is as old."""
+        return time.monotonic() - self._watch.heard_s

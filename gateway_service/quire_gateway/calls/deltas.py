@@ -1,0 +1,66 @@
+"""What a reader finds in the text of an answer, piece by piece and as a whole. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class CallDelta(NamedTuple):
+    """A piece of a call.
+
+    Attributes:
+        number: of the call in its answer, from 0.
+        arguments: the next part of their JSON text.
+        call_id: of the call, with its first piece alone.
+        function: that is called, likewise.
+    """
+
+    number: int
+    arguments: str = ""
+    call_id: str = ""
+    function: str = ""
+
+
+class Delta(NamedTuple):
+    """A piece of an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Tells whether there is anything in it."""
+        return bool(self.content or self.reasoning or self.calls)
+
+
+class Call(NamedTuple):
+    """A call that is whole."""
+
+    call_id: str
+    function: str
+    arguments: str
+
+
+def joined(deltas: Sequence[Delta]) -> tuple[str, str, list[Call]]:
+    """Returns content, reasoning and calls of all pieces."""
+    calls: list[Call] = []
+    for piece in (each for delta in deltas for each in delta.calls):
+        if piece.call_id:
+            calls.append(Call(piece.call_id, piece.function, piece.arguments))
+        else:
+            call = calls[piece.number]
+            calls[piece.number] = call._replace(arguments=call.arguments + piece.arguments)
+    content = "".join(delta.content for delta in deltas)
+    return content, "".join(delta.reasoning for delta in deltas), calls
+
+
+def joined_pieces(one: Delta, other: Delta) -> Delta:
+    """Returns two pieces that follow each other as one."""
+    calls = [*one.calls]
+    for call in other.calls:
+        if calls and calls[-1].number == call.number:
+            calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + call.arguments)
+        else:
+            calls.append(call)
+    return Delta(one.content + other.content, one.reasoning + other.reasoning, tuple(calls))

@@ -1,0 +1,223 @@
+"""How models write calls and reasoning, as declarations.
+
+An answer consists of *runs* of calls, *marks*, and the text around them:
+
+    run = opening head arguments tail (separator head arguments tail)* closing
+
+Each of these is a list of elements, between which there may be whitespace. The arguments are a JSON object. A mark says
+that reasoning or content begins behind it, and is itself no text.
+
+Sources: the chat templates of the checkpoints, and vLLM's parsers, whose names the formats have.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+
+class Slot(enum.Enum):
+    """A part of a head that differs between calls."""
+
+    NAME = "name"  # of the function
+    QUOTED_NAME = "quoted name"  # the same as a JSON string
+    INDEX = "index"  # of the call, a number
+    QUOTED = "quoted"  # a JSON string without escapes, which has no effect
+    WORD = "word"  # letters and digits, which have no effect
+
+
+@dataclass(frozen=True, slots=True)
+class Maybe:
+    """Elements that may be missing."""
+
+    elements: tuple[Element, ...]
+
+
+Element: TypeAlias = "str | Slot | Maybe"
+Elements: TypeAlias = "tuple[Element, ...]"
+
+
+class Place(enum.Enum):
+    """Where in an answer something is."""
+
+    START = "start"  # of its content
+    CONTENT = "content"
+    REASONING = "reasoning"
+
+
+ANYWHERE: Final = frozenset(Place)
+IN_CONTENT: Final = frozenset({Place.START, Place.CONTENT})
+AT_START: Final = frozenset({Place.START})
+IN_REASONING: Final = frozenset({Place.REASONING})
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Calls that follow each other.
+
+    Attributes:
+        opening: what the first call stands behind.
+        head: of each call, which ends where its arguments begin.
+        tail: of each call.
+        separator: between two calls; None where a run is one call.
+        closing: behind the last one.
+        places: where a run may begin.
+        function: what is called, where the head does not say it.
+    """
+
+    head: Elements
+    tail: Elements = ()
+    opening: Elements = ()
+    separator: Elements | None = None
+    closing: Elements = ()
+    places: frozenset[Place] = IN_CONTENT
+    function: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What parts an answer.
+
+    Attributes:
+        elements: that it consists of.
+        then: what follows it; None where that is what was before it.
+        places: where it may be.
+    """
+
+    elements: Elements
+    then: Place | None
+    places: frozenset[Place] = ANYWHERE
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a model writes what is no plain text.
+
+    Attributes:
+        runs: of calls.
+        marks: around reasoning and content.
+        call_id: of a call, with `{random}`, `{name}` and `{index}`.
+        id_characters: how many random ones.
+        answer: the mark of the channel in which the answer is, where there are channels; it is one of `marks`.
+    """
+
+    runs: tuple[Run, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    call_id: str = "call_{random}"
+    id_characters: int = 24
+    answer: Mark | None = None
+
+
+def literals(elements: Elements) -> Iterator[str]:
+    """Returns the texts in elements."""
+    for element in elements:
+        if isinstance(element, str):
+            yield element
+        elif isinstance(element, Maybe):
+            yield from literals(element.elements)
+
+
+def literals_of(form: Format) -> tuple[str, ...]:
+    """Returns each text that a format writes beside names and arguments, once."""
+    found: dict[str, None] = {}
+    for run in form.runs:
+        for elements in (run.opening, run.head, run.tail, run.separator or (), run.closing):
+            found.update(dict.fromkeys(literals(elements)))
+    for mark in form.marks:
+        found.update(dict.fromkeys(literals(mark.elements)))
+    return tuple(found)
+
+
+def _object(key: str = '"arguments"', before: Elements = ()) -> Elements:
+    """Returns the head of a call that is a JSON object."""
+    return (*before, "{", '"name"', ":", Slot.QUOTED_NAME, ",", key, ":")
+
+
+_ID: Final = Maybe((",", '"id"', ":", Slot.QUOTED))
+_DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+_LIST_TAIL: Final = (_ID, "}")
+
+
+def _list(opening: str) -> Run:
+    """Returns a run that is a JSON array of calls."""
+    return Run(_object(), _LIST_TAIL, (opening, "["), (",",), ("]",))
+
+
+def _deepseek(head: Elements, tail: Elements = ()) -> Run:
+    begin, end, call_begin, call_end = _DEEPSEEK
+    return Run((call_begin, *head), (*tail, call_end), (begin,), (), (end,))
+
+
+_JSON: Final = (Maybe(("<|constrain|>",)), Maybe(("json",)))
+_TO: Final = ("to=functions.", Slot.NAME, "<|channel|>", "commentary", *_JSON, "<|message|>")
+_FINAL: Final = Mark(("<|channel|>", "final", *_JSON, "<|message|>"), Place.CONTENT)
+_CALLED: Final = (Maybe(("<|call|>",)),)  # most often the end of the text
+
+CALL_FORMATS: Final[Mapping[str, Format]] = {
+    # Qwen 2.5 and 3, Hermes, Granite 4
+    "hermes": Format((Run(_object(before=("<tool_call>",)), ("}", "</tool_call>")),)),
+    "llama3_json": Format(
+        (
+            Run(_object('"parameters"'), ("}",), (), (";",), (), AT_START),
+            Run(_object('"parameters"'), ("}",), ("<|python_tag|>",), (";",), (), IN_CONTENT),
+        )
+    ),
+    # Its templates refuse ids of any other length.
+    "mistral": Format((_list("[TOOL_CALLS]"),), call_id="{random}", id_characters=9),
+    "mistral_v11": Format(
+        (Run(("[TOOL_CALLS]", Slot.NAME, Maybe(("[CALL_ID]", Slot.WORD)), "[ARGS]")),),
+        call_id="{random}",
+        id_characters=9,
+    ),
+    "deepseek_v3": Format((_deepseek(("function", "<｜tool▁sep｜>", Slot.NAME, "```json"), ("```",)),)),
+    "deepseek_v31": Format((_deepseek((Slot.NAME, "<｜tool▁sep｜>")),)),
+    "granite": Format((_list("<|tool_call|>"), _list("<tool_call>"))),
+    "kimi_k2": Format(
+        (
+            Run(
+                ("<|tool_call_begin|>", "functions.", Slot.NAME, ":", Slot.INDEX, "<|tool_call_argument_begin|>"),
+                ("<|tool_call_end|>",),
+                ("<|tool_calls_section_begin|>",),
+                (),
+                ("<|tool_calls_section_end|>",),
+            ),
+        ),
+        call_id="functions.{name}:{index}",  # which its template writes down again
+    ),
+    "openai": Format(
+        (
+            Run(("<|channel|>", "commentary", "to=functions.", Slot.NAME, *_JSON, "<|message|>"), _CALLED),
+            Run(("<|start|>", "assistant", *_TO), _CALLED),
+            Run(_TO, _CALLED, places=AT_START),
+        ),
+        (
+            Mark(("<|channel|>", "analysis", "<|message|>"), Place.REASONING),
+            _FINAL,
+            Mark(("<|channel|>", "commentary", "<|message|>"), Place.CONTENT),
+            Mark(("<|end|>",), Place.CONTENT),
+            Mark(("<|start|>", "assistant"), None),
+        ),
+        answer=_FINAL,
+    ),
+}
+
+REASONING_FORMATS: Final[Mapping[str, Format]] = {
+    "think": Format(
+        (),
+        (
+            Mark(("<think>",), Place.REASONING, AT_START),
+            Mark(("</think>",), Place.START, IN_REASONING),
+        ),
+    ),
+}
+
+
+# How an answer is written that has to call some function: as a JSON array of calls.
+REQUIRED: Final = Run(_object('"parameters"'), ("}",), ("[",), (",",), ("]",), AT_START)
+
+
+def only_arguments(name: str) -> Run:
+    """Returns how an answer that has to call one function is written: as its arguments."""
+    return Run((), places=AT_START, function=name)

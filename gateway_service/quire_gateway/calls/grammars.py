@@ -1,0 +1,218 @@
+"""What an answer is held to, in the Lark syntax of llguidance: free text, in which a call that has begun fits its
+schema.
+
+A text that opens a call is a *trigger*: a lazy lexeme, which ends the free text as soon as it is there. Where the
+tokenizer has a token for it, the token is a trigger, too: a special one is no part of any text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from quire_gateway.calls.formats import AT_START, IN_REASONING, Element, Elements, Format, Mark, Maybe, Place, Run, Slot
+
+_HEAD: Final = """%llguidance {}
+TEXT: /(.|\\n)*/
+SPACE: /[ \\t\\r\\n]{1,16}/
+PADDING: /[ \\t\\r\\n]{0,16}/
+"""
+# As models write JSON, with spaces or without. Bounded: a model that is not sure of itself can go on with them.
+_JSON_OPTIONS: Final = {"whitespace_flexible": True, "whitespace_pattern": "[ \\t\\r\\n]{0,16}"}
+_COMPACT: Final = {"whitespace_flexible": False}
+_SLOTS: Final = {Slot.INDEX: "/[0-9]{1,6}/", Slot.QUOTED: '/"[^"\\\\\\n]{0,64}"/', Slot.WORD: "/[A-Za-z0-9]{1,32}/"}
+
+
+class Function(NamedTuple):
+    """What can be called.
+
+    Attributes:
+        name: of the function.
+        schema: of its arguments.
+        is_strict: whether a schema that cannot be held to is refused; else what is not known of it has no effect.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    is_strict: bool
+
+
+class Held(NamedTuple):
+    """What an answer is held to beside its calls.
+
+    Attributes:
+        is_reasoning: whether it begins within its reasoning.
+        is_called: whether it has to call a function.
+        has_many: whether it may call several.
+        content: the schema of its content, where that is no free text.
+        is_compact: whether calls are written without spaces, and not as their model would write them.
+    """
+
+    is_reasoning: bool = False
+    is_called: bool = False
+    has_many: bool = True
+    content: Any = None
+    is_compact: bool = False
+
+
+def grammar_of(form: Format, functions: Sequence[Function], tokens: Mapping[str, int], held: Held) -> str:
+    """Returns the grammar of an answer.
+
+    Args:
+        form: how the model writes what is no plain text.
+        functions: that can be called.
+        tokens: ids of the texts of the format that are one token.
+        held: what it is held to beside its calls.
+    """
+    return _Writer(form, functions, tokens, held).written()
+
+
+class _Writer:
+    """Writes one grammar, rule by rule."""
+
+    def __init__(self, form: Format, functions: Sequence[Function], tokens: Mapping[str, int], held: Held) -> None:
+        self._form, self._functions, self._tokens, self._held = form, functions, tokens, held
+        self._rules: list[str] = []
+        self._space = "" if held.is_compact else "SPACE?"
+        self._triggers: dict[tuple[str, str], str] = {}  # rules, by what is before the text and the text
+        # In front of what has to come, nothing but whitespace is written; with channels, text of other ones.
+        is_due = held.is_called or held.content is not None
+        self._before = "PADDING" if is_due and form.answer is None else "TEXT"
+
+    def written(self) -> str:
+        """Returns the grammar as a text."""
+        form, held = self._form, self._held
+        for number, function in enumerate(self._functions):
+            self._rules.append(f"arguments_{number}: {self._json(function)}")
+        marks = [self._mark(mark, self._before) for mark in form.marks if Place.CONTENT in mark.places]
+        content = "TEXT"
+        if held.content is not None:
+            answer = "" if form.answer is None else self._mark(form.answer, "TEXT")
+            content = self._rule("content", [_sequence(answer, f"%json {json.dumps(_content(held.content))}")])
+            marks = [rule for rule, mark in zip(marks, form.marks, strict=False) if mark is not form.answer]
+        at_start = [self._run(number, run) for number, run in enumerate(form.runs) if run.places == AT_START]
+        runs = [self._run(number, run) for number, run in enumerate(form.runs) if run.places != AT_START]
+        if held.is_called:
+            bodies = [_sequence(_any(marks, "*"), _any(runs, "+" if held.has_many else ""))] if runs else []
+        elif not held.has_many:
+            bodies = [_sequence(_any(marks, "*"), _any([content, *runs]))]
+        elif held.content is None:
+            bodies = [_sequence(_any([*marks, *runs], "*"), content)]
+        else:  # which is not there behind calls
+            bodies = [_sequence(_any(marks, "*"), content), _sequence(_any([*marks, *runs], "*"), _any(runs))]
+        start = _sequence(self._reasoned(), _any([*at_start, *bodies]))
+        return "\n".join((_HEAD.rstrip(), f"start: {start}", *self._rules, ""))
+
+    def _reasoned(self) -> str:
+        """Returns the reasoning that an answer has before its content, or may have."""
+        opened = [self._mark(mark, "PADDING") for mark in self._form.marks if mark.places == AT_START]
+        closed = [self._mark(mark, "TEXT") for mark in self._form.marks if mark.places == IN_REASONING]
+        if not closed:
+            return ""
+        reasoned = _sequence("" if self._held.is_reasoning else _any(opened), _any(closed), "SPACE?")
+        return reasoned if self._held.is_reasoning else f"({reasoned})?"
+
+    def _mark(self, mark: Mark, before: str) -> str:
+        first, *rest = mark.elements
+        assert isinstance(first, str)
+        return self._rule("mark", [_sequence(self._trigger(first, before), *self._elements(tuple(rest)))])
+
+    def _run(self, number: int, run: Run) -> str:
+        """Returns the rule of a run."""
+        call = ""
+        if run.opening or (run.separator is not None and self._held.has_many):
+            call = self._rule(f"call_{number}", [self._call(run, index) for index in range(len(self._functions))])
+        more = ""
+        if run.separator is not None and self._held.has_many:
+            more = f"({_sequence(*self._elements(run.separator), self._space, call)})*"
+        closing = self._elements(run.closing)
+        if run.opening:
+            first, *rest = run.opening
+            assert isinstance(first, str)
+            is_due = self._held.is_called and run.places == AT_START
+            opened = self._literal(first) if is_due else self._trigger(first, self._before)
+            begun = [_sequence(opened, *self._elements(tuple(rest)), self._space, call)]
+        else:
+            begun = [self._begun(run, index) for index in range(len(self._functions))]
+        return self._rule(f"run_{number}", [_sequence(_any(begun), more, *closing)])
+
+    def _begun(self, run: Run, index: int) -> str:
+        """Returns the first call of a run that has no opening of its own."""
+        if not run.head or (self._held.is_called and run.places == AT_START):
+            return self._call(run, index)
+        if run.places != AT_START:
+            first, *rest = run.head
+            assert isinstance(first, str)
+            return _sequence(self._trigger(first, self._before), self._call(run, index, tuple(rest)))
+        # Nothing but its head tells it from a text: where the function is named, it is a call.
+        named = next(
+            place for place, element in enumerate(run.head, start=1) if element in (Slot.NAME, Slot.QUOTED_NAME)
+        )
+        texts = [self._element(element, index) for element in run.head[:named]]
+        rule = f"named_{len(self._rules)}"
+        self._rules.append(f"{rule}[lazy]: PADDING {' PADDING '.join(texts)}")
+        return _sequence(rule, self._call(run, index, run.head[named:]))
+
+    def _call(self, run: Run, index: int, head: Elements | None = None) -> str:
+        """Returns a call of one function, with the rest of its head."""
+        parts = self._elements(run.head if head is None else head, index)
+        parts = parts[1:] if head is None and parts else parts
+        between = self._space if run.head else ""
+        return _sequence(*parts, between, f"arguments_{index}", *self._elements(run.tail))
+
+    def _elements(self, elements: Elements, index: int = 0) -> list[str]:
+        """Returns elements, with whitespace before each."""
+        return [part for element in elements for part in (self._space, self._element(element, index))]
+
+    def _element(self, element: Element, index: int) -> str:
+        if isinstance(element, str):
+            return self._literal(element)
+        if isinstance(element, Maybe):
+            return f"({_sequence(*self._elements(element.elements, index))})?"
+        name = self._functions[index].name
+        if element is Slot.NAME:
+            return json.dumps(name)
+        return json.dumps(json.dumps(name)) if element is Slot.QUOTED_NAME else _SLOTS[element]
+
+    def _literal(self, text: str) -> str:
+        written = json.dumps(text, ensure_ascii=False)
+        return f"({written} | <[{self._tokens[text]}]>)" if text in self._tokens else written
+
+    def _trigger(self, text: str, before: str) -> str:
+        """Returns the rule of a text that ends what is before it."""
+        if (before, text) not in self._triggers:
+            number = len(self._rules)
+            self._rules.append(f"text_{number}[lazy]: {before} {json.dumps(text, ensure_ascii=False)}")
+            rules = [f"text_{number}"]
+            if text in self._tokens:
+                rules.append(f"{before} <[{self._tokens[text]}]>")
+            self._triggers[before, text] = self._rule("trigger", rules)
+        return self._triggers[before, text]
+
+    def _json(self, function: Function) -> str:
+        options = _COMPACT if self._held.is_compact else _JSON_OPTIONS
+        schema = {**function.schema, "x-guidance": {**options, "lenient": not function.is_strict}}
+        return f"%json {json.dumps(schema)}"
+
+    def _rule(self, kind: str, alternatives: Sequence[str]) -> str:
+        name = f"{kind}_{len(self._rules)}"
+        self._rules.append(f"{name}: {' | '.join(alternatives)}")
+        return name
+
+
+def _content(schema: Any) -> Any:
+    """Returns the schema of a content, which is written without spaces, as where it is all of an answer."""
+    if not isinstance(schema, dict):
+        return {} if schema is True else schema
+    return {**schema, "x-guidance": {**_COMPACT}}
+
+
+def _sequence(*parts: str) -> str:
+    return " ".join(filter(None, parts))
+
+
+def _any(alternatives: Sequence[str], repeated: str = "") -> str:
+    if not alternatives:
+        return ""
+    return alternatives[0] if len(alternatives) == 1 and not repeated else f"({' | '.join(alternatives)}){repeated}"

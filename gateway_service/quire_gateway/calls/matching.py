@@ -1,0 +1,111 @@
+"""Elements of a format at a place in a text that may not be whole yet. Pure."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Collection
+from typing import Final, NamedTuple
+
+from quire_gateway.calls.formats import Elements, Maybe, Slot
+
+SPACE_MAX: Final = 64  # characters between two elements; more are text
+NAME_CHARACTERS_MAX: Final = 128
+_SPACE: Final = re.compile(r"[ \t\r\n]*")
+_NAME: Final = re.compile(rf"[A-Za-z0-9_.-]{{0,{NAME_CHARACTERS_MAX}}}")
+_QUOTED: Final = re.compile(r'[^"\\\n]{0,128}')
+_WORD: Final = re.compile("[A-Za-z0-9]{0,64}")
+_DIGITS: Final = re.compile("[0-9]{0,9}", re.ASCII)
+
+
+class Status(enum.Enum):
+    """How far elements are there."""
+
+    WHOLE = "whole"
+    BEGUN = "begun"  # the text ends before them
+    ABSENT = "absent"
+
+
+class Found(NamedTuple):
+    """What is there of elements.
+
+    Attributes:
+        status: how far they are there.
+        end: the place behind them.
+        function: that they name.
+        number: of the call, where they give it.
+    """
+
+    status: Status
+    end: int
+    function: str = ""
+    number: str = ""
+
+
+def after_space(text: str, place: int) -> int:
+    """Returns the next place without whitespace."""
+    found = _SPACE.match(text, place)
+    return place if found is None else found.end()
+
+
+def find(elements: Elements, text: str, place: int, functions: Collection[str], *, before: str = "") -> Found:
+    """Looks for elements at a place of a text, with whitespace before each but the first.
+
+    Args:
+        elements: that are looked for.
+        text: as far as it has come.
+        place: in the text.
+        functions: that can be named.
+        before: what has to stand behind the elements, and is none of them.
+    """
+    function = number = ""
+    for count, element in enumerate(elements):
+        start = after_space(text, place) if count else place
+        if start - place > SPACE_MAX:
+            return Found(Status.ABSENT, place)
+        if isinstance(element, Maybe):
+            inner = find(element.elements, text, start, functions)
+            if inner.status is Status.BEGUN:
+                return Found(Status.BEGUN, place)
+            if inner.status is Status.WHOLE:
+                place = inner.end
+            continue
+        found = _literal(element, text, start) if isinstance(element, str) else _slot(element, text, start, functions)
+        if found.status is not Status.WHOLE:
+            return Found(found.status, place)
+        function, number = found.function or function, found.number or number
+        place = found.end
+    start = after_space(text, place)
+    status = _literal(before, text, start).status if start - place <= SPACE_MAX else Status.ABSENT
+    return Found(status, start if before else place, function, number)
+
+
+def _literal(literal: str, text: str, place: int) -> Found:
+    if text.startswith(literal, place):
+        return Found(Status.WHOLE, place + len(literal))
+    return Found(Status.BEGUN if literal.startswith(text[place:]) else Status.ABSENT, place)
+
+
+def _slot(slot: Slot, text: str, place: int, functions: Collection[str]) -> Found:
+    """Looks for what differs between calls. What reaches the end of the text may go on."""
+    is_quoted = slot in (Slot.QUOTED_NAME, Slot.QUOTED)
+    if is_quoted:
+        opening = _literal('"', text, place)
+        if opening.status is not Status.WHOLE:
+            return opening
+        place = opening.end
+    pattern = {Slot.QUOTED: _QUOTED, Slot.INDEX: _DIGITS, Slot.WORD: _WORD}.get(slot, _NAME)
+    found = pattern.match(text, place)
+    assert found is not None  # of no character, if nothing else
+    value, end = found[0], found.end()
+    names = slot in (Slot.NAME, Slot.QUOTED_NAME)
+    if end == len(text):
+        can_be = not names or any(name.startswith(value) for name in functions)
+        return Found(Status.BEGUN if can_be else Status.ABSENT, place)
+    if (names and value not in functions) or (slot is Slot.INDEX and not value):
+        return Found(Status.ABSENT, place)
+    if is_quoted:
+        if text[end] != '"':
+            return Found(Status.ABSENT, place)
+        end += 1
+    return Found(Status.WHOLE, end, value if names else "", value if slot is Slot.INDEX else "")

@@ -1,0 +1,148 @@
+"""How one answer is held and read: of what its caller wants, and of how its model writes. Pure."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from quire_gateway.calls.formats import REQUIRED, Format, Place, only_arguments
+from quire_gateway.calls.grammars import Held, grammar_of
+from quire_gateway.calls.reader import AnswerReader
+from quire_gateway.calls.tools import Choice, Tools
+from quire_gateway.failures import invalid, unsupported
+
+_THINKS: Final = re.compile(r"<think>\s*\Z")
+TAIL_TOKENS: Final = 16  # of a prompt, which say whether it ends where reasoning begins
+
+
+class Notation(NamedTuple):
+    """How a model writes.
+
+    Attributes:
+        calls: its calls; None where nobody knows.
+        reasoning: what it thinks; None where it does not, or where `calls` has that, too.
+        tokens: ids of the texts of both that are one token.
+    """
+
+    calls: Format | None = None
+    reasoning: Format | None = None
+    tokens: Mapping[str, int] = MappingProxyType({})
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Tells whether an answer may have reasoning."""
+        return self.reasoning is not None or (self.calls is not None and self.calls.answer is not None)
+
+
+class Plan(NamedTuple):
+    """How an answer is held and read.
+
+    Attributes:
+        form: what is no plain text in it.
+        functions: that can be called.
+        grammar: that it is held to; None where it is free, or held to something else.
+        is_reasoning: whether it begins within its reasoning.
+        tells_calls: whether an answer with calls says that it ended for them.
+        tells_reasoning: whether the caller gets the reasoning.
+    """
+
+    form: Format
+    functions: tuple[str, ...]
+    grammar: str | None
+    is_reasoning: bool
+    tells_calls: bool
+    tells_reasoning: bool = True
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Tells whether reasoning is told from the content."""
+        return any(mark.then is Place.REASONING for mark in self.form.marks)
+
+    def reader(self, new_id: Callable[[int], str]) -> AnswerReader:
+        """Returns what reads one answer."""
+        return AnswerReader(self.form, self.functions, new_id, is_reasoning=self.is_reasoning)
+
+
+def reasoning_token_count(plan: Plan, spelled: Iterable[bytes]) -> int:
+    """Counts the tokens of an answer that are reasoning, with those that open and close it.
+
+    Args:
+        plan: how the answer is read.
+        spelled: what each of its tokens is.
+    """
+    reader, decoder = plan.reader(lambda count: "0" * count), codecs.getincrementaldecoder("utf-8")("replace")
+    found = 0
+    for token in spelled:
+        was_reasoning = reader.is_reasoning
+        reader.push(decoder.decode(token))
+        found += was_reasoning or reader.is_reasoning
+    return found
+
+
+def ends_in_reasoning(prompt_tail: str) -> bool:
+    """Tells whether a prompt ends where reasoning begins."""
+    return _THINKS.search(prompt_tail) is not None
+
+
+def _read(schema: Any) -> Any:
+    """Returns a schema that may have come as a JSON text.
+
+    Raises:
+        ApiError: the text is no JSON.
+    """
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError):
+        raise invalid("guided_json", "guided_json is a text that is no JSON") from None
+
+
+def plan_of(tools: Tools | None, content: Any, notation: Notation, *, is_reasoning: bool) -> Plan | None:
+    """Returns how an answer is held and read; None where all of it is text.
+
+    Args:
+        tools: that can be called.
+        content: the schema of its content, where that is no free text.
+        notation: of the model.
+        is_reasoning: whether it begins within its reasoning.
+
+    Raises:
+        ApiError: nobody knows how the model writes calls, and it may make some.
+    """
+    content = _read(content)
+    marks = notation.reasoning.marks if notation.reasoning is not None else ()
+    own = notation.calls
+    if tools is None:
+        if not notation.has_reasoning:
+            return None
+        channels = own if notation.reasoning is None and own is not None else None
+        form = Format((), channels.marks if channels else marks, answer=channels.answer if channels else None)
+        grammar = None
+        if content is not None:
+            grammar = grammar_of(form, (), notation.tokens, Held(is_reasoning=is_reasoning, content=content))
+        return Plan(form, (), grammar, is_reasoning, False)
+    is_called = tools.choice is not Choice.AUTO
+    if is_called and (own is None or own.answer is None):
+        run = REQUIRED if tools.choice is Choice.REQUIRED else only_arguments(tools.functions[0].name)
+        form = replace(own or Format(), runs=(run,), marks=marks)
+    elif own is None:
+        raise unsupported(
+            "tools",
+            "need a tool_choice of 'none', 'required' or one function: nobody knows how this model writes calls, until"
+            " the server is started with --tool-call-format",
+        )
+    else:
+        form = replace(own, marks=(*marks, *own.marks))
+    if content is not None and not is_called and any(not run.opening and run.head[0] == "{" for run in form.runs):
+        raise unsupported("response_format", "cannot be used beside tools with this model, whose calls are JSON alone")
+    is_compact = is_called and form.answer is None
+    held = Held(is_reasoning, is_called, tools.is_parallel, None if is_called else content, is_compact)
+    names = tuple(function.name for function in tools.functions)
+    grammar = grammar_of(form, tools.functions, notation.tokens, held)
+    return Plan(form, names, grammar, is_reasoning, tools.choice is not Choice.NAMED)

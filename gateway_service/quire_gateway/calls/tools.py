@@ -1,0 +1,142 @@
+"""What a caller offers to be called, and what of it has to be. Pure."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from quire_gateway.bodies import ChatBody
+from quire_gateway.calls.grammars import Function
+from quire_gateway.failures import invalid, missing, unsupported
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TOOL_KEYS: Final = frozenset({"type", "function"})
+_FUNCTION_KEYS: Final = frozenset({"name", "description", "parameters", "strict"})
+_NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Choice(enum.Enum):
+    """Whether something is called."""
+
+    AUTO = "auto"  # as the model likes
+    REQUIRED = "required"  # one function or several
+    NAMED = "named"  # the only one that there is, once
+
+
+class Tools(NamedTuple):
+    """What can be called.
+
+    Attributes:
+        functions: that can be, in the caller's order.
+        choice: whether they have to be.
+        is_parallel: whether an answer may have several calls.
+    """
+
+    functions: tuple[Function, ...]
+    choice: Choice
+    is_parallel: bool
+
+
+def tools_of(body: ChatBody) -> Tools | None:
+    """Returns what can be called; None where the answer is text.
+
+    Raises:
+        ApiError: a tool is no function, or a choice names none of them.
+    """
+    choice = body.tool_choice
+    if body.tools is None:
+        if choice not in (None, "none"):
+            raise invalid("tool_choice", "tool_choice is for tools, and there are none")
+        return None
+    if choice == "none":  # the template is told of them, whatever they are
+        return None
+    functions: dict[str, Function] = {}
+    for number, tool in enumerate(body.tools):
+        function = _function(tool, f"tools[{number}]")
+        if function.name in functions:
+            raise invalid(f"tools[{number}].function.name", f"two functions have the name {function.name!r}")
+        functions[function.name] = function
+    is_parallel = body.parallel_tool_calls is not False
+    if not isinstance(choice, dict):
+        return Tools(tuple(functions.values()), Choice(choice or "auto"), is_parallel)
+    if choice.get("type") == "allowed_tools":
+        return _allowed(choice, functions, is_parallel=is_parallel)
+    if choice.get("type", "function") != "function":
+        raise unsupported("tool_choice.type", f"is {choice['type']!r}: this server calls functions alone")
+    function = _named(choice.get("function"), functions, "tool_choice.function")
+    return Tools((function,), Choice.NAMED, False)
+
+
+def _allowed(choice: Mapping[str, Any], functions: Mapping[str, Function], *, is_parallel: bool) -> Tools:
+    """Returns the tools among which OpenAI's `allowed_tools` lets the model choose.
+
+    Raises:
+        ApiError: it is not of that form, or names what there is not.
+    """
+    place = "tool_choice.allowed_tools"
+    allowed = choice.get("allowed_tools")
+    if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list) or not allowed["tools"]:
+        raise invalid(place, f"{place} must have mode and tools")
+    if allowed.get("mode") not in ("auto", "required"):
+        raise invalid(f"{place}.mode", f"{place}.mode must be 'auto' or 'required'")
+    found = [
+        _named(tool.get("function") if isinstance(tool, dict) else None, functions, f"{place}.tools[{number}].function")
+        for number, tool in enumerate(allowed["tools"])
+    ]
+    return Tools(tuple({function.name: function for function in found}.values()), Choice(allowed["mode"]), is_parallel)
+
+
+def _named(given: Any, functions: Mapping[str, Function], place: str) -> Function:
+    name = given.get("name") if isinstance(given, dict) else None
+    if name is None:
+        raise missing(f"{place}.name")
+    if name not in functions:
+        raise invalid(place, f"{place} is {str(name)[:64]!r}, which is none of the tools")
+    return functions[name]
+
+
+def _function(tool: Mapping[str, Any], place: str) -> Function:
+    """Returns the function that a tool is.
+
+    Raises:
+        ApiError: it is none.
+    """
+    if tool.get("type", "function") != "function":
+        raise unsupported(f"{place}.type", f"is {tool['type']!r}: this server calls functions alone")
+    given = tool.get("function")
+    if not isinstance(given, dict):
+        raise missing(f"{place}.function")
+    place = f"{place}.function"
+    _check_keys(tool, _TOOL_KEYS, place.rpartition(".")[0])
+    _check_keys(given, _FUNCTION_KEYS, place)
+    name = given.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise invalid(f"{place}.name", f"{place}.name must be 1 to 64 letters, digits, '_', '-' or '.'")
+    if given.get("strict") not in (None, True, False):
+        raise invalid(f"{place}.strict", f"{place}.strict must be true or false")
+    return Function(name, _schema(given.get("parameters"), f"{place}.parameters"), given.get("strict") is True)
+
+
+def _schema(given: Any, place: str) -> Mapping[str, Any]:
+    """Returns the schema of arguments, which are an object.
+
+    Raises:
+        ApiError: they are none.
+    """
+    if given is None:
+        return _NO_PARAMETERS
+    if not isinstance(given, dict) or given.get("type", "object") != "object":
+        raise invalid(place, f"{place} must be a JSON schema of an object")
+    try:
+        json.dumps(given, allow_nan=False)
+    except ValueError:
+        raise invalid(place, f"{place} has a number that is too large") from None
+    return {**given, "type": "object"}
+
+
+def _check_keys(given: Mapping[str, Any], known: frozenset[str], place: str) -> None:
+    for name in sorted(name for name, value in given.items() if value is not None and name not in known):
+        raise unsupported(f"{place}.{name}"[:128], f"is none of {', '.join(sorted(known))}")

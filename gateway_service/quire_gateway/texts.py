@@ -1,0 +1,118 @@
+"""Texts and chats as tokens, and back, in vLLM's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire_gateway import relay
+from quire_gateway.bodies import MESSAGES_MAX, TOOLS_MAX, ChatBody, Flag, Message, Tokens
+from quire_gateway.conversations import Chat, chat_of
+from quire_gateway.failures import PROMPT, invalid, missing, unsupported
+from quire_gateway.fleet import Fleet
+from quire_gateway.probabilities import text_of
+
+_NAMES: Final = {
+    "messages_json": "messages",
+    "tools_json": "tools",
+    "variables": "chat_template_kwargs",
+    "variables_json": "chat_template_kwargs",
+}
+
+
+class TokenizeBody(BaseModel):
+    """What POST /tokenize takes: a text, or a chat."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=TOOLS_MAX, fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Flag = True
+    add_special_tokens: Flag | None = None
+    return_token_strs: Flag | None = None
+    continue_final_message: Flag = False
+
+
+class DetokenizeBody(BaseModel):
+    """What POST /detokenize takes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    tokens: Tokens
+
+
+class Tokenizing(NamedTuple):
+    """A text or a chat, to be tokenized.
+
+    Attributes:
+        model: that is named, if one is.
+        prompt: the text, or the chat.
+        with_texts: whether it is wanted what each token is.
+    """
+
+    model: str | None
+    prompt: str | Chat
+    with_texts: bool
+
+
+def of_tokenize(body: TokenizeBody) -> Tokenizing:
+    """Reads the body of /tokenize.
+
+    Raises:
+        ApiError: there is no text and no chat, or both, or a parameter that no worker knows.
+    """
+    if (body.prompt is None) == (body.messages is None):
+        raise missing("prompt") if body.prompt is None else invalid("messages", "messages cannot be beside a prompt")
+    # A text has the tokens that the checkpoint puts around one, a chat those that its template writes.
+    if body.add_special_tokens not in (None, body.messages is None):
+        raise unsupported("add_special_tokens")
+    if body.continue_final_message:
+        raise unsupported("continue_final_message")
+    prompt: str | Chat | None = body.prompt
+    if prompt is None:
+        chat = ChatBody(
+            messages=body.messages or [],
+            tools=body.tools,
+            chat_template_kwargs=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+        )
+        prompt = chat_of(chat)
+    return Tokenizing(body.model, prompt, bool(body.return_token_strs))
+
+
+async def tokenized(fleet: Fleet, asked: Tokenizing) -> Mapping[str, Any]:
+    """Returns the answer of /tokenize.
+
+    Raises:
+        ApiError: nobody serves the model, or its worker refuses the text or the chat.
+    """
+    model = fleet.model(asked.model)
+    own = "prompt" if isinstance(asked.prompt, str) else "messages"
+    tokens = await relay.tokens_of(fleet, model, asked.prompt, {**_NAMES, PROMPT: own, "text": own})
+    texts = None
+    if asked.with_texts:
+        spelled = await relay.spelled(fleet, model, set(tokens))
+        texts = [spelled[token].decode(errors="replace") for token in tokens]
+    return {
+        "count": len(tokens),
+        "max_model_len": model.sequence_tokens_max,
+        "tokens": tokens,
+        "token_strs": texts,
+    }
+
+
+async def detokenized(fleet: Fleet, asked: DetokenizeBody) -> Mapping[str, Any]:
+    """Returns the answer of /detokenize: the text of tokens, special ones as they are called.
+
+    Raises:
+        ApiError: nobody serves the model, or answers.
+    """
+    model = fleet.model(asked.model)
+    spelled = await relay.spelled(fleet, model, set(asked.tokens))
+    return {"prompt": text_of(spelled[token] for token in asked.tokens)}

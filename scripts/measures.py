@@ -1,0 +1,116 @@
+"""Prints how large the allocator's core is and how far its words reach, each measure with its goal.
+
+    python scripts/measures.py
+
+Words of retention are counted in names, docstrings and comments, but not in import lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+CORE: Final = ROOT / "allocator_service/quire_allocator/core"
+PRODUCT: Final = ("allocator_service", "client", "gateway_service", "worker_service")
+GENERATED: Final = ROOT / "client/quire/v1"
+RETENTION: Final = frozenset({
+    *("aside", "burden", "burdens", "junction", "junctions", "led", "parting", "partings"),
+    *("spare", "stop", "stops", "worth"),
+})  # fmt: skip
+WORTHS: Final = frozenset({"SPARE", "ASIDE", "LED"})  # KEPT is what every entry is at first
+DOORS: Final = re.compile(r"(grow|grant|append|extend)(_\w+)?")
+
+
+class Measure(NamedTuple):
+    """One row."""
+
+    name: str
+    value: int
+    goal: int
+
+
+def sources(*folders: Path) -> list[Path]:
+    """Returns the Python files below some folders that are not generated."""
+    found = {path for folder in folders for path in folder.rglob("*.py")}
+    return sorted(path for path in found if GENERATED not in path.parents and "build" not in path.parts)
+
+
+def line_count(paths: Iterable[Path]) -> int:
+    """Counts all lines, blank ones included."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def words(path: Path) -> set[str]:
+    """Returns the words of a file: names are cut at underscores and at capital letters."""
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(r"^from \S+ import (\([^)]*\)|.*)$|^import .*$", "", text, flags=re.MULTILINE)
+    text = text.replace(".stop", "")  # the end of a range
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text)}
+
+
+def names(path: Path) -> set[str]:
+    """Returns all identifiers that a file's code uses, fields and arguments included."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for field in ("id", "attr", "arg", "name"):
+            name = getattr(node, field, None)
+            if isinstance(name, str):
+                found.add(name)
+    return found
+
+
+def doors(paths: Iterable[Path]) -> set[str]:
+    """Returns the methods through which a live sequence gets blocks; overriding ones count once."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    takers = {"Pool", "Coordinator", "Manager"}
+    return {
+        f"{each.name}.{method.name}"
+        for each in classes
+        if each.name in takers
+        for method in each.body
+        if isinstance(method, ast.FunctionDef) and DOORS.fullmatch(method.name)
+    }
+
+
+def glossary() -> list[str]:
+    """Returns the words of ARCHITECTURE's glossary."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("\n## Words\n")[1]
+    rows = [line for line in text.split("\n## ")[0].splitlines() if line.startswith("| ")][2:]
+    return [word.strip() for row in rows for word in row.split("|")[1].split(",")]
+
+
+def measures() -> list[Measure]:
+    """Measures everything."""
+    core = sources(CORE)
+    deciding = [path for path in core if path.parent.name not in {"readers", "rebuild"}]
+    product = sources(*(ROOT / folder for folder in PRODUCT))
+    naming = [path for path in product if "stops" in names(path)]
+    show("words of retention", [path for path in core if words(path) & RETENTION])
+    show("naming stops", naming)
+    show("what leaves next", [path for path in deciding if names(path) & WORTHS])
+    print("doors:", *sorted(doors(core)), sep="\n    ", file=sys.stderr)
+    return [
+        Measure("lines of the core", line_count(core), 8_600),
+        Measure("lines of core/groups", line_count(sources(CORE / "groups")), 3_400),
+        Measure("files of the core with words of retention", sum(bool(words(path) & RETENTION) for path in core), 12),
+        Measure("files of the product that name `stops`", len(naming), 8),
+        Measure("files that tell which block leaves next", sum(bool(names(path) & WORTHS) for path in deciding), 4),
+        Measure("doors of a grow", len(doors(core)), 5),
+        Measure("words of the glossary", len(glossary()), 50),
+    ]
+
+
+def show(title: str, paths: Iterable[Path]) -> None:
+    """Lists files."""
+    print(f"{title}:", *(path.relative_to(ROOT) for path in paths), sep="\n    ", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    for measure in measures():
+        print(f"{measure.name:48} {measure.value:6,}  goal {measure.goal:6,}")

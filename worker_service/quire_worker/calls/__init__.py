@@ -1,0 +1,1 @@
+"""What calls of WorkerService pass before the engine hears of them, and what they are answered."""

@@ -1,0 +1,131 @@
+"""The calls of WorkerService that concern branches: each is checked, and handed to `branches`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from quire.errors import QuireError, Reason
+from quire.protocol.permissions import Permissions
+from quire.v1 import worker_pb2 as pb
+
+from quire_worker.calls.branches import (
+    CANDIDATE_COUNT_MAX,
+    CANDIDATE_TOKENS_MAX,
+    FORK_COUNT_MAX,
+    TTL_MS_DEFAULT,
+    TTL_MS_MAX,
+    TTL_MS_MIN,
+    Branches,
+)
+from quire_worker.calls.checks import Checks, check_namespace, require
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.request import Request
+
+IDS_MAX = 4_096  # of one call
+_DEFAULTS = SamplingParams()
+
+
+class BranchCalls:
+    """Answers calls on the branches of one engine. All raise QuireError where a call is refused or fails."""
+
+    def __init__(self, branches: Branches, checks: Checks) -> None:
+        self._branches = branches
+        self._checks = checks
+
+    async def prefill(self, message: pb.PrefillRequest, permissions: Permissions) -> pb.PrefillResponse:
+        """Computes a prompt and holds it."""
+        request_id = self._checks.begin(message.request_id)
+        check_namespace(message.namespace, permissions)
+        ttl_ms = message.ttl_ms or TTL_MS_DEFAULT
+        if not TTL_MS_MIN <= ttl_ms <= TTL_MS_MAX:
+            raise QuireError.of(
+                Reason.BAD_PARAMETER, f"ttl_ms must be from {TTL_MS_MIN} to {TTL_MS_MAX}, not {ttl_ms}", field="ttl_ms"
+            )
+        tokens = await self._checks.prompt(message, request_id)
+        branch, cached = await self._branches.prefill(
+            request_id=request_id, tokens=tokens, namespace=message.namespace, ttl_s=ttl_ms / 1e3
+        )
+        return pb.PrefillResponse(
+            branch_id=branch.id, token_count=len(tokens), cached_token_count=cached, ttl_ms=ttl_ms
+        )
+
+    async def fork(self, message: pb.ForkBranchRequest, permissions: Permissions) -> pb.ForkBranchResponse:
+        """Makes branches of the same tokens."""
+        request_id = self._checks.begin(message.request_id)
+        if not 1 <= message.count <= FORK_COUNT_MAX:
+            raise QuireError.of(
+                Reason.BAD_PARAMETER, f"count must be from 1 to {FORK_COUNT_MAX}, not {message.count}", field="count"
+            )
+        parent = self._branches.find(message.branch_id, permissions)
+        children = await self._branches.fork(parent, message.count, request_id)
+        return pb.ForkBranchResponse(branch_ids=[child.id for child in children])
+
+    async def extend(self, message: pb.ExtendBranchRequest, permissions: Permissions) -> pb.ExtendBranchResponse:
+        """Puts tokens behind those of a branch."""
+        request_id = self._checks.begin(message.request_id)
+        branch = self._branches.find(message.branch_id, permissions)
+        tokens = await self._checks.continuation(message, request_id)
+        return pb.ExtendBranchResponse(token_count=await self._branches.extend(branch, tokens, request_id))
+
+    async def score(self, message: pb.ScoreBranchRequest, permissions: Permissions) -> pb.ScoreBranchResponse:
+        """Says how likely candidates are."""
+        request_id = self._checks.begin(message.request_id)
+        count = len(message.candidates)
+        if not 1 <= count <= CANDIDATE_COUNT_MAX:
+            raise QuireError.of(
+                Reason.BAD_PARAMETER, f"candidates must be 1 to {CANDIDATE_COUNT_MAX}, not {count}", field="candidates"
+            )
+        branch = self._branches.find(message.branch_id, permissions)
+        candidates = [await self._checks.continuation(each, request_id) for each in message.candidates]
+        if sum(map(len, candidates)) > CANDIDATE_TOKENS_MAX:
+            raise QuireError.of(
+                Reason.TOO_LARGE, f"candidates must have at most {CANDIDATE_TOKENS_MAX:,} tokens in all"
+            )
+        found = await self._branches.score(branch, candidates, request_id)
+        assert not any(map(math.isnan, (value for logprobs in found.logprobs for value in logprobs)))
+        return pb.ScoreBranchResponse(
+            scores=[
+                pb.Score(token_ids=tokens, logprobs=logprobs)
+                for tokens, logprobs in zip(candidates, found.logprobs, strict=True)
+            ],
+            granted_block_count=found.granted_block_count,
+        )
+
+    async def renew(self, message: pb.RenewBranchesRequest, permissions: Permissions) -> pb.RenewBranchesResponse:
+        """Begins the time of branches anew."""
+        require(len(message.branch_ids) <= IDS_MAX, f"branch_ids must be at most {IDS_MAX}")
+        return pb.RenewBranchesResponse(unknown_branch_ids=self._branches.renew(message.branch_ids, permissions))
+
+    async def release(self, message: pb.ReleaseBranchesRequest, permissions: Permissions) -> pb.ReleaseBranchesResponse:
+        """Ends branches that the caller may use."""
+        require(len(message.branch_ids) <= IDS_MAX, f"branch_ids must be at most {IDS_MAX}")
+        await self._branches.release(message.branch_ids, permissions)
+        return pb.ReleaseBranchesResponse()
+
+    @asynccontextmanager
+    async def generating(
+        self,
+        message: pb.GenerateRequest,
+        sampling: SamplingParams,
+        request_id: str,
+        permissions: Permissions,
+        *,
+        time_left_s: float | None,
+    ) -> AsyncIterator[Request]:
+        """Continues a branch, whose request is there to be read inside."""
+        require(not message.namespace, "namespace is the branch's own: leave it out")
+        require(not message.adapter, "a branch is of the model as it is: leave adapter out")
+        for name in ("n", "best_of", "num_beams"):
+            if getattr(sampling, name) > 1:
+                raise QuireError.of(Reason.BAD_PARAMETER, f"{name} must be 1 on a branch: fork it", field=name)
+        for name in ("echo", "prompt_logprobs"):
+            if getattr(sampling, name) is not getattr(_DEFAULTS, name):
+                raise QuireError.of(Reason.BAD_PARAMETER, f"{name} is for prompts, not for a branch", field=name)
+        branch = self._branches.find(message.branch_id, permissions)
+        matcher = await self._checks.matcher(sampling, branch.namespace)
+        async with self._branches.generating(
+            branch, sampling, request_id, matcher, priority=message.priority, time_left_s=time_left_s
+        ) as request:
+            yield request

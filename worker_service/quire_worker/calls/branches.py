@@ -1,0 +1,400 @@
+"""Branches: sequences that the worker holds for its callers between their calls.
+
+Lifecycle of a branch:
+
+    1. named      it has an id and tokens; `sample` computes them, all but the last one
+    2. held       its sample rests: it has a sequence at the allocator, whose blocks nobody else gets
+    3. dropped    it has its tokens alone: its blocks were needed for somebody who computes, or what was asked of it
+                  failed, or the allocator's state is gone. The next call that needs them computes them again, as far
+                  as they are not in the cache any more
+    4. ended      released, or not named for the length of its time. Its id is unknown from then on
+
+Tokens of a branch in state 2:
+
+    [0, length - 1)         in pages that the branch holds, or shares with those it was forked from and with its forks
+    [length - 1, length)    the last token, computed with whatever follows it, because logits come after it
+
+A call has the branch to itself; others wait for it. What a call adds becomes the branch's when it has ended well, and
+one that fails or is cancelled leaves the tokens as they were (`_begin`). Idle branches keep nobody from being computed
+(`scheduling/resting.py`). All of this is for the event loop of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire._serving.places import Places
+from quire.errors import QuireError, Reason
+from quire.protocol.permissions import Permissions
+
+from quire_worker.calls.alarm import Alarm
+from quire_worker.engine import Engine
+from quire_worker.sampling.grammar import Matcher
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.slots import BranchTask, Scored
+
+BRANCH_COUNT_MAX = 1_024  # of one namespace; of all, twice as many
+TTL_MS_DEFAULT, TTL_MS_MIN, TTL_MS_MAX = 60_000, 100, 3_600_000
+FORK_COUNT_MAX = 64
+CANDIDATE_COUNT_MAX = 256
+CANDIDATE_TOKENS_MAX = 65_536  # of all candidates together
+BUSY_RETRY_S = 0.05  # after which a branch is looked at again that is used when its time ends
+COMPUTE_ALONE = SamplingParams(max_tokens=1)  # of requests after which no token is drawn
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """One branch; see the module's docstring.
+
+    Attributes:
+        sample: what held its blocks last, or holds them.
+        expires_s: when it ends, unless it is named before, by the clock of `Branches`.
+        lock: of the call that uses it.
+        answered: id and answer of the last call that changed something, for its repetition.
+    """
+
+    id: bytes
+    tokens: list[int]
+    namespace: str
+    ttl_s: float
+    expires_s: float
+    sample: Sample | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    answered: tuple[str, list[Branch]] | None = None
+
+
+class Scores(NamedTuple):
+    """What `Branches.score` found: of each candidate the logarithm of each token's probability, and blocks taken."""
+
+    logprobs: list[list[float]]
+    granted_block_count: int
+
+
+class Branches:
+    """The branches of one engine.
+
+    Args:
+        engine: computes them.
+        count_max: branches that one namespace may have at a time, where no other has any; there are twice as many,
+            and a namespace may have as many as are left free.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, engine: Engine, *, count_max: int = BRANCH_COUNT_MAX, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._engine = engine
+        self._places = Places(count_max)
+        self._clock = clock
+        self._branches: dict[bytes, Branch] = {}
+        self._alarm = Alarm(self._sweep, clock)
+
+    @property
+    def count(self) -> int:
+        """Counts the branches that have not ended."""
+        return len(self._branches)
+
+    @property
+    def held_count(self) -> int:
+        """Counts those that hold blocks and are not used right now."""
+        return len(self._engine.scheduler.roster.resting)
+
+    def find(self, branch_id: bytes, permissions: Permissions) -> Branch:
+        """Returns a branch that the caller may use, and begins its time anew.
+
+        Raises:
+            QuireError: BRANCH_UNKNOWN; also where the caller may not use its namespace, so that nobody learns of it.
+        """
+        branch = self._branches.get(branch_id)
+        if branch is None or not permissions.may_use(branch.namespace):
+            raise QuireError.of(
+                Reason.BRANCH_UNKNOWN,
+                "no such branch: it was released, its time has ended, or the worker was started anew",
+            )
+        self._renew(branch)
+        return branch
+
+    async def prefill(self, *, request_id: str, tokens: list[int], namespace: str, ttl_s: float) -> tuple[Branch, int]:
+        """Computes a prompt, and returns a branch of it and how many of its tokens were in the cache.
+
+        Raises:
+            QuireError: LIMIT, there are too many branches; or as of `Engine.submit`; or it could not be computed.
+        """
+        self._take(namespace, 1)
+        branch = self._new(tokens, namespace, ttl_s)
+        try:
+            async with branch.lock:
+                cached = await self._compute(branch, branch.tokens, request_id)
+        except BaseException:
+            self._end(branch)
+            raise
+        self._renew(branch)
+        return branch, cached
+
+    async def fork(self, parent: Branch, count: int, request_id: str) -> list[Branch]:
+        """Returns new branches with the same tokens; they share all blocks of one that is held.
+
+        Raises:
+            QuireError: LIMIT, there are too many branches.
+        """
+        async with self._using(parent):
+            if parent.answered is not None and parent.answered[0] == request_id:
+                return parent.answered[1]
+            self._take(parent.namespace, count)
+            children = [self._new(list(parent.tokens), parent.namespace, parent.ttl_s) for _ in range(count)]
+            if self._is_held(parent):
+                assert parent.sample is not None
+                request, task = parent.sample.request, BranchTask(rests=True, draws=False)
+                for child in children:
+                    child.sample = self._fork_of(parent.sample, request, 0, parent.tokens[:-1], task)
+                    self._engine.scheduler.roster.resting.add_fork(child.sample)
+                self._engine.wake.set()
+                for child in children:
+                    if child.sample is not None:
+                        await self._engine.settled(child.sample)
+            parent.answered = request_id, children
+            return children
+
+    async def extend(self, branch: Branch, tokens: Sequence[int], request_id: str) -> int:
+        """Puts tokens behind those of a branch, computes all but the last one, and returns how many it has.
+
+        Raises:
+            QuireError: PROMPT_TOO_LONG; or as of `Engine.submit`; or they could not be computed.
+        """
+        async with self._using(branch):
+            if branch.answered is None or branch.answered[0] != request_id:
+                longer = [*branch.tokens, *tokens]
+                self._check_length(len(longer))
+                await self._compute(branch, longer, request_id)
+                branch.tokens = longer
+                branch.answered = request_id, []
+            return len(branch.tokens)
+
+    @asynccontextmanager
+    async def generating(
+        self,
+        branch: Branch,
+        sampling: SamplingParams,
+        request_id: str,
+        matcher: Matcher | None = None,
+        *,
+        priority: int = 0,
+        time_left_s: float | None = None,
+    ) -> AsyncIterator[Request]:
+        """Continues a branch: inside, its request's deliveries are there to be read. The branch keeps the tokens if it
+        was read to its end.
+
+        Raises:
+            QuireError: PROMPT_TOO_LONG, there is no room for another token; or as of `Engine.submit`.
+        """
+        asked_s = self._clock()
+        async with self._using(branch):
+            self._check_length(len(branch.tokens))
+            left_s = None if time_left_s is None else time_left_s - (self._clock() - asked_s)
+            request = self._begin(
+                branch, branch.tokens, sampling, request_id, matcher=matcher, priority=priority, time_left_s=left_s
+            )
+            sample = request.samples[0]
+            try:
+                yield request
+            finally:
+                self._engine.cancel(request)
+                if request.is_read:
+                    branch.tokens = list(sample.tokens)
+                else:
+                    self._engine.scheduler.roster.drop(sample)
+                branch.answered = None
+
+    async def score(self, branch: Branch, candidates: Sequence[Sequence[int]], request_id: str) -> Scores:
+        """Computes how likely each candidate is after a branch, all together, each on a fork.
+
+        Raises:
+            QuireError: PROMPT_TOO_LONG; or as of `Engine.submit`; or they could not be computed.
+        """
+        async with self._using(branch):
+            self._check_length(len(branch.tokens) + max(map(len, candidates)) - 1)
+            await self._compute(branch, branch.tokens, request_id)
+            request = self._engine.reception.new_request(request_id, branch.tokens, COMPUTE_ALONE, branch.namespace)
+            roster, is_held = self._engine.scheduler.roster, self._is_held(branch)
+            scored = [Scored(candidate, len(branch.tokens)) for candidate in candidates]
+            for index, candidate in enumerate(candidates):
+                tokens, task = [*branch.tokens, *candidate[:-1]], BranchTask(scored=scored[index])
+                if is_held:
+                    assert branch.sample is not None
+                    sample = self._fork_of(branch.sample, request, index, tokens, task)
+                    roster.resting.add_fork(sample)
+                else:
+                    sample = self._engine.reception.new_sample(request, index, tokens)
+                    sample.branch = task
+                    roster.add(sample)
+                request.samples.append(sample)
+            self._engine.open(request)
+            await self._finished(request)
+            self._engine.telemetry.prompt_token_count += sum(map(len, candidates))
+            return Scores([each.logprobs for each in scored], request.usage.granted_block_count)
+
+    def renew(self, branch_ids: Iterable[bytes], permissions: Permissions) -> list[bytes]:
+        """Begins the time of branches anew, and returns the ids of those that are unknown."""
+        unknown = []
+        for branch_id in branch_ids:
+            try:
+                self.find(branch_id, permissions)
+            except QuireError:
+                unknown.append(branch_id)
+        return unknown
+
+    async def release(self, branch_ids: Iterable[bytes], permissions: Permissions) -> None:
+        """Ends branches that the caller may use, each as soon as no call uses it."""
+        for branch_id in branch_ids:
+            branch = self._branches.get(branch_id)
+            if branch is None or not permissions.may_use(branch.namespace):
+                continue
+            async with branch.lock:
+                if branch.id in self._branches:  # else another call released it while this one waited
+                    if branch.sample is not None:
+                        await self._engine.settled(branch.sample)
+                    self._end(branch)
+
+    # -- parts of a call -----------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _using(self, branch: Branch) -> AsyncIterator[None]:
+        """Gives a call the branch to itself, at rest, and begins the branch's time anew afterwards.
+
+        Raises:
+            QuireError: BRANCH_UNKNOWN: it ended while it was waited for.
+        """
+        async with branch.lock:
+            if branch.id not in self._branches:
+                raise QuireError.of(Reason.BRANCH_UNKNOWN, "the branch was released meanwhile")
+            if branch.sample is not None:
+                await self._engine.settled(branch.sample)
+            try:
+                yield
+            finally:
+                self._renew(branch)
+
+    async def _compute(self, branch: Branch, tokens: list[int], request_id: str) -> int:
+        """Computes tokens that begin with all that the branch has, but for the last one. Returns how many of them were
+        in the cache."""
+        ready = tokens[:-1]
+        if not ready or (self._is_held(branch) and branch.sample.computed == len(ready)):  # type: ignore[union-attr]
+            return 0
+        request = self._begin(branch, ready, COMPUTE_ALONE, request_id, draws=False)
+        await self._finished(request)
+        numbers, cached = self._engine.telemetry, request.usage.cached_token_count
+        numbers.prompt_token_count += len(ready)
+        numbers.cached_token_count += cached
+        return cached
+
+    def _begin(
+        self,
+        branch: Branch,
+        tokens: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        *,
+        draws: bool = True,
+        matcher: Matcher | None = None,
+        priority: int = 0,
+        time_left_s: float | None = None,
+    ) -> Request:
+        """Opens a request on the branch's own sample, or on a new one where it holds no blocks. If it does not end
+        well, the sample leaves, and the branch is dropped."""
+        engine = self._engine
+        request = engine.reception.new_request(
+            request_id, list(tokens), sampling, branch.namespace, priority=priority, time_left_s=time_left_s
+        )
+        fresh = engine.reception.new_sample(request, 0, tokens, matcher)
+        if self._is_held(branch):
+            assert branch.sample is not None
+            sample = branch.sample
+            sample.sampler, sample.detokenizer = fresh.sampler, fresh.detokenizer
+            request.admitted, request.usage.cached_token_count = True, sample.computed
+            engine.scheduler.roster.wake(sample, request, list(tokens), draws=draws)
+        else:
+            sample = branch.sample = fresh
+            sample.branch = BranchTask(rests=True, draws=draws)
+            engine.scheduler.roster.add(sample)
+        request.samples = [sample]
+        engine.open(request)
+        return request
+
+    def _fork_of(self, parent: Sample, request: Request, index: int, tokens: list[int], task: BranchTask) -> Sample:
+        sample = self._engine.reception.new_sample(request, index, tokens)
+        sample.fork_from(parent)
+        sample.branch = task
+        return sample
+
+    async def _finished(self, request: Request) -> None:
+        """Waits for a request that gives no tokens.
+
+        Raises:
+            QuireError: it failed.
+        """
+        try:
+            delivery = await request.deliveries.get()
+            if isinstance(delivery, QuireError):
+                raise delivery
+        finally:
+            self._engine.cancel(request)
+
+    def _is_held(self, branch: Branch) -> bool:
+        return branch.sample is not None and branch.sample in self._engine.scheduler.roster.resting
+
+    def _check_length(self, token_count: int) -> None:
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # one token has to follow
+        if token_count > longest:
+            raise QuireError.of(
+                Reason.PROMPT_TOO_LONG, f"the branch would have {token_count} tokens; model and pool hold {longest}"
+            )
+
+    # -- who there is, and until when ----------------------------------------------------------------------------------
+
+    def _take(self, namespace: str, count: int) -> None:
+        """Takes places for new branches.
+
+        Raises:
+            QuireError: LIMIT.
+        """
+        if not self._places.take(namespace, count):
+            held, most = self._places.held_by(namespace), self._places.count_max
+            message = f"a worker holds at most {most} branches, and of one namespace as many as are free; it has {held}"
+            raise QuireError.of(Reason.LIMIT, f"{message}: release some")
+
+    def _new(self, tokens: list[int], namespace: str, ttl_s: float) -> Branch:
+        """Makes a branch in a place that was taken."""
+        now_s = self._clock()
+        branch = Branch(secrets.token_bytes(16), tokens, namespace, ttl_s, now_s + ttl_s)
+        self._branches[branch.id] = branch
+        self._alarm.set(branch.expires_s)
+        return branch
+
+    def _renew(self, branch: Branch) -> None:
+        branch.expires_s = self._clock() + branch.ttl_s
+
+    def _end(self, branch: Branch) -> None:
+        if self._branches.pop(branch.id, None) is not None:
+            self._places.leave(branch.namespace)
+        if branch.sample is not None:
+            self._engine.scheduler.roster.drop(branch.sample)
+            self._engine.wake.set()
+
+    def _sweep(self) -> None:
+        """Ends the branches whose time has come, and comes again for the next one."""
+        now_s = self._clock()
+        for branch in [each for each in self._branches.values() if each.expires_s <= now_s]:
+            is_used = branch.lock.locked() or (branch.sample is not None and branch.sample.fork_of is not None)
+            if is_used:
+                branch.expires_s = now_s + BUSY_RETRY_S
+            else:
+                self._end(branch)
+        if self._branches:
+            self._alarm.set(min(branch.expires_s for branch in self._branches.values()))

@@ -1,0 +1,206 @@
+"""What every call of the worker is checked for before the engine hears of it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import structlog
+from quire.errors import QuireError, Reason
+from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
+from quire.protocol.permissions import Permissions
+from quire.v1 import worker_pb2 as pb
+
+from quire_worker.calls.structures import StructureCompiler
+from quire_worker.calls.texts import Texts
+from quire_worker.engine import Engine
+from quire_worker.execution.failures import TOKENIZER
+from quire_worker.model.tokenizer import NoTokenizer, NoTokenizerError, TokenizerError
+from quire_worker.sampling.grammar import Matcher
+from quire_worker.sampling.params import SamplingParams
+
+log = structlog.get_logger()
+
+ResultT = TypeVar("ResultT")
+
+INTERVAL_MS_MAX = 60_000  # between messages of an answer, in which more tokens are to be expected than in one
+SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
+
+
+class Given(Protocol):
+    """A message that carries a text or its tokens, in a group whose name the reader knows."""
+
+    @property
+    def text(self) -> str:
+        """Returns the text, empty where there is none."""
+
+    @property
+    def tokens(self) -> Any:
+        """Returns the message of the tokens."""
+
+    def WhichOneof(self, name: Any, /) -> Any:
+        """Returns which of them it carries."""
+
+
+class Checks:
+    """Checks calls of one engine.
+
+    Attributes:
+        draining: whether calls are refused because the worker shuts down.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.draining = False
+        self._engine = engine
+        model = engine.model
+        self._structures = StructureCompiler(engine.tokenizer, model.vocab_size, list(model.eos_token_ids))
+        self._texts = Texts(engine.tokenizer)
+
+    async def warm(self) -> None:
+        """Starts what conversations need, before the first one comes."""
+        await self._texts.warm()
+
+    def close(self) -> None:
+        """Ends what is being computed of callers' texts and structures."""
+        self._texts.close()
+        self._structures.close()
+
+    def begin(self, request_id: str) -> str:
+        """Returns the id of a call, a new one where its caller gave none.
+
+        Raises:
+            QuireError: DRAINING; MALFORMED, the id is too long.
+        """
+        self.check_serving()
+        require(len(request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
+        return request_id or uuid.uuid4().hex
+
+    def check_serving(self) -> None:
+        """Refuses calls while the worker shuts down.
+
+        Raises:
+            QuireError: DRAINING.
+        """
+        if self.draining:
+            raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
+
+    async def prompt(self, given: Given, request_id: str) -> list[int]:
+        """Returns the tokens of a prompt, with those that the checkpoint puts around a text.
+
+        Raises:
+            QuireError: it is missing, empty, too long, or of tokens that the model does not know.
+        """
+        return await self._tokens(given, "prompt", request_id, self._engine.tokenizer.encode)
+
+    async def echo(self, given: Given, request_id: str, prompt: list[int]) -> str:
+        """Returns the prompt's text: what came where text came, else its tokens, special ones written out."""
+        if given.WhichOneof("prompt") == "text":
+            return given.text
+        text = await self._computed(request_id, self._texts.written(prompt))
+        self.check_serving()  # also after the tokenizer's time
+        return text
+
+    async def continuation(self, given: Given, request_id: str) -> list[int]:
+        """Returns the tokens of what comes after others.
+
+        Raises:
+            QuireError: it is missing, empty, too long, or of tokens that the model does not know.
+        """
+        encode = self._engine.tokenizer.encode_continuation
+        return await self._tokens(given, "continuation", request_id, encode)
+
+    async def _tokens(self, given: Given, name: str, request_id: str, encode: Callable[[str], list[int]]) -> list[int]:
+        kind = given.WhichOneof(name)
+        require(kind is not None, f"{name} is missing: give text or tokens")
+        if kind == "tokens":
+            self._check_length(name, len(given.tokens.ids))  # before a list is made of them
+            tokens = list(given.tokens.ids)
+        else:
+            tokens = await self._computed(request_id, self._texts.encoded(given.text, encode))
+            self.check_serving()  # also after the tokenizer's time
+        if not tokens:
+            raise QuireError.of(Reason.PROMPT_EMPTY, f"the {name} has no token")
+        self._check_length(name, len(tokens))
+        self._check_vocabulary(tokens)
+        return tokens
+
+    def _check_length(self, name: str, token_count: int) -> None:
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # one token has to follow
+        if token_count > longest:
+            message = f"the {name} has {token_count} tokens; model and pool hold {longest}"
+            raise QuireError.of(Reason.PROMPT_TOO_LONG, message)
+
+    async def tokenized(self, request: pb.TokenizeRequest) -> list[int]:
+        """Returns the tokens of a text or a conversation.
+
+        Raises:
+            QuireError: it is missing, too large, or refused by the chat template.
+        """
+        kind = request.WhichOneof("input")
+        require(kind is not None, "input is missing: give text or a conversation")
+        if kind == "text":
+            encode = self._engine.tokenizer.encode
+            return await self._computed("", self._texts.encoded(request.text, encode))
+        return await self._computed("", self._texts.conversation(request.conversation))
+
+    async def spelled(self, request: pb.DetokenizeRequest) -> list[bytes]:
+        """Returns the bytes of each token.
+
+        Raises:
+            QuireError: there are too many, or the tokenizer failed.
+        """
+        if len(request.token_ids) > SPELLED_MAX:
+            raise QuireError.of(Reason.LIMIT, f"at most {SPELLED_MAX} tokens at a time")
+        return await self._computed("", self._texts.spelled(list(request.token_ids)))
+
+    async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
+        """Returns an answer of so many tokens, put together where that holds up nobody."""
+        return await self._texts.message(make, size)
+
+    async def matcher(self, sampling: SamplingParams, namespace: str) -> Matcher | None:
+        """Returns what a text has to be, compiled; None if it may be anything.
+
+        Raises:
+            QuireError: it cannot be compiled; there are texts to stop at, and no tokenizer to find them with.
+        """
+        if sampling.stop and isinstance(self._engine.tokenizer, NoTokenizer):
+            raise QuireError.of(Reason.NOT_SUPPORTED, str(NoTokenizerError()), field="stop")
+        return None if sampling.structure is None else await self._structures.compile(sampling.structure, namespace)
+
+    async def _computed(self, request_id: str, computing: Awaitable[ResultT]) -> ResultT:
+        """Returns what is computed of a text, or refuses the call that it is part of."""
+        try:
+            return await computing
+        except NoTokenizerError as error:
+            raise QuireError.of(Reason.NOT_SUPPORTED, str(error)) from None
+        except TokenizerError as error:
+            log.warning("tokenizer failed", error=str(error))
+            raise self._engine.failed(request_id, TOKENIZER) from None
+
+    def _check_vocabulary(self, tokens: Sequence[int]) -> None:
+        vocabulary = self._engine.model.vocab_size
+        if max(tokens) >= vocabulary:
+            unknown = next(token for token in tokens if token >= vocabulary)
+            raise QuireError.of(Reason.UNKNOWN_TOKEN, f"token id {unknown} is not below the vocabulary's {vocabulary}")
+
+
+def check_namespace(namespace: str, permissions: Permissions) -> None:
+    """Refuses a namespace that is none, or not the caller's.
+
+    Raises:
+        QuireError: MALFORMED; NAMESPACE_FORBIDDEN.
+    """
+    require(len(namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
+    if not permissions.may_use(namespace):
+        raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuses a call where a condition does not hold.
+
+    Raises:
+        QuireError: MALFORMED, with the message.
+    """
+    if not condition:
+        raise QuireError.of(Reason.MALFORMED, message)

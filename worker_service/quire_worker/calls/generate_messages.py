@@ -1,0 +1,169 @@
+"""Between messages of `WorkerService.Generate` and the worker's own values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from quire.errors import QuireError, Reason
+from quire.v1 import worker_pb2 as pb
+
+from quire_worker.sampling.logprobs import TokenLogprobs
+from quire_worker.sampling.params import (
+    BIAS_COUNT_MAX,
+    CHOICE_COUNT_MAX,
+    MAX_TOKENS_DEFAULT,
+    STOP_TEXT_COUNT_MAX,
+    STOP_TOKEN_COUNT_MAX,
+    TOKEN_LIST_COUNT_MAX,
+    EarlyStopping,
+    ParameterError,
+    SamplingParams,
+    Structure,
+    StructureKind,
+    check_count,
+)
+from quire_worker.scheduling.request import Delivery, FinishReason, Request
+
+KNOWN_BYTES_MAX = 64  # of sampling parameters that are kept; longer ones have texts or lists of tokens
+
+_FINISH_REASONS = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+_EARLY_STOPPINGS = {
+    pb.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
+    pb.EARLY_STOPPING_ALWAYS: EarlyStopping.ALWAYS,
+    pb.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+}
+
+
+def sampling_of(message: pb.SamplingParams, vocabulary: int) -> SamplingParams:
+    """Returns sampling parameters with their defaults.
+
+    Args:
+        message: as it came.
+        vocabulary: tokens of the model.
+
+    Raises:
+        QuireError: BAD_PARAMETER, with its field.
+    """
+    written = message.SerializeToString()
+    return _known(written, vocabulary) if len(written) <= KNOWN_BYTES_MAX else _checked(message, vocabulary)
+
+
+@lru_cache(maxsize=1024)
+def _known(written: bytes, vocabulary: int) -> SamplingParams:
+    """Keeps the usual ones: to read and check 25 fields takes a lone request a tenth of a millisecond."""
+    return _checked(pb.SamplingParams.FromString(written), vocabulary)
+
+
+def _checked(message: pb.SamplingParams, vocabulary: int) -> SamplingParams:
+    try:
+        params = _unchecked(message)
+        params.validate()
+        params.check_vocabulary(vocabulary)
+    except ParameterError as error:
+        raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=error.name) from None
+    return params
+
+
+def _unchecked(message: pb.SamplingParams) -> SamplingParams:
+    tokens, biases = message.logit_bias_token_ids, message.logit_bias
+    for name, values, most in (  # before they are copied: a message has room for a million of each
+        ("stop_token_ids", message.stop_token_ids, STOP_TOKEN_COUNT_MAX),
+        ("stop", message.stop, STOP_TEXT_COUNT_MAX),
+        ("choice", message.choice.texts, CHOICE_COUNT_MAX),
+        ("logit_bias", tokens, BIAS_COUNT_MAX),
+        ("allowed_token_ids", message.allowed_token_ids, TOKEN_LIST_COUNT_MAX),
+        ("banned_token_ids", message.banned_token_ids, TOKEN_LIST_COUNT_MAX),
+    ):
+        check_count(name, values, most)
+    if len(tokens) != len(biases) or len(set(tokens)) != len(tokens):
+        raise ParameterError("logit_bias", "must have one value for each of its tokens, and no token twice")
+    return SamplingParams(
+        max_tokens=message.max_tokens or MAX_TOKENS_DEFAULT,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p or 1.0,
+        seed=message.seed if message.HasField("seed") else None,
+        n=message.n or 1,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(zip(tokens, biases, strict=True)),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        banned_token_ids=tuple(message.banned_token_ids),
+        stop=tuple(message.stop),
+        min_tokens=message.min_tokens,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        best_of=message.best_of,
+        echo=message.echo,
+        structure=_structure_of(message),
+        num_beams=message.num_beams or 1,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
+        early_stopping=_early_stopping_of(message),
+        skip_special_tokens=not message.HasField("skip_special_tokens") or message.skip_special_tokens,
+    )
+
+
+def _early_stopping_of(message: pb.SamplingParams) -> EarlyStopping:
+    found = _EARLY_STOPPINGS.get(message.early_stopping)
+    if found is None:
+        raise ParameterError("early_stopping", f"must be one of this version's, not {message.early_stopping}")
+    return found
+
+
+def _structure_of(message: pb.SamplingParams) -> Structure | None:
+    name = message.WhichOneof("structure")
+    if name is None:
+        return None
+    kind = StructureKind(name)
+    texts = tuple(message.choice.texts) if kind is StructureKind.CHOICE else (getattr(message, name),)
+    return Structure(kind, texts)
+
+
+def response_of(request: Request, delivery: Delivery, sequence_tokens_max: int) -> pb.GenerateResponse:
+    """Returns the message that tells a request's caller what there is for it; `sequence_tokens_max` is what bounds a
+    sequence of any request."""
+    response = pb.GenerateResponse(
+        sample=delivery.sample,
+        token_ids=delivery.token_ids,
+        text=delivery.text,
+        finish_reason=_FINISH_REASONS[delivery.finish_reason],
+    )
+    if delivery.logprobs:
+        response.logprobs.CopyFrom(_logprobs(delivery.logprobs))
+    if delivery.prompt_logprobs:
+        response.prompt_logprobs.CopyFrom(_logprobs(delivery.prompt_logprobs))
+    if delivery.score is not None:
+        response.score = delivery.score
+    if delivery.is_last:
+        usage = request.usage
+        response.usage.CopyFrom(
+            pb.Usage(
+                prompt_token_count=len(request.prompt),
+                cached_token_count=usage.cached_token_count,
+                output_token_count=usage.output_token_count,
+                granted_block_count=usage.granted_block_count,
+                unshared_block_count=usage.unshared_block_count,
+                preemption_count=usage.preemption_count,
+                sample_token_count_max=min(request.sampling.max_tokens, sequence_tokens_max - len(request.prompt)),
+            )
+        )
+    return response
+
+
+def _logprobs(tokens: Sequence[TokenLogprobs]) -> pb.Logprobs:
+    return pb.Logprobs(
+        token_ids=[each.token_id for each in tokens],
+        token_logprobs=[each.logprob for each in tokens],
+        top_count=len(tokens[0].top_token_ids),
+        top_token_ids=[token for each in tokens for token in each.top_token_ids],
+        top_logprobs=[logprob for each in tokens for logprob in each.top_logprobs],
+    )

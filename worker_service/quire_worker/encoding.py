@@ -1,0 +1,31 @@
+"""What a plan of the scheduler asks for, as a step of the session with the allocator."""
+
+from __future__ import annotations
+
+from quire.protocol.steps import StepBuilder
+
+from quire_worker.scheduling.plan import Plan
+
+
+def step_of(plan: Plan) -> StepBuilder:
+    """Returns all that a plan asks for, phase by phase."""
+    step = StepBuilder()
+    for commit in plan.commits:
+        step.commit(commit.sequence_id, commit.token_count, commit.digests, commit.keep_token_count)
+    for sequence_id in plan.frees:
+        step.free(sequence_id)
+    for fork in plan.forks:
+        step.fork(fork.parent_id, fork.child_id)
+    for sample, sequence_id, token_count, entering in plan.grows:
+        if entering is None:
+            step.grow(sequence_id, token_count)
+        else:
+            step.allocate(
+                sequence_id,
+                token_count,
+                entering.digests,
+                sample.request.namespace,
+                prompt_token_count=entering.prompt_token_count,
+                is_return=entering.is_return,
+            )
+    return step

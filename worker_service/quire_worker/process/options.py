@@ -1,0 +1,355 @@
+"""The command line of the worker."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from quire._serving.server import add_arguments
+from quire.session.lookahead import AHEAD_TOKENS
+
+from quire_worker.choices import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
+from quire_worker.model.checkpoint import attention_chunk_of
+from quire_worker.scheduling.request import STREAM_INTERVAL_S
+from quire_worker.speculation.lookup import NGRAM_MAX as PROMPT_LOOKUP_MAX
+from quire_worker.speculation.lookup import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
+
+BLOCK_SIZE = 16  # tokens, if nothing is said
+BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
+STREAM_INTERVAL_MS_MAX = 1_000
+CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
+# If nothing is said. Hundreds of tokens take a GPU no longer than reading the weights does, and a prompt of 4 k tokens
+# in one pass has them read once.
+ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
+ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
+RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
+DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_COUNTS = (
+    "block_size",
+    "blocks",
+    "max_batch_tokens",
+    "max_running",
+    "max_waiting",
+    "threads",
+    "tensor_parallel",
+    "max_adapters",
+    "max_adapter_rank",
+)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line of the worker."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    for name, size in (ON_CPU if options.device == "cpu" else ON_GPU).items():
+        if getattr(options, name) is None:
+            setattr(options, name, size)
+    if options.block_size is None:
+        options.block_size = math.gcd(BLOCK_SIZE, attention_chunk_of(Path(options.model)))
+    _check(parser, options)
+    _check_speculation(parser, options)
+    return options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Makes what reads it."""
+    parser = argparse.ArgumentParser(
+        prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages."
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="folder with config.json, safetensors and tokenizer.json; without a tokenizer, prompts are token ids",
+    )
+    parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
+    parser.add_argument(
+        "--allocator",
+        default=os.environ.get("QUIRE_ALLOCATOR", "127.0.0.1:7070"),
+        help="address of the allocator (default: $QUIRE_ALLOCATOR or 127.0.0.1:7070)",
+    )
+    _add_tls(parser)
+    add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
+    _add_pool(parser)
+    for option, text in (
+        ("--max-batch-tokens", "tokens per forward pass"),
+        ("--max-running", "samples computed at a time"),
+    ):
+        name = option[2:].replace("-", "_")
+        default = " and ".join(f"{sizes[name]} on a {place}" for place, sizes in (("CPU", ON_CPU), ("GPU", ON_GPU)))
+        parser.add_argument(option, type=int, help=f"{text} (default: {default})")
+    parser.add_argument(
+        "--max-waiting",
+        type=int,
+        default=1024,
+        help="queued requests of one namespace before more are refused; twice as many of all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--grant-ahead-tokens",
+        type=int,
+        default=AHEAD_TOKENS,
+        help="tokens that each sample has room for beyond its next one, where blocks are free: so many it decodes while"
+        " the allocator is away; 0: none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stream-interval-ms",
+        type=float,
+        default=STREAM_INTERVAL_S * 1e3,
+        help="between two messages of a stream, at least, but for the first and the last: tokens that come faster share"
+        " one; 0: every token is a message (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--special-tokens-in-chats",
+        choices=("text", "tokens"),
+        default="text",
+        help="what a special token is that a message spells, as <|im_end|>: ordinary text, or the token, with which its"
+        " writer may pose as another (default: %(default)s; those that the chat template writes are tokens)",
+    )
+    _add_formats(parser)
+    parser.add_argument(
+        "--cuda-graph-batch-max",
+        type=int,
+        default=CUDA_GRAPH_BATCH_MAX,
+        help="on a GPU, largest batch of decoding samples that is captured as a CUDA graph at start, beside smaller"
+        " ones; 0: none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of the model, of each rank (default: %(default)s)"
+    )
+    _add_speculation(parser)
+    _add_adapters(parser)
+    _add_ranks(parser)
+    return parser
+
+
+def _add_pool(parser: argparse.ArgumentParser) -> None:
+    """Adds how large blocks are, and how many there are."""
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        help=f"tokens per block (default: {BLOCK_SIZE}, or as many of them as divide the model's attention chunks)",
+    )
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--kv-memory",
+        type=memory_bytes,
+        help="memory for the pool, as 2GiB or as a share of the machine's or the GPU's, 80%% (default: on a CPU half of"
+        " what is available once the model is there, at most what --max-running sequences of its whole context take, or"
+        " 256MiB;"
+        " on a GPU what --gpu-memory-utilization leaves beside model and passes, which is measured)",
+    )
+    memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=UTILIZATION,
+        help="share of a GPU's memory that may be in use once the pool is there (default: %(default)s)",
+    )
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuses numbers that make no sense, alone or together."""
+    for name in _COUNTS:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.grant_ahead_tokens < 0:
+        parser.error("--grant-ahead-tokens must be at least 0")
+    if options.cuda_graph_batch_max < 0:
+        parser.error("--cuda-graph-batch-max must be at least 0")
+    if not 0 <= options.stream_interval_ms <= STREAM_INTERVAL_MS_MAX:
+        parser.error(f"--stream-interval-ms must be from 0 to {STREAM_INTERVAL_MS_MAX}")
+    if not 0 < options.gpu_memory_utilization <= 1:
+        parser.error("--gpu-memory-utilization must be above 0 and at most 1")
+    if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:
+        parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
+    if isinstance(options.adapter_memory, Fraction):
+        parser.error("--adapter-memory must be a size, not a share")
+    if not options.rank_timeout >= 1:
+        parser.error("--rank-timeout must be at least 1")
+    if isinstance(options.swap_memory, Fraction):
+        parser.error("--swap-memory is a size, as 2GiB, and no share")
+    if options.max_running > RUNNING_MAX:
+        parser.error(f"--max-running must be at most {RUNNING_MAX}")
+
+
+def _check_speculation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuses drafts that cannot be made."""
+    if not 0 <= options.speculative_tokens <= SPECULATIVE_TOKENS_MAX:
+        parser.error(f"--speculative-tokens must be from 0 to {SPECULATIVE_TOKENS_MAX}")
+    if options.draft_model is not None and not options.speculative_tokens:
+        parser.error("--draft-model drafts nothing without --speculative-tokens, as 4")
+    if options.draft_model is not None and (options.tensor_parallel or 1) > 1:
+        parser.error("--draft-model: a model that several ranks compute has none")
+    if not 1 <= options.prompt_lookup_min <= options.prompt_lookup_max <= PROMPT_LOOKUP_MAX:
+        parser.error(f"--prompt-lookup-min and --prompt-lookup-max must rise, from 1 to {PROMPT_LOOKUP_MAX}")
+
+
+def _add_tls(parser: argparse.ArgumentParser) -> None:
+    to_allocator = parser.add_argument_group("TLS towards the allocator, as PEM files")
+    for name, text in (
+        ("ca", "authorities of the allocator; encrypts the connection"),
+        ("cert", "certificate to show it"),
+        ("key", "private key of that certificate"),
+    ):
+        variable = f"QUIRE_TLS_{name.upper()}"
+        to_allocator.add_argument(
+            f"--allocator-{name}",
+            metavar="FILE",
+            default=os.environ.get(variable),
+            help=f"{text} (default: ${variable})",
+        )
+
+
+def _add_formats(parser: argparse.ArgumentParser) -> None:
+    """Adds what weights and pages are made of, and where they are."""
+    parser.add_argument(
+        "--dtype",
+        type=lambda name: DTYPE_NICKNAMES.get(name, name),
+        choices=["auto", *DTYPE_NICKNAMES.values()],
+        default="auto",
+        help="of the weights; fp32, bf16 and fp16 are understood, too; auto: float32 on a CPU, and on a GPU that of the"
+        " checkpoint (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=list(KV_CACHE_DTYPES),
+        default="auto",
+        help="of keys and values in the pages: auto is that of the weights; fp8 divides by the checkpoint's k_scale and"
+        " v_scale, or 1 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-layout",
+        choices=list(KV_LAYOUTS),
+        default="NHD",
+        help="order of tokens, heads and dims in a page (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="of weights, pages and attention: cuda runs the Triton kernels, cpu kernels in C++, or plain torch where"
+        " there is no compiler for them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--swap-memory",
+        type=memory_bytes,
+        default=0,
+        help="host memory, as 2GiB, for pages of preempted samples; who comes back is restored from it where that is"
+        " estimated cheaper than computing again (default: none)",
+    )
+
+
+def _add_speculation(parser: argparse.ArgumentParser) -> None:
+    """Adds how tokens are drafted."""
+    speculation = parser.add_argument_group(
+        "speculative decoding, by prompt lookup for texts that repeat themselves or their prompt, or by a second model;"
+        " it changes no text"
+    )
+    speculation.add_argument(
+        "--speculative-tokens",
+        type=int,
+        default=0,
+        metavar="COUNT",
+        help="tokens drafted behind each sample's last one in a pass, from what followed its last tokens before, or by"
+        " --draft-model; 0: none (default: %(default)s)",
+    )
+    speculation.add_argument(
+        "--draft-model",
+        metavar="FOLDER",
+        help="smaller checkpoint of the same vocabulary, with full attention alone, which drafts instead of a lookup;"
+        " its pages are taken from the pool's memory",
+    )
+    for name, text in (("min", "fewest"), ("max", "most")):
+        speculation.add_argument(
+            f"--prompt-lookup-{name}",
+            type=int,
+            default=5,
+            metavar="COUNT",
+            help=f"{text} last tokens that are looked for before (default: %(default)s)",
+        )
+
+
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
+    """Adds which LoRA adapters are served, and how many."""
+    adapters = parser.add_argument_group("LoRA adapters, as PEFT saves them, of which each request may choose one")
+    adapters.add_argument(
+        "--adapter",
+        action="append",
+        type=named_folder,
+        default=[],
+        metavar="NAME=FOLDER",
+        help="load this one at the start; may be given several times",
+    )
+    adapters.add_argument(
+        "--adapter-folder",
+        metavar="FOLDER",
+        help="folder below which `quire adapters load` may load others (default: none may be)",
+    )
+    adapters.add_argument("--max-adapters", type=int, default=16, help="loaded at a time (default: %(default)s)")
+    adapters.add_argument("--max-adapter-rank", type=int, default=64, help="of each (default: %(default)s)")
+    adapters.add_argument(
+        "--adapter-memory", type=memory_bytes, default=1 << 30, help="of all of them together (default: 1GiB)"
+    )
+
+
+def named_folder(text: str) -> tuple[str, str]:
+    """Returns the name and the folder of `name=folder`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not of that form.
+    """
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=FOLDER")
+    return name, folder
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a model that several processes compute."""
+    ranks = parser.add_argument_group("tensor parallel; torchrun may start the ranks, too, also on several machines")
+    ranks.add_argument(
+        "--tensor-parallel",
+        type=int,
+        metavar="N",
+        help="processes (ranks) on this machine that compute the model together, each its attention heads and its part"
+        " of every MLP; --kv-memory is of each (default: 1, or as many as torchrun has started)",
+    )
+    ranks.add_argument(
+        "--rank-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=60.0,
+        help="silence of a rank after which all of them end (default: %(default)s)",
+    )
+    ranks.add_argument(
+        "--trusted-rank-network",
+        action="store_true",
+        help="let ranks of several machines talk, which they do neither encrypted nor authenticated",
+    )
+
+
+def memory_bytes(text: str) -> int | Fraction:
+    """Returns the bytes of `256MiB`, `2GiB` or `1e9`, or the share of `80%`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither, or nothing, or more than all.
+    """
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if share is not None:
+        if not 0 < Fraction(share[1]) <= 100:
+            raise argparse.ArgumentTypeError(f"{text!r} is no share: write more than 0% and at most 100%")
+        return Fraction(share[1]) / 100
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*(|[kmgt]i?b|b)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 256MiB, 2GiB or 80%")
+    unit = match[2].lower()
+    base = 1024 if "i" in unit else 1000
+    size = int(float(match[1]) * base ** " kmgt".index(unit[0] if unit not in ("", "b") else " "))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory at all; write 256MiB, 2GiB or 80%")
+    return size

@@ -1,0 +1,366 @@
+"""The worker as a process: `quire-worker`, or `python -m quire_worker`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+import torch
+from quire import AsyncAllocator
+from quire._serving import logs
+from quire._serving.never_blocking import write_out
+from quire._serving.process import collect_garbage_rarely, stop_event
+from quire._serving.server import Server
+from quire.errors import QuireError, Reason, UsageError
+from quire.session import AsyncSession
+from quire.tls import tls_of
+from quire.types import PoolSpec
+from quire.v1 import worker_pb2_grpc as pb_grpc
+
+from quire_worker.cache import KVCache
+from quire_worker.engine import Engine
+from quire_worker.execution.failures import DeviceLostError
+from quire_worker.execution.launched import Shortcut
+from quire_worker.execution.leader import Leader
+from quire_worker.execution.sizing import PoolMemory, memory_of, size_pool, warn_of_short_sequences
+from quire_worker.host_memory import size
+from quire_worker.model.adapters.peft_folder import AdapterLimits
+from quire_worker.model.checkpoint import ModelError
+from quire_worker.model.configuration import check_configuration
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.model.tokenizer import NoTokenizer, Tokenizer, read_tokenizer
+from quire_worker.process import preflight
+from quire_worker.process.options import parse_arguments
+from quire_worker.process.tensor_parallel import Part, follow_rank_0, lead, unless_lost
+from quire_worker.process.worker_metrics import WorkerCollector
+from quire_worker.ranks.crew import Crew, RankLostError
+from quire_worker.ranks.place import place_of
+from quire_worker.ranks.processes import Ranks, starting
+from quire_worker.requests.adapters import Adapters
+from quire_worker.scheduling.scheduler import Scheduler
+from quire_worker.service import WorkerService
+from quire_worker.speculation.drafter import Drafter
+from quire_worker.speculation.drafting import drafting_of, load_draft_model
+from quire_worker.telemetry import WorkerTelemetry
+
+log = structlog.get_logger()
+
+TURN_S = 2.0  # for the last turn, after the drain's time
+WAIT_LOG_S = 10.0
+
+
+class Loaded(NamedTuple):
+    """What was read from the model's folder, and the pages for it."""
+
+    name: str
+    model: PagedModel
+    cache: KVCache
+    tokenizer: Tokenizer
+    memory: PoolMemory
+    leader: Leader | None
+    shortcut: Shortcut | None
+    drafter: Drafter | None
+
+
+def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
+    """Loads what the command line asks for; takes seconds to minutes.
+
+    Args:
+        options: of `parse_arguments`.
+        ranks: of which this process is rank 0; None, or a crew of one, if it is alone.
+
+    Raises:
+        ModelError: the checkpoint cannot be served; the message says why.
+        UsageError: there is no room for the pool, or no such device.
+        RankLostError: another rank is gone.
+    """
+    # First, as weights take minutes, and these may be what is missing.
+    preflight.check_files(options)
+    tokenizer = read_tokenizer(options.model, keeps_special=options.special_tokens_in_chats == "tokens")
+    if isinstance(tokenizer, NoTokenizer):
+        log.warning("no tokenizer: prompts must be token ids, and tokens have no text", folder=str(options.model))
+    if ranks is None or ranks.place.size == 1:
+        part, leader = load_part(options, options.device, None), None
+    else:
+        part, leader = lead(options, ranks, load_part)
+    shortcut = None
+    if options.device == "cuda":
+        shortcut = capture_decode(part, min(options.cuda_graph_batch_max, options.max_running))
+    name = Path(options.model).resolve().name
+    return Loaded(name, part.model, part.cache, tokenizer, part.memory, leader, shortcut, part.drafter)
+
+
+def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
+    """Loads what one rank computes, and makes its pages; of a worker that is alone, all of it.
+
+    Raises:
+        ModelError, UsageError: see `load`.
+        RankLostError: a rank is gone.
+    """
+    torch.set_num_threads(options.threads)
+    check_device(options.device)
+    preflight.check_budget(options.kv_memory, memory_of(torch.device(device)))
+    model = load_model(
+        options.model,
+        block_size=options.block_size,
+        dtype=options.dtype,
+        device=device,
+        kv_cache_dtype=options.kv_cache_dtype,
+        kv_layout=options.kv_layout,
+        crew=crew,
+    )
+    draft = load_draft_model(options, model, device)
+    if options.device == "cuda":
+        for each in (model, draft):  # before the memory is measured, of which they take some
+            if each is not None:
+                compile_kernels(each)
+    draft_block_bytes = 0 if draft is None else draft.cache_spec.bytes_per_block
+    rank_count = 1 if crew is None else crew.local_size
+    memory = size_pool(model, options, rank_count, draft_block_bytes=draft_block_bytes)
+    if crew is not None:
+        memory = memory._replace(block_count=crew.least(memory.block_count))
+    try:
+        cache = KVCache(model.cache_spec, memory.block_count, device=device)
+        drafter = None
+        if draft is not None:
+            drafter = Drafter(draft, cache.block_count, cache.spec.groups, options.speculative_tokens)
+    except OSError as error:  # of a CPU's pages, where the system promises no more than it has
+        raise UsageError(f"--kv-memory: no {size(memory.budget_bytes)} are to be had: {error.strerror}") from None
+    sequence_tokens_max = min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens))
+    log.info(
+        "model loaded",
+        architecture=model.architecture,
+        attention=type(model.attention).__name__,
+        blocks=cache.block_count,
+        groups=len(cache.spec.groups),
+        kv_bytes=cache.pool_bytes,
+        sequence_tokens_max=sequence_tokens_max,
+    )
+    warn_of_short_sequences(model, cache, sequence_tokens_max)
+    return Part(model, cache, memory, drafter)
+
+
+def check_device(device: str) -> None:
+    """Refuses a device that this machine, or this installation, cannot serve from.
+
+    Raises:
+        UsageError: there is no GPU, or no Triton.
+    """
+    if device == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise UsageError(f"--device {device}: torch finds no GPU here")
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError(f"--device {device}: Triton is not installed; install quire-kv[worker,gpu]")
+
+
+def compile_kernels(model: PagedModel) -> None:
+    """Compiles the kernels that a model needs, which can take a minute where Triton's cache has none of them."""
+    from quire_worker.execution.warm_up import warm_up
+
+    def log_progress(done: int, total: int, title: str) -> None:
+        log.info("compiling kernels", done=done, total=total, next=title)
+
+    started = time.monotonic()
+    found = warm_up(model, progress=log_progress)
+    log.info("kernels compiled", count=found.count, seconds=round(time.monotonic() - started, 1))
+
+
+def capture_decode(part: Part, size_max: int) -> Shortcut | None:
+    """Captures decode batches of up to so many samples as CUDA graphs, where the model lets itself be captured."""
+    from quire_worker.execution.decode_graphs import decode_graphs_of
+
+    def log_progress(done: int, total: int, title: str) -> None:
+        log.info("capturing CUDA graphs", done=done, total=total, next=title)
+
+    graphs = decode_graphs_of(part.model, part.cache, size_max, log_progress)
+    return None if graphs is None else graphs.logits_of
+
+
+def build_engine(options: argparse.Namespace, loaded: Loaded, session: AsyncSession) -> Engine:
+    """Puts the parts together; nothing is connected yet."""
+    model, cache, tokenizer = loaded.model, loaded.cache, loaded.tokenizer
+    if options.swap_memory and loaded.leader is not None:
+        raise UsageError("--swap-memory: pages of several ranks are not swapped")
+    scheduler = Scheduler(
+        groups=cache.spec.groups,
+        sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
+        batch_tokens_max=options.max_batch_tokens,
+        running_max=options.max_running,
+        ahead_tokens=options.grant_ahead_tokens,
+        swap_slot_count=options.swap_memory // cache.spec.bytes_per_block,
+        drafting=drafting_of(options, cache.spec.groups),
+    )
+    engine = Engine(
+        model=model,
+        cache=cache,
+        tokenizer=tokenizer,
+        session=session,
+        scheduler=scheduler,
+        telemetry=WorkerTelemetry(),
+        waiting_max=options.max_waiting,
+        stream_interval_s=options.stream_interval_ms / 1e3,
+        shortcut=loaded.shortcut,
+        propose=None if loaded.drafter is None else loaded.drafter.propose,
+    )
+    engine.adapters = load_adapters(options, model)
+    return engine
+
+
+def load_adapters(options: argparse.Namespace, model: PagedModel) -> Adapters:
+    """Loads the adapters that the command line names.
+
+    Raises:
+        ModelError: one cannot be served; the message says why.
+    """
+    limits = AdapterLimits(options.max_adapters, options.max_adapter_rank, options.adapter_memory)
+    root = None if options.adapter_folder is None else Path(options.adapter_folder)
+    adapters = Adapters(model, limits, root)
+    for name, folder in options.adapter:
+        adapters.read(name, Path(folder))
+    return adapters
+
+
+def log_waits() -> Callable[[QuireError], None]:
+    """Logs why the allocator has to be waited for: at once, and then every ten seconds."""
+    last_s = -WAIT_LOG_S
+
+    def log_wait(error: QuireError) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s - last_s >= WAIT_LOG_S:
+            last_s = now_s
+            log.warning("waiting for the allocator", error=str(error))
+
+    return log_wait
+
+
+async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
+    """Runs until SIGTERM or SIGINT.
+
+    Args:
+        options: of `parse_arguments`.
+        ranks: of which this process is rank 0, perhaps the only one.
+
+    Raises:
+        UsageError: an address is unsafe or taken, or a file is unusable.
+        ModelError: the checkpoint cannot be served; the message says why.
+        QuireError: the allocator refuses this worker for good.
+        DeviceLostError: the device failed; its last requests were told.
+        RankLostError: another rank is gone; the last requests were told.
+    """
+    stop = stop_event()
+    calls_max = 4 * (options.max_waiting + options.max_running)  # far above the queue, which refuses with a reason
+    server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
+    tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key)
+    allocator = AsyncAllocator(options.allocator, token=server.token, tls=tls)
+    lost = asyncio.wrap_future(ranks.lost)
+    loaded = await unless_lost(partial(load, options, ranks), lost)
+    session = allocator.session(
+        options.pool,
+        PoolSpec(
+            block_count=loaded.cache.block_count,
+            groups=loaded.cache.spec.groups,
+            cache_layout=loaded.cache.spec.layout,
+            model_fingerprint=loaded.model.fingerprint,
+            chunk_token_count_max=options.max_batch_tokens,
+        ),
+        on_wait=log_waits(),
+    )
+    engine = build_engine(options, loaded, session)
+    service = WorkerService(
+        engine, pool=options.pool, model_name=loaded.name, memory=loaded.memory, authorize=server.authorize
+    )
+    pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
+    await server.start(WorkerCollector(engine))
+    warming = asyncio.create_task(service.warm())
+    collect_garbage_rarely()
+    running = asyncio.create_task(_run(engine, server))
+    stopping = asyncio.create_task(stop.wait())
+
+    await asyncio.wait((running, stopping, lost), return_when=asyncio.FIRST_COMPLETED)
+    log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
+    service.drain()
+    await server.withdraw()
+    if not running.done() and not lost.done():  # without an allocator, too: what has room ends, and it may come back
+        drained = asyncio.create_task(engine.drained())
+        await asyncio.wait((drained, lost), timeout=options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
+    if lost.done():
+        engine.fail_all(QuireError.of(Reason.MODEL_FAILED, "a rank of the worker is gone"))
+    engine.stop()
+    if not session.connected or lost.done():
+        running.cancel()  # it may be waiting for an allocator that is down, or for a rank
+    await asyncio.wait((running,), timeout=TURN_S)
+    running.cancel()
+    warming.cancel()
+    service.close()
+    await server.stop()  # by now every call has ended, or is being told why
+    session.on_change = lambda _connected: None  # that it ends is no news of the allocator
+    await session.close()
+    await allocator.close()
+    if lost.done():
+        raise RankLostError(lost.result())  # the model's thread may never end
+    engine.close()
+    if loaded.leader is not None:
+        ranks.let_end()
+        loaded.leader.stop()
+    log.info("stopped")
+    with contextlib.suppress(asyncio.CancelledError):
+        await running  # raises what ended it, if it was not us
+
+
+async def _run(engine: Engine, server: Server) -> None:
+    """Health follows the session: without an allocator, new requests are better sent elsewhere."""
+    await engine.session.open()
+    await server.announce()
+    changes = set[asyncio.Task[None]]()
+
+    def follow(connected: bool) -> None:
+        if connected:
+            log.warning("the session with the allocator is back")
+        else:
+            log.warning("the allocator is away; what has room goes on, and nobody new is let in")
+        task = asyncio.create_task(server.set_serving(connected))
+        changes.add(task)
+        task.add_done_callback(changes.discard)
+
+    engine.session.on_change = follow
+    await engine.run()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Is the entry point of `quire-worker`."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse_arguments(given)
+    try:
+        place = place_of(os.environ, size=options.tensor_parallel, may_leave_machine=options.trusted_rank_network)
+        which = {"rank": place.rank} if place.size > 1 else {}
+        logs.configure(log_format=options.log_format, level=options.log_level, role="worker", **which)
+        if place.rank == 0:
+            preflight.check(options)
+        check_configuration(options.model, block_size=options.block_size, rank_count=place.size)
+        if place.rank > 0:
+            follow_rank_0(options, place, load_part)
+            return
+        with starting(place, given) as ranks:
+            asyncio.run(serve(options, ranks))
+    except (UsageError, ModelError) as error:
+        print(f"quire-worker: {error}", file=sys.stderr)  # noqa: T201 - a usage error, as argparse prints its own
+        sys.exit(2)
+    except (QuireError, DeviceLostError) as error:
+        sys.exit(f"quire-worker: {error}")
+    except RankLostError as error:
+        print(f"quire-worker: {error}; all ranks have ended", file=sys.stderr, flush=True)  # noqa: T201 - as above
+        write_out()
+        os._exit(1)  # a thread may be waiting for the rank that is gone

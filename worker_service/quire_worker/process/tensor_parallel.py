@@ -1,0 +1,138 @@
+"""A worker as several processes, the ranks, of which each computes a part of the model.
+
+    rank 0      has the session with the allocator, the scheduler, the tokenizer and the server. There is one pool, one
+                lease and one block table per sequence for all ranks; each keeps its own heads of every block
+    the others  have a part of the model and pages. They listen to rank 0 and to nobody else
+
+Life of a crew:
+
+    1. start    `--tensor-parallel N` starts ranks 1 to N - 1 on this machine, or torchrun has started all of them
+    2. load     in lockstep: each reads the weights and keeps its part, and the parts together are compared with the
+                whole (`model.splitting`); kernels are compiled; all pools get as many blocks as the smallest can have
+    3. lead     rank 0 tells the others of every forward pass and every copy, and all run it (`execution.leader`,
+                `execution.follower`). Only rank 0 samples, from logits that all parts were added up to
+    4. stop     rank 0 drains, then tells the others
+
+Who is missed, and how it ends:
+
+    a rank is killed or fails  rank 0 sees its process end, or its connection to it break in the next pass or within
+                               `SILENCE_S`. It fails all requests, gives its pool back,
+                               kills the others and exits with 1
+    rank 0 is killed           the others see a pipe close, and end by themselves; the lease ends as that of any worker
+    a rank is stuck            after --rank-timeout as if it had been killed
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import structlog
+import torch
+from quire.errors import UsageError
+
+from quire_worker.cache import KVCache
+from quire_worker.execution.follower import follow
+from quire_worker.execution.leader import Leader, led_by
+from quire_worker.execution.sizing import PoolMemory
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.ranks.crew import Crew, RankLostError
+from quire_worker.ranks.place import Place
+from quire_worker.ranks.processes import Ranks
+from quire_worker.speculation.drafter import Drafter
+
+log = structlog.get_logger()
+
+SILENCE_S = 2.0  # after which rank 0 says that there is nothing to do, and notices who does not hear it
+REASON_S = 5.0  # for rank 0's own loading to find the reason why another rank's has failed
+
+ResultT = TypeVar("ResultT")
+
+
+class Part(NamedTuple):
+    """What one rank has loaded: its part of the model and of every page, and what its pool was sized from; and what
+    drafts for a model that no other rank has a part of."""
+
+    model: PagedModel
+    cache: KVCache
+    memory: PoolMemory
+    drafter: Drafter | None = None
+
+
+LoadPart: TypeAlias = Callable[[argparse.Namespace, str, Crew | None], Part]
+
+
+def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tuple[Part, Leader]:
+    """Loads rank 0's part, while the other ranks load theirs, and leads them from then on.
+
+    Raises:
+        ModelError: the checkpoint cannot be served; the message says why.
+        UsageError: there is no such device, or too little memory for the pool.
+        RankLostError: a rank is gone.
+    """
+    crew, device = _join(options, ranks.place)
+    part = load_part(options, device, crew)
+    leader = Leader(crew, silence_s=min(SILENCE_S, options.rank_timeout / 4), on_lost=ranks.lose)
+    return part._replace(model=led_by(leader, part.model)), leader
+
+
+def follow_rank_0(options: argparse.Namespace, place: Place, load_part: LoadPart) -> None:
+    """Is any other rank, until rank 0 says stop; exits with 1 where the crew is lost.
+
+    Raises:
+        ModelError: the checkpoint cannot be served; the message says why.
+        UsageError: there is no such device, or too little memory for the pool.
+    """
+    if place.is_by_torchrun:  # which tells all ranks to stop: rank 0 then drains, and needs the others for that
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+    try:
+        crew, device = _join(options, place)
+        part = load_part(options, device, crew)
+        follow(crew, part.model, part.cache)
+    except RankLostError as error:
+        log.error("the crew is lost", error=str(error))
+        sys.stderr.flush()
+        os._exit(1)  # threads of torch may be waiting for the rank that is gone
+    crew.close()
+
+
+async def unless_lost(load: Callable[[], ResultT], lost: asyncio.Future[str]) -> ResultT:
+    """Loads on a thread of its own, and gives up if another rank is gone.
+
+    Raises:
+        RankLostError: one is.
+        Exception: what loading raised.
+    """
+    loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, thread_name_prefix="load"), load)
+    await asyncio.wait((loading, lost), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        await asyncio.wait((loading,), timeout=REASON_S)
+    if not loading.done():
+        raise RankLostError(lost.result())
+    try:
+        return loading.result()
+    except RankLostError as error:
+        await asyncio.wait((lost,), timeout=REASON_S)
+        raise RankLostError(lost.result() if lost.done() else str(error)) from error
+
+
+def _join(options: argparse.Namespace, place: Place) -> tuple[Crew, str]:
+    """Meets the other ranks, and says which device is this one's. A share of a machine's memory is of all its ranks."""
+    device = options.device
+    if device == "cpu" and isinstance(options.kv_memory, Fraction):
+        options.kv_memory /= place.local_size
+    if device == "cuda":
+        if place.local_rank >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise UsageError(f"--tensor-parallel: torch finds {count} GPUs here, and each rank needs one of its own")
+        device = f"cuda:{place.local_rank}"
+        torch.cuda.set_device(device)
+    return Crew(place, device=torch.device(device), timeout_s=options.rank_timeout), device

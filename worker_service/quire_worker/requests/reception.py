@@ -1,0 +1,181 @@
+"""Where requests are made, or refused: whether one may begin is asked here, in this order.
+
+    1. DRAINING         the worker shuts down
+    2. ALLOCATOR_LOST   nobody grants blocks at present
+    3. QUEUE_FULL       as many samples or tokens wait as its namespace may have beside the others
+    4. DEADLINE         it cannot be done by then: its tokens take a pass each, one after the other. Asked again while
+                        it waits, every 0.1 s
+
+Who of those that wait is let in is decided in `scheduling/admission.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.errors import QuireError, Reason
+from quire.session import AsyncSession
+
+from quire_worker.cache import KVCache
+from quire_worker.model.adapters.adapter import Adapter
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.model.tokenizer import Tokenizer
+from quire_worker.requests.samples import begin_sample, root_of
+from quire_worker.sampling.grammar import Matcher
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.plan import Plan
+from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.roster import Roster
+from quire_worker.telemetry import WorkerTelemetry
+
+QUEUED_TOKENS_MAX = 1 << 22  # of what waits for one namespace, 48 bytes each; of all, twice as many
+LOOK_S = 0.1  # between two looks at everybody's deadline
+
+
+class Reception:
+    """Makes the requests of one engine and their samples, and numbers them.
+
+    Args:
+        roster: who waits.
+        telemetry: where waiting is measured.
+        waiting_max: samples of one namespace that may wait, where no other has any; there are twice as many places, and
+            a namespace may have as many as are left free.
+        clock: of arrivals and deadlines.
+
+    Attributes:
+        is_closed: no request is made any more, because the worker shuts down.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        cache: KVCache,
+        tokenizer: Tokenizer,
+        session: AsyncSession,
+        *,
+        roster: Roster,
+        telemetry: WorkerTelemetry,
+        waiting_max: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.is_closed = False
+        self._model = model
+        self._layout = cache.spec.layout  # put together once, not for each request
+        self._tokenizer = tokenizer
+        self._session = session
+        self._roster = roster
+        self._telemetry = telemetry
+        self._waiting_max = waiting_max
+        self._clock = clock
+        self._looked_s = 0.0
+        self._count = 0
+
+    def new_request(
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        namespace: str,
+        adapter: Adapter | None = None,
+        *,
+        priority: int = 0,
+        time_left_s: float | None = None,
+    ) -> Request:
+        """Returns a request that has no samples yet; arguments as of `Engine.submit`.
+
+        Raises:
+            QuireError: DRAINING; ALLOCATOR_LOST; QUEUE_FULL, with the time after which there is room again; DEADLINE.
+        """
+        if self.is_closed:
+            raise self.draining()
+        if not self._session.connected:
+            raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
+        self._check_room(namespace, len(prompt) + _listed_token_count(sampling))
+        self._count += 1
+        root = root_of(self._model, self._layout, namespace, adapter)
+        request = Request(self._count, request_id, prompt, sampling, namespace, root, self._clock())
+        request.rotation, request.priority, request.adapter = self._model.rotation, priority, adapter
+        if time_left_s is not None:
+            request.deadline_s = request.arrived_s + time_left_s
+        if self._is_hopeless(request, request.arrived_s):
+            raise _hopeless(request)
+        return request
+
+    def new_sample(self, request: Request, index: int, tokens: Sequence[int], matcher: Matcher | None = None) -> Sample:
+        """Returns a sample of a request, with these tokens to be computed; the roster does not know it yet."""
+        return begin_sample(request, index, tokens, self._model, self._tokenizer, matcher=matcher)
+
+    def end_hopeless(self, fail: Callable[[Request, QuireError], None]) -> None:
+        """Ends who waits and cannot be done any more before its deadline, instead of computing it for nobody."""
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        for request in {sample.request for sample in self._roster.waiting.in_any_order()}:
+            if not request.admitted and self._is_hopeless(request, now_s):
+                fail(request, _hopeless(request))
+
+    def note_admitted(self, plan: Plan) -> None:
+        """Measures how long those waited whom the answer to a plan has let in for the first time."""
+        for request in {sample.request for sample in plan.admitted}:
+            if request.admitted and request.admitted_s is None:
+                request.admitted_s = self._clock()
+                self._telemetry.queue_seconds.observe(request.admitted_s - request.arrived_s)
+
+    def _check_room(self, namespace: str, token_count: int) -> None:
+        """Refuses whoever finds the queue full, or full of what its namespace has there. One request of any length may
+        wait.
+
+        Args:
+            namespace: of the request.
+            token_count: of its prompt, and of its lists of tokens.
+
+        Raises:
+            QuireError: QUEUE_FULL, with the time after which there is room again.
+        """
+        waiting = self._roster.waiting
+        own = waiting.of_namespace(namespace)
+        message = None
+        if len(own) + len(waiting) >= 2 * self._waiting_max:
+            message = f"{len(own)} requests of this namespace are waiting already"
+        elif own:
+            held = sum(map(_held_token_count, own))
+            of_all = sum(map(_held_token_count, waiting.in_any_order()))
+            if held + of_all + token_count > 2 * QUEUED_TOKENS_MAX:
+                message = f"requests with {held:,} tokens of this namespace are waiting already"
+        if message is not None:
+            raise QuireError.of(Reason.QUEUE_FULL, message, self._telemetry.retry_after_s)
+
+    def _is_hopeless(self, request: Request, now_s: float) -> bool:
+        """Tells whether a request that has not begun cannot be done before its deadline, even if it is let in at once
+        and all of its prompt is found in the cache: each of its tokens takes a pass, one after the other."""
+        return now_s + _least_token_count(request.sampling) * self._roster.pace.pass_s > request.deadline_s
+
+    @staticmethod
+    def draining() -> QuireError:
+        """Returns what callers are told while the worker shuts down."""
+        return QuireError.of(Reason.DRAINING, "the worker is shutting down")
+
+
+def _hopeless(request: Request) -> QuireError:
+    given_s = request.deadline_s - request.arrived_s
+    within = f"{given_s:.1f}" if given_s >= 1 else f"{given_s:.3f}"
+    message = f"the request cannot be done before its deadline, within {within} s of its arrival"
+    return QuireError.of(Reason.DEADLINE, f"{message}: give it more (--timeout, timeout_s), or send it later")
+
+
+def _least_token_count(sampling: SamplingParams) -> int:
+    """Counts the tokens that a request cannot end before."""
+    if sampling.ignore_eos and not sampling.stop_token_ids and not sampling.stop:
+        return sampling.max_tokens
+    return max(1, sampling.min_tokens)
+
+
+def _held_token_count(sample: Sample) -> int:
+    """Counts the tokens that a sample has in memory while it waits."""
+    return len(sample.tokens) + _listed_token_count(sample.request.sampling)
+
+
+def _listed_token_count(sampling: SamplingParams) -> int:
+    """Counts the tokens in the lists of a request."""
+    return len(sampling.allowed_token_ids) + len(sampling.banned_token_ids)

@@ -1,0 +1,195 @@
+"""How the samples of a request begin, and take one token after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from quire.hashing import root_digest
+
+from quire_worker.execution.parts import Computed, Token
+from quire_worker.model.adapters.adapter import Adapter
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.model.sample_text import SampleText
+from quire_worker.model.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+from quire_worker.requests.beams import BeamTurns, begin_search
+from quire_worker.requests.outbox import Outbox
+from quire_worker.sampling.grammar import Matcher
+from quire_worker.sampling.logprobs import TokenLogprobs
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.sampling.sampler import Sampler
+from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
+from quire_worker.scheduling.scheduler import Scheduler
+from quire_worker.telemetry import WorkerTelemetry
+
+
+def root_of(model: PagedModel, layout: str, namespace: str, adapter: Adapter | None) -> bytes:
+    """Returns the digest that the prefixes of a request start from."""
+    digest = b"" if adapter is None else adapter.digest
+    return root_digest(fingerprint=model.fingerprint, layout=layout, adapter=digest, namespace=namespace)
+
+
+def begin_samples(
+    request: Request, model: PagedModel, tokenizer: Tokenizer, *, echo: str, matcher: Matcher | None
+) -> None:
+    """Gives a request its samples.
+
+    Args:
+        request: without samples.
+        model: that computes them.
+        tokenizer: that decodes them.
+        echo: what each one's text begins with.
+        matcher: of what each text has to be; None if it may be anything.
+    """
+    sampling = request.sampling
+    if sampling.has_beams:
+        ends = (() if sampling.ignore_eos else model.eos_token_ids, sampling.stop_token_ids)
+        texts = [_text_of(request, tokenizer, echo) for _ in range(sampling.n)]
+        request.beams, beam = begin_search(sampling, frozenset().union(*ends), texts)
+        sample = begin_sample(request, 0, request.prompt, model, tokenizer)
+        sample.beam = beam
+        request.samples.append(sample)
+        return
+    for index in range(sampling.sample_count):
+        first = request.samples[0].sampler if request.samples else None
+        sample = begin_sample(request, index, request.prompt, model, tokenizer, echo=echo, matcher=matcher, first=first)
+        request.samples.append(sample)
+
+
+def begin_sample(
+    request: Request,
+    index: int,
+    tokens: Sequence[int],
+    model: PagedModel,
+    tokenizer: Tokenizer,
+    *,
+    echo: str = "",
+    matcher: Matcher | None = None,
+    first: Sampler | None = None,
+) -> Sample:
+    """Returns a sample of a request that has these tokens to be computed; the request does not know it yet. `first` is
+    the sampler of its first sample, of which further ones have copies."""
+    sampling = request.sampling
+    sampler = (
+        first.copy(index)
+        if first is not None
+        else Sampler.of(
+            sampling,
+            index,
+            prompt=request.prompt,
+            eos_token_ids=model.eos_token_ids,
+            vocabulary=model.vocab_size,
+            matcher=matcher,
+        )
+    )
+    text = _text_of(request, tokenizer, echo)
+    return Sample(request, index, list(tokens), sampler, text, begun_with=len(tokens))
+
+
+def _text_of(request: Request, tokenizer: Tokenizer, echo: str) -> StreamDecoder | SampleText:
+    sampling = request.sampling
+    stream = tokenizer.new_stream(request.prompt, keeps_special=not sampling.skip_special_tokens)
+    if not echo and not sampling.stop:
+        return stream
+    return SampleText(stream, echo=echo, stops=sampling.stop, min_tokens=sampling.min_tokens)
+
+
+class TokenIntake:
+    """Extends samples by the tokens that were drawn for them, and notes these for their callers. For the event loop.
+
+    Args:
+        scheduler: that the samples belong to.
+        outbox: where tokens are noted.
+        telemetry: where they are counted.
+        clock: seconds.
+        eos_token_ids: that end a text, by the model.
+        on_failure: told of a request whose tokens the tokenizer cannot decode.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        outbox: Outbox,
+        *,
+        telemetry: WorkerTelemetry,
+        clock: Callable[[], float],
+        eos_token_ids: Collection[int],
+        on_failure: Callable[[Request, TokenizerError], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._outbox = outbox
+        self._telemetry = telemetry
+        self._clock = clock
+        self._eos_token_ids = eos_token_ids
+        self._on_failure = on_failure
+        self._beams = BeamTurns(scheduler, self._observe, on_failure)
+
+    def take(self, computed: Computed) -> None:
+        """Notes what was told of prompts and candidates, extends every sample by its token, and ends those of which
+        nothing but to be computed was asked."""
+        for request, position, told in computed.prompt_logprobs:
+            request.prompt_logprobs[position - 1 : position - 1 + len(told)] = told
+        for sample, position, logprobs in computed.candidate_logprobs:
+            assert sample.scored is not None, f"{sample.age} is no candidate"
+            sample.scored.note(position, logprobs)
+        self._telemetry.drafted_token_count += sum(len(item.draft) for item in computed.work)
+        self._beams.take(computed.continuations)
+        self._extend(computed.tokens)
+        for sample, proposal in computed.proposals.items():
+            sample.draft = proposal
+        for item in computed.work:
+            if item.is_complete and not item.sample.draws and not item.sample.has_ended:
+                self._end(item.sample)
+
+    def _end(self, sample: Sample) -> None:
+        request = sample.request
+        self._scheduler.roster.finish(sample, FinishReason.LENGTH)
+        if request.is_done:
+            request.deliveries.put_nowait(Delivery(0, (), "", FinishReason.LENGTH, is_last=True))
+
+    def _extend(self, tokens: Sequence[Token]) -> None:
+        for (drawn, parent, drafted_count), token, logprobs in tokens:
+            if drawn.has_ended:  # cancelled while the model ran, or with the token before
+                continue
+            if drafted_count:  # the token before was drafted, and is in the pages
+                drawn.computed = len(drawn.tokens)
+                self._telemetry.accepted_token_count += 1
+            if drawn is not parent:
+                drawn.fork_from(parent)
+            self._scheduler.extend(drawn, token, is_stop=self._is_stop(drawn.request.sampling, token))
+            is_kept = drawn.finish_reason is not FinishReason.STOP
+            if is_kept and drawn.request.sampling.stop and not self._take_text(drawn, token):
+                continue
+            if drawn is not parent and not drawn.has_ended:
+                self._scheduler.roster.add_fork(drawn)
+            self._observe(drawn.request, is_kept)
+            self._note(drawn, [token] if is_kept else [], logprobs)
+
+    def _is_stop(self, sampling: SamplingParams, token: int) -> bool:
+        goes_on = sampling.ignore_eos and sampling.structure is None  # a structure is whole where it ends
+        ends = token in self._eos_token_ids and not goes_on
+        return ends or token in sampling.stop_token_ids
+
+    def _take_text(self, sample: Sample, token: int) -> bool:
+        """Ends a sample whose text has come to a stop text; returns whether the token could be decoded."""
+        text = sample.detokenizer
+        assert isinstance(text, SampleText), "its request has no stop text"
+        try:
+            if text.take(token):
+                self._scheduler.roster.stop(sample)
+        except TokenizerError as error:
+            self._on_failure(sample.request, error)
+            return False
+        return True
+
+    def _observe(self, request: Request, token_count: int) -> None:
+        if request.first_token_s is None:
+            request.first_token_s = self._clock()
+            self._telemetry.observe_first_token(request, request.first_token_s - request.arrived_s)
+        self._telemetry.output_token_count += token_count
+
+    def _note(self, sample: Sample, kept: list[int], logprobs: TokenLogprobs | None) -> None:
+        if not kept or logprobs is None:
+            self._outbox.note(sample, kept)
+            return
+        sample.logprob_sum += logprobs.logprob
+        self._outbox.note(sample, kept, [logprobs] if sample.request.sampling.logprobs is not None else ())

@@ -1,0 +1,179 @@
+"""A draft model: a second, smaller one of the same vocabulary, which says what may follow before the first one does.
+
+At the end of each pass of the model that is served, when its tokens are sampled, the draft model reads what was
+computed, and proposes for each sample that goes on:
+
+    pass of the served model      ... b c d        b is the last token, c and d were proposed; c is right, x follows it
+    the draft model reads         [x]              of the others it has the keys already, from when it proposed
+    and proposes, one by one      y z              y after x, z after y; only x and y are read by then
+
+The next pass computes x y z, and samples on as long as the proposals are right. What is proposed is the draft's
+likeliest token. It changes no text; see `scheduling/drafts.py`.
+
+Its keys and values lie in pages of their own, under the same block ids: a block holds both models' keys of the same
+tokens. So a prefix that is found in the cache, forked, or copied is there for both, and the allocator knows of one
+pool. A draft model has layers of full attention alone, and uses the tables of the served model's first such group. Of G
+groups, the pages under the blocks of the others lie idle.
+
+Interval map of a sample's tokens after a pass, with `read` where the last proposals ended:
+
+    [0, start)            in the draft's pages, from earlier passes
+    [start, read)         the same, where the last proposals were right
+    [read, known)         read now: what the pass has computed, and the token that was sampled last
+    [known, known + k)    proposed; all but the last are read, in room that the sample has ahead
+
+Pages that were swapped out and come back hold the served model's keys alone, and so do those of a pass whose drafting
+failed. Drafts behind them are worse, and the text is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import structlog
+import torch
+from quire.protocol.outcomes import Copy
+from quire.types import GroupKind, GroupSpec
+
+from quire_worker.cache import KVCache
+from quire_worker.execution.parts import Part, Token
+from quire_worker.model.batch import Chunk, build_batch
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.scheduling.request import Sample
+from quire_worker.scheduling.room_ahead import last_of
+from quire_worker.scheduling.slots import Proposal
+
+log = structlog.get_logger()
+
+
+class _Row(NamedTuple):
+    """A sample that the draft model reads on.
+
+    Attributes:
+        first: position of the first of `tokens`.
+        computed: tokens that the served model has computed; its next pass begins there.
+        wanted: tokens that may be proposed behind them; 0 where none is wanted.
+    """
+
+    part: Part
+    first: int
+    tokens: list[int]
+    computed: int
+    wanted: int
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.tokens)
+
+
+class Drafter:
+    """The draft model of one engine, for the model's thread alone."""
+
+    def __init__(self, model: PagedModel, block_count: int, groups: Sequence[GroupSpec], token_count: int) -> None:
+        """Makes its pages.
+
+        Args:
+            model: with layers of full attention alone, and blocks as large as those of the groups.
+            block_count: of the pool.
+            groups: of the pool; one is of full attention.
+            token_count: proposed for each sample after each pass.
+
+        Raises:
+            ValueError: no group is of full attention.
+        """
+        self.token_count = token_count
+        self._model = model
+        self._cache = KVCache(model.cache_spec, block_count, device=model.device)
+        kinds = [group.kind for group in groups]
+        self._group = kinds.index(GroupKind.FULL_ATTENTION)
+        self._read: dict[Sample, tuple[int, int]] = {}  # of the last pass: where the next begins, and up to where
+        self._has_failed = False
+
+    @property
+    def cache(self) -> KVCache:
+        """Returns the pages of the draft model, under the ids of the pool's blocks."""
+        return self._cache
+
+    def propose(self, copies: Sequence[Copy], parts: Sequence[Part], tokens: Sequence[Token]) -> dict[Sample, Proposal]:
+        """Reads what a pass has computed, and says what may follow; nothing if that fails. Blocks.
+
+        Args:
+            copies: of blocks, that came before the pass.
+            parts: of the pass, those that did not fail.
+            tokens: that were sampled after it.
+        """
+        try:
+            self._copy(copies)
+            return self._propose(self._rows_of(parts, tokens))
+        except Exception as error:
+            self._read = {}
+            if not self._has_failed:  # it may well fail again with every pass
+                self._has_failed = True
+                log.warning("the draft model failed; passes go on without drafts", error=repr(error))
+            return {}
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        if copies:
+            sources, destinations = [copy.source for copy in copies], [copy.destination for copy in copies]
+            self._model.attention.copy_blocks(self._cache.buffers, sources, destinations)
+
+    def _rows_of(self, parts: Sequence[Part], tokens: Sequence[Token]) -> list[_Row]:
+        sampled: dict[Sample, list[int]] = {}
+        parents = set[Sample]()
+        for token in tokens:
+            sampled.setdefault(token.draw.sample, []).append(token.token_id)
+            if token.draw.parent is not token.draw.sample:
+                parents.add(token.draw.parent)
+        rows = []
+        for part in parts:
+            sample, own = part.sample, part.tokens[: len(part.tokens) - len(part.draft)]
+            limit = min(len(part.tables[self._group]) * self._cache.spec.block_size, self._model.max_position)
+            found = sampled.get(sample, [])
+            computed = part.start + len(own) + max(0, len(found) - 1)  # all sampled tokens but the last one are drafted
+            begins, read = self._read.get(sample, (0, 0))
+            first = max(part.start, min(read, computed) if begins == part.start else 0)  # else it is computed again
+            known = [*own, *found]
+            if sample in parents:  # its forks write to its last block, each in a copy of its own
+                known = own
+            known = known[first - part.start : max(0, limit - part.start)]
+            end = first + len(known)
+            goes_on = bool(found) and sample not in parents and end == computed + 1
+            count = min(self.token_count, last_of(sample, limit) - end) if goes_on else 0
+            if known:
+                rows.append(_Row(part, first, known, computed, max(0, count)))
+        return rows
+
+    def _propose(self, rows: Sequence[_Row]) -> dict[Sample, Proposal]:
+        read = {row.part.sample: row.end for row in rows}
+        if not rows:
+            self._read = {}
+            return {}
+        asked = [row for row in rows if row.wanted]
+        proposed: dict[Sample, list[int]] = {row.part.sample: [] for row in asked}
+        likeliest = self._likeliest([self._chunk(row, row.first, row.tokens, wanted=row.wanted > 0) for row in rows])
+        while asked:
+            for row, token in zip(asked, likeliest, strict=True):
+                proposed[row.part.sample].append(token)
+            asked = [row for row in asked if len(proposed[row.part.sample]) < row.wanted]
+            if not asked:
+                break
+            chunks = []
+            for row in asked:
+                sample, end = row.part.sample, read[row.part.sample]
+                chunks.append(self._chunk(row, end, proposed[sample][-1:], wanted=True))
+                read[sample] = end + 1
+            likeliest = self._likeliest(chunks)
+        self._read = {row.part.sample: (row.computed, read[row.part.sample]) for row in rows}
+        return {row.part.sample: Proposal(row.end, tuple(proposed[row.part.sample])) for row in rows if row.wanted}
+
+    def _chunk(self, row: _Row, start: int, tokens: Sequence[int], *, wanted: bool) -> Chunk:
+        tables = [row.part.tables[self._group]]
+        return Chunk(tokens, start, tables, needs_logits=wanted, begun_with=row.part.sample.begun_with)
+
+    def _likeliest(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Computes chunks, and returns the likeliest token after each that is asked."""
+        batch = build_batch(chunks, groups=self._cache.spec.groups)
+        logits = self._model.forward(batch.on(self._model.device), self._cache)
+        found: list[int] = torch.argmax(logits, dim=-1).tolist()
+        return found

@@ -1,0 +1,91 @@
+"""How tokens are drafted: what the command line asks for, and the draft model that it names."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+from quire.errors import UsageError
+from quire.types import GroupKind, GroupSpec
+
+from quire_worker.model.checkpoint import UnsupportedModelError, has_tokenizer
+from quire_worker.model.loading import load_model
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.model.tokenizer import Tokenizer
+from quire_worker.scheduling.drafts import Drafting
+from quire_worker.speculation.lookup import PromptLookup, Proposals
+
+log = structlog.get_logger()
+
+
+def drafting_of(options: argparse.Namespace, groups: Sequence[GroupSpec]) -> Drafting | None:
+    """Returns how tokens are drafted, if they are.
+
+    Args:
+        options: of the command line.
+        groups: of the pool.
+
+    Raises:
+        UsageError: they cannot be.
+    """
+    if not options.speculative_tokens:
+        return None
+    if any(group.kind is GroupKind.STATE for group in groups):
+        raise UsageError("--speculative-tokens: a model with recurrent states cannot step back by a token")
+    if options.draft_model is not None:
+        return Proposals(options.speculative_tokens)
+    return PromptLookup(options.speculative_tokens, options.prompt_lookup_min, options.prompt_lookup_max)
+
+
+def load_draft_model(options: argparse.Namespace, target: PagedModel, device: str) -> PagedModel | None:
+    """Loads the draft model, if there is one, for the model that is served.
+
+    Raises:
+        ModelError: the checkpoint cannot be used.
+        UsageError: it is none for this model.
+    """
+    if options.draft_model is None:
+        return None
+    if not any(group.kind is GroupKind.FULL_ATTENTION for group in target.cache_spec.groups):
+        raise UsageError("--draft-model: the served model has no layer of full attention, whose blocks a draft's are")
+    if target.rank_count > 1:
+        raise UsageError("--draft-model: a model that several ranks compute has none")
+    drafting_of(options, target.cache_spec.groups)
+    block_size = target.cache_spec.block_size
+    model = load_model(options.draft_model, block_size=block_size, dtype=options.dtype, device=device)
+    _check(options, model, target)
+    log.info(
+        "draft model loaded",
+        architecture=model.architecture,
+        tokens=options.speculative_tokens,
+        block_bytes=model.cache_spec.bytes_per_block,
+    )
+    return model
+
+
+def _check(options: argparse.Namespace, model: PagedModel, target: PagedModel) -> None:
+    """Refuses a model of other tokens, as far as both come with a tokenizer to tell, or of layers that share no tables
+    with the served one's."""
+    if model.vocab_size != target.vocab_size:
+        raise UsageError(
+            f"--draft-model: {options.draft_model} has a vocabulary of {model.vocab_size} tokens, and the served model"
+            f" one of {target.vocab_size}: a draft has to be made of the same tokens"
+        )
+    groups = model.cache_spec.groups
+    if len(groups) != 1 or groups[0].kind is not GroupKind.FULL_ATTENTION:
+        kinds = ", ".join(sorted({group.kind.name.lower() for group in groups}))
+        raise UnsupportedModelError(
+            f"--draft-model: {options.draft_model} has layers of {kinds}; a draft model has full attention alone, in"
+            " pages of one shape"
+        )
+    if groups[0].block_size != target.cache_spec.block_size:
+        wanted = target.cache_spec.block_size
+        raise UnsupportedModelError(f"--draft-model: blocks of {groups[0].block_size} tokens, not {wanted}")
+    both = options.draft_model, options.model
+    if not all(has_tokenizer(Path(folder)) for folder in both):
+        return
+    drafted, served = (Tokenizer(folder).vocabulary() for folder in both)
+    if drafted != served:
+        raise UsageError(f"--draft-model: the tokenizer of {options.draft_model} has other tokens than the served one")

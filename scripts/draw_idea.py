@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +29,8 @@ def block_tables() -> list[list[int]]:
     for child in ids[1:]:
         assert pool.fork(1, child) is Result.OK
     for sequence in ids:
-        assert pool.grow(sequence, PROMPT_TOKENS + ANSWER_TOKENS).result is Result.OK
+        _, grown = pool.grow_many(array("Q", [sequence]), [PROMPT_TOKENS + ANSWER_TOKENS])
+        assert all(each.result is Result.OK for _, each in grown)
     return [list(pool.tables(pool.sequences[sequence])[0]) for sequence in ids]
 
 

@@ -27,7 +27,7 @@ DOORS: Final = re.compile(r"(grow|grant|append|extend)(_\w+)?")
 
 
 class Measure(NamedTuple):
-    """One row."""
+    """A measure beside its goal."""
 
     name: str
     value: int
@@ -86,7 +86,7 @@ def glossary() -> list[str]:
 
 
 def measures() -> list[Measure]:
-    """Measures everything."""
+    """Returns all measures of the core."""
     core = sources(CORE)
     deciding = [path for path in core if path.parent.name not in {"readers", "rebuild"}]
     product = sources(*(ROOT / folder for folder in PRODUCT))
@@ -107,7 +107,7 @@ def measures() -> list[Measure]:
 
 
 def show(title: str, paths: Iterable[Path]) -> None:
-    """Lists files."""
+    """Joins the names of files for a table."""
     print(f"{title}:", *(path.relative_to(ROOT) for path in paths), sep="\n    ", file=sys.stderr)
 
 

@@ -63,7 +63,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def anchors_of(document: Path) -> set[str]:
-    """What a link may say behind `#`: the headings, as GitHub spells them there."""
+    """Anchors that a link may name behind `#`: the headings, as GitHub spells them there."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

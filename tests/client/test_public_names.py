@@ -1,4 +1,4 @@
-"""What can be imported: few names at the root, the rest in its module, and every type that a public method names."""
+"""Public names: few at the root, the rest in its module, and every type that a public method names."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ async def opened(allocator: RunningAllocator, flavour: str, spec: PoolSpec) -> A
 
 
 async def assert_same_tables(engine: Any, client: AsyncAllocator) -> None:
-    """What the allocator holds of every live sequence is what the engine has."""
+    """Compares the allocator's state of every live sequence with the engine's."""
     shown = {each.sequence_id: each for each in (await client.get_pool_blocks("a")).sequences}
     assert set(shown) == {each.id for each in engine.live}
     for each in engine.live:

@@ -1,4 +1,4 @@
-"""What of a chat can be called, and what of its tools is refused by its name."""
+"""Tools of a chat: which can be called, and which are refused by name."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LIMIT = 200
 
 
 class State(pydantic.BaseModel):
-    """What an answer has to be."""
+    """The answer that is expected."""
 
     kind: Literal["compound", "simple"]
     is_loop: bool

@@ -1,4 +1,4 @@
-"""What a model's chat template says of how it writes calls and reasoning, family by family."""
+"""Notation of calls and reasoning, recognized by a model's chat template, family by family."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ tokenizer = pytest.importorskip("quire_worker.model.tokenizer")
 
 
 class Local:
-    """What a worker answers of texts, without a process."""
+    """A worker's answers about texts, without a process."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = tokenizer.Tokenizer(folder)

@@ -62,7 +62,7 @@ def talk(**given: Any) -> Callable[[Worker], object]:
 
 
 def of_branch(**given: Any) -> Callable[[Worker], object]:
-    """What is asked of a branch, which is released in the end."""
+    """A call on a branch, which is released in the end."""
 
     def ask(worker: Worker) -> None:
         _, stub = worker

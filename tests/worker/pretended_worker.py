@@ -35,7 +35,7 @@ NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 
 
 def next_token(tokens: list[int], index: int) -> int:
-    """What the pretended model and sampler give after `tokens`, for the sample of that index."""
+    """Returns the next token after `tokens`, of the pretended model and sampler, for the sample of that index."""
     digest = hashlib.sha256(repr((tokens, index)).encode()).digest()
     return 10 + digest[0] if digest[1] > 5 else STOP
 
@@ -262,7 +262,7 @@ class PretendedWorker:
         self.scheduler.roster.check_invariants()
 
     def _content(self, block: int) -> tuple[dict[int, int], list[int] | None]:
-        """What a page holds."""
+        """The contents of a page."""
         offsets = range(self.scheduler.roster.block_size)
         return {each: self.pages[block, each] for each in offsets if (block, each) in self.pages}, self.states.get(
             block
@@ -286,7 +286,7 @@ class PretendedWorker:
             self.states[block] = known[: item.end]
 
     def _read(self, item: Work, tables: list[array[int]], known: list[int]) -> None:
-        """What the tokens of `item` read: of each group as far back as its window goes."""
+        """Returns what the tokens of `item` read: of each group as far back as its window goes."""
         size = self.scheduler.roster.block_size
         for table, group in zip(tables, self.scheduler.roster.groups, strict=True):
             first = group.first_read(item.start)

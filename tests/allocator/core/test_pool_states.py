@@ -23,7 +23,7 @@ from tests.allocator.core.pools import (
 
 
 def grown(pool: Pool, sequence_id: int, token_count: int) -> tuple[list[list[int]], list[Copy]]:
-    """What growing grants and copies."""
+    """The grants and copies of a grow."""
     answer = grow(pool, sequence_id, token_count)
     assert answer.result is Result.OK
     invariants.check(pool)

@@ -61,7 +61,7 @@ class RunningAllocator:
 
     @contextlib.asynccontextmanager
     async def from_elsewhere(self, number: int) -> AsyncIterator[RunningAllocator]:
-        """The same as another caller reaches it, on a connection of its own."""
+        """An allocator as another caller reaches it, on a connection of its own."""
         options = [*MESSAGE_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("number", number)]
         async with aio.insecure_channel(self.address, options=options) as channel:
             yield replace(self, stub=pb_grpc.AllocatorServiceStub(channel))

@@ -1,7 +1,6 @@
 """A slow, obvious model of a pool: lists, and every question answered by looking at everything.
 
-It shares no code with the core. Its data is in `state.py`, the rules of one kind of group in `kinds.py`; the operations
-are here. Results are plain tuples, written to be read and not to be fast.
+It shares no code with the core. Its data is in `state.py`, the rules of one kind of group in `kinds.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tests.allocator.twin.state import Slot, TwinSequence, TwinState
 
 
 class TwinPool(TwinState):
-    """What a pool must do."""
+    """A naive pool, which the real one must equal."""
 
     drop = drop
 
@@ -31,8 +30,6 @@ class TwinPool(TwinState):
     ) -> None:
         super().__init__(block_count, groups, watermark, quotas, **options)
         self.retention = TwinRetention(self)
-
-    # -- operations ----------------------------------------------------------------------------------------------------
 
     def allocate(
         self,
@@ -239,12 +236,10 @@ class TwinPool(TwinState):
         if prompt_token_count > token_count:
             whole = self.peak(prompt_token_count, max(token_count, self.chunk_max))
         if whole > self.block_count:
-            longest = max(token_count, prompt_token_count)
-            return (*self.too_long(whole, longest, max(1, self.chunk_max)), None)
+            return (*self.too_long(whole, max(token_count, prompt_token_count), max(1, self.chunk_max)), None)
         revived = sum(len(slot.blocks) for slot in hits if not self.is_held(slot))
         newly_held = sum(len(slot.blocks) for slot in kept if not self.is_held(slot))
-        over = self.over_quota(namespace, newly_held + needed)
-        if over > 0:
+        if (over := self.over_quota(namespace, newly_held + needed)) > 0:
             return "QUOTA", over, None
         missing = whole - taken - (self.free_count() - revived)
         if self.sequences:
@@ -305,16 +300,13 @@ class TwinPool(TwinState):
         if self.leaving is None:
             slot = min(candidates, key=lambda slot: slot.released)
         else:
-            kind, namespace, position, digest = self.leaving.popleft()
-            (slot,) = [
-                s for s in candidates if s.key and (*s.key[:3], s.key[3][-1]) == (kind, namespace, position, digest)
-            ]
+            place = self.leaving.popleft()
+            (slot,) = [each for each in candidates if each.key and (*each.key[:3], each.key[3][-1]) == place]
         parents = {(s.kind, s.namespace, s.key[3][:-1]) for s in self.published if s.key}
+        assert slot.key is not None
         if self.kinds[slot.kind].name == "full_attention":
-            assert slot.key is not None
             assert (slot.kind, slot.namespace, slot.key[3]) not in parents, "a parent leaves first"
         self.evicted += len(slot.blocks)
-        assert slot.key is not None
         path = slot.key[3]
         self.published.remove(slot)
         slot.key = None

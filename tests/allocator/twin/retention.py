@@ -174,7 +174,7 @@ class TwinRetention:
                     self.end(stop)
 
     def remember(self, sequence: TwinSequence, number: int, falling: list[Slot]) -> None:
-        """What is about to fall out may be needed at the last edge; what fell out earlier, not any more."""
+        """Blocks about to fall out may be needed at the last edge; those that fell out earlier, not any more."""
         if self.pool.is_dense:
             return
         kind, edge = self.pool.kinds[number], self.edge_before(sequence.committed)

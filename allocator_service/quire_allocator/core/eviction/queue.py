@@ -10,11 +10,8 @@ Lifecycle of an entry (a run of the prefix tree, or one position of a windowed o
 A hit brings 2 and 3 back to 1 (`policy.hit`, `queue.discard`). Candidates leave in the order of the policy, block by
 block from the deep end, so that descendants leave before their ancestors.
 
-The policy ranks only some candidates. Blocks that no hit can need are evicted before all others (`SPARE`), then blocks
-that few hits need (`ASIDE`). Blocks that are evicted together with another entry (`LED`) leave alone only when nothing
-else is left. Each of these is evicted in order of release, whatever the policy.
-
-There is no clock: policies count events.
+The policy ranks only some candidates. Blocks that no hit can need leave before all others (`SPARE`), then blocks that
+few hits need (`ASIDE`); blocks that leave with another entry (`LED`) last. Each of these leave in order of release.
 """
 
 from __future__ import annotations
@@ -50,11 +47,8 @@ class Entry(ABC):
         is_whole: neither shared, split nor trimmed.
         is_successor: it took the place of another one, which has passed the time that their room is worth.
         worth: SPARE, ASIDE, RANKED or LED, while it is cached.
-        burden: what it leads, while it is cached, against what it and its prefix have themselves since the stop
-            before: 0 if that is less than once as many blocks, 1 if less than 3 times, 2 if less than 7 times, and so
-            on up to `BURDEN_MAX`.
-
-    Those of counts and stamps, the kind and the worth are set when it is made, the others when it is stored.
+        burden: the blocks that it leads over those of its own since the stop before: 0 if less than once as many,
+            1 if less than 3 times, 2 if less than 7 times, and so on up to `BURDEN_MAX`.
     """
 
     __slots__ = (
@@ -106,8 +100,7 @@ class Entry(ABC):
         """Returns the digest of its first block."""
 
     def key_at(self, offset: int) -> bytes:
-        """Returns a name of the content from the block at `offset` on, independent of where it is stored; empty if
-        there is none."""
+        """Returns a name of the content from the block at `offset` on, wherever it is stored; empty without one."""
         return b"" if offset else self.first_digest
 
 
@@ -129,8 +122,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def split(self, upper: Entry, lower: Entry) -> bool:
-        """An entry was cut in two where a prompt takes another way; `upper` has copied the history. Returns whether
-        `lower` has another place now."""
+        """`lower` was cut off `upper`, which has copied the history. Returns whether `lower` has another place now."""
 
     @abstractmethod
     def cut(self, upper: Entry, lower: Entry) -> None:
@@ -170,8 +162,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def evicted(self, entry: Entry, block_count: int) -> bool:
-        """Records that this many blocks leave from the deep end of `entry`, which still counts them. Returns whether it
-        has another place now."""
+        """Records that so many blocks leave `entry`, which still counts them. Returns whether its place changed."""
 
 
 class _Lane:
@@ -213,8 +204,7 @@ class _Line:
     """Candidates that leave in the order of their stamps, whatever the policy.
 
     Most come in that order: a decoding sequence lets a block fall out at every edge. Those stand in two lists, without
-    an item for each; the others in a heap. Outdated ones stay in both, but for those at the beginning of the lists:
-    where all candidates get another worth in their order, each addition drops the one before.
+    an item for each; the others in a heap. Each addition drops an outdated one at the beginning of the lists.
     """
 
     __slots__ = ("_begin", "_entries", "_heap", "_last", "_tickets")

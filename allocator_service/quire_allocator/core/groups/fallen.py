@@ -49,6 +49,10 @@ class Path:
         end = (position + 1 - self.begin) * self.step
         return self.digests[end - DIGEST_BYTES : end]
 
+    def between(self, first: int, end: int) -> bytes:
+        """Returns the digests of the blocks [first, end)."""
+        return self.digests[(first - self.begin) * self.step : (end - self.begin) * self.step]
+
     def agreed(self, stretch: Stretch, end: int) -> int:
         """Returns the position before `end` up to which a stretch agrees that begins with a digest of the path."""
         low, high = stretch.first_position + 1, min(end, stretch.end_position)
@@ -59,6 +63,19 @@ class Path:
             else:
                 high = middle - 1
         return low
+
+
+def spans_between(positions: range, apart: list[range]) -> list[range]:
+    """Returns the parts of `positions` that are in none of the ranges `apart`, rising."""
+    spans, position = list[range](), positions.start
+    for other in sorted(apart, key=lambda each: each.start):
+        if len(other) and other.stop > position:
+            if position < min(other.start, positions.stop):
+                spans.append(range(position, min(other.start, positions.stop)))
+            position = other.stop
+    if position < positions.stop:
+        spans.append(range(position, positions.stop))
+    return spans
 
 
 class WindowScope(UnitScope):

@@ -7,7 +7,6 @@ Who owns which part of a sequence's table, in positions:
     [tail, end)        `tail`: granted, this sequence's alone to write
 
 In an append-only pool some published positions stand in the table with blocks of the sequence's own (`kept.py`).
-
 Of what fell out, the sequence remembers what a hit at its last edge would take.
 
 A commit may publish far more than the window holds. Of that it makes units only where hits are to end or something
@@ -23,7 +22,7 @@ from typing import cast
 
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.fallen import Fallen, Path, WindowScope, is_idle
+from quire_allocator.core.groups.fallen import Fallen, Path, WindowScope, is_idle, spans_between
 from quire_allocator.core.groups.kept import KeptBlocks
 from quire_allocator.core.groups.manager import Commit, IndexedStretch
 from quire_allocator.core.groups.units import UnitHit, UnitManager, UnitScope
@@ -157,8 +156,8 @@ class WindowManager(UnitManager[WindowPart]):
                     units.append(published)
                 position += 1
             if len(span):
-                digests = path.digests[(position - begin) * DIGEST_BYTES : (span.stop - begin) * DIGEST_BYTES]
-                falling.append(Stretch(scope, position, digests, blocks[taken : taken + len(span) * width]))
+                own = blocks[taken : taken + len(span) * width]
+                falling.append(Stretch(scope, position, path.between(position, span.stop), own))
                 taken += len(span) * width
                 position = span.stop
         part.falling = tuple(falling)
@@ -202,22 +201,12 @@ class WindowManager(UnitManager[WindowPart]):
             for end in ends:
                 edge = end // self._edge_tokens * self._edge_tokens
                 apart += [self.needed_at(edge), range(edge // size - 1, edge // size)]
-        spans, position = list[range](), new.start
-        for other in sorted(apart, key=lambda positions: positions.start):
-            if len(other) and other.stop > position:
-                if position < min(other.start, new.stop):
-                    spans.append(range(position, min(other.start, new.stop)))
-                position = other.stop
-        if position < new.stop:
-            spans.append(range(position, new.stop))
-        return spans
+        return spans_between(new, apart)
 
     def _tell(self, scope: WindowScope, path: Path, first: int, end: int) -> None:
         """Tells the log of new positions [first, end) of a path."""
         if first < end:
-            begin = path.begin
-            digests = path.digests[(first - begin) * DIGEST_BYTES : (end - begin) * DIGEST_BYTES]
-            self._log.stored(scope, b"", digests, first)
+            self._log.stored(scope, b"", path.between(first, end), first)
 
     def _publish_own(self, part: WindowPart, unit: Unit, key: UnitKey, swaps: list[Swap]) -> Unit:
         """Gives a private unit its key. Returns the unit to use from now on: another one where the key was published
@@ -335,8 +324,6 @@ class WindowManager(UnitManager[WindowPart]):
         self._let_fall(part.scope, part.units)
         self._retention.need((), part.needed)
 
-    # -- where hits can end -------------------------------------------------------------------------------------------
-
     def needed_at(self, token_count: int) -> range:
         """Returns the positions that a hit of so many tokens takes."""
         return range(self._rule.first_needed(token_count) // self.block_size, token_count // self.block_size)
@@ -361,16 +348,13 @@ class WindowManager(UnitManager[WindowPart]):
         part.needed = tuple([unit for unit in part.fallen() if unit.first_position in needed])
         self._retention.need(part.needed, before)
 
-    # -- for readers and for eviction ----------------------------------------------------------------------------------
-
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         assert isinstance(scope, WindowScope)
-        name = scope.namespace.name
         noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
         # Units and stretches become each other meanwhile: what was noted is yielded, and is in the log if it went.
         noted += [(unit.first_position, unit.first_digest) for unit in scope.units()]
         for position, digests in noted:
-            yield IndexedStretch(name, self.groups, self.spec, b"", digests, position)
+            yield IndexedStretch(scope.namespace.name, self.groups, self.spec, b"", digests, position)
 
     def evict(self, entry: Scoped, wanted: int) -> int:
         if not isinstance(entry, Stretch):
@@ -413,5 +397,4 @@ class WindowManager(UnitManager[WindowPart]):
 
     def _must_copy(self, part: WindowPart, token_count: int) -> bool:
         """Tells whether the next token falls into a block that is shared or published, and so not to be written."""
-        position, offset = divmod(token_count, self.block_size)
-        return offset > 0 and part.is_shared(position)
+        return token_count % self.block_size > 0 and part.is_shared(token_count // self.block_size)

@@ -28,7 +28,7 @@ import uvloop
 from quire import AsyncAllocator, AsyncClient
 from quire._secret_files import read_token
 from quire._serving import logs
-from quire._serving.process import collect_garbage_rarely, stop_event, write_ready_file
+from quire._serving.process import allow_open_files, collect_garbage_rarely, stop_event, write_ready_file
 from quire._serving.tls import ServerTls
 from quire._transport.address import is_local, is_unix, require_free, resolve
 from quire.errors import UsageError
@@ -180,8 +180,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 def waiting_max(in_flight_max: int) -> int:
     """Returns how many connections may wait for a request, and lets the process have as many open files as it may."""
-    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+    allowed = allow_open_files()
     left = WAITING_MAX if allowed == resource.RLIM_INFINITY else allowed - in_flight_max - FILES_BESIDE
     return max(1, min(WAITING_MAX, left))
 

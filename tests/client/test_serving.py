@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import resource
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from quire import AsyncClient, Reason, ResourceExhaustedError, UnavailableError
-from quire._serving.process import write_ready_file
+from quire._serving.process import allow_open_files, write_ready_file
 from quire._serving.server import Server, add_arguments
 from quire._serving.unix_socket import hold_socket
 from quire.errors import UsageError
@@ -98,6 +99,16 @@ async def test_one_caller_has_half_of_the_places_and_the_next_one_still_finds_so
         assert await client.health()
         service.released.set()
         assert [(await anext(stream)).text for stream in streams] == ["a", "a"]
+
+
+def test_a_server_has_as_many_open_files_as_it_may() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1_024, before[1]), before[1]))
+        assert allow_open_files() == before[1]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_drain_may_take_half_a_minute_unless_another_time_is_given() -> None:

@@ -18,10 +18,12 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire import AsyncAllocator, AsyncClient, PoolSpec, ResourceExhaustedError
 from quire._serving.calls import MESSAGE_S
+from quire._serving.server import HANDSHAKE_S
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire.v1 import worker_pb2 as worker_pb
@@ -41,11 +43,13 @@ SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
 METHODS = {
     server: [
         f"/{service.full_name}/{method.name}"
-        for service in (module.DESCRIPTOR.services_by_name[name], health_pb2.DESCRIPTOR.services_by_name["Health"])
+        for module in (own, health_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     ]
-    for server, module, name in (("allocator", pb, "AllocatorService"), ("worker", worker_pb, "WorkerService"))
+    for server, own in (("allocator", pb), ("worker", worker_pb))
 }
+ITEMS = 250_000  # of a list, which is what a message has room for, or more
 EVERY = [(server, method) for server, methods in METHODS.items() for method in methods]
 
 
@@ -130,6 +134,82 @@ async def test_calls_of_every_kind_that_are_held_half_sent_keep_nobody_from_an_a
         await assert_others_are_served(deployment)
         for call in calls:
             call.cancel()
+
+
+def lists_of(descriptor: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where a message has lists, at any depth: fields that lead to each."""
+    for field in descriptor.fields:
+        if field.is_repeated:
+            yield (*path, field)
+        if field.message_type is not None and field.message_type not in [each.containing_type for each in path]:
+            yield from lists_of(field.message_type, (*path, field))
+
+
+def full_of_items(descriptor: Any, path: tuple[Any, ...], wrong: int) -> bytes:
+    """A message of one list, whose items are wrong in one of several ways."""
+    message = whole = GetMessageClass(descriptor)()
+    for field in path[:-1]:
+        message = getattr(message, field.name)
+        message = message.add() if field.is_repeated else message
+    leaf, items = path[-1], getattr(message, path[-1].name)
+    if leaf.message_type is not None and leaf.message_type.GetOptions().map_entry:
+        return bytes(whole.SerializeToString())
+    if leaf.message_type is not None:
+        for _ in range(ITEMS // 2):
+            items.add()
+    elif leaf.cpp_type == leaf.CPPTYPE_STRING:
+        kinds = [b"", b"\xff", b"x"] if leaf.type == leaf.TYPE_BYTES else ["", "\x00", "x"]
+        items.extend([kinds[wrong % 3]] * (ITEMS // 2))
+    else:
+        items.extend([(0, 1, 127)[wrong % 3]] * ITEMS)
+    return bytes(whole.SerializeToString())
+
+
+LISTS = [
+    (server, method, path)
+    for server, module in (("allocator", pb), ("worker", worker_pb))
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+    for path in lists_of(method.input_type)
+]
+
+
+async def test_messages_full_of_items_are_answered_and_keep_nobody_from_an_answer(deployment: Deployment) -> None:
+    assert len(LISTS) > 20, "the protocol has lists"
+    async with memory_bounded(deployment), contextlib.AsyncExitStack() as open_ones:
+        connections = {
+            server: await open_ones.enter_async_context(channel(deployment, "attacker", server)) for server in METHODS
+        }
+        for wrong, (server, method, path) in enumerate(LISTS):
+            name = f"/{method.containing_service.full_name}/{method.name}"
+            call = connections[server].stream_stream(name)(metadata=metadata())
+            where = f"{name} {'.'.join(field.name for field in path)}"
+            with contextlib.suppress(grpc.RpcError):
+                async with asyncio.timeout(30):
+                    await call.write(full_of_items(method.input_type, path, wrong))
+                    await call.done_writing()
+                    while await call.read() is not aio.EOF:
+                        pass
+            code = await asyncio.wait_for(call.code(), 30)
+            assert code not in {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}, where
+        await assert_others_are_served(deployment)
+
+
+@pytest.mark.parametrize("server", METHODS)
+async def test_connections_that_never_finish_a_handshake_end_and_keep_nobody_out(
+    deployment: Deployment, server: str
+) -> None:
+    host, _, port = getattr(deployment, server).address.rpartition(":")
+    async with memory_bounded(deployment):
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
+        for _, writer in silent[::2]:
+            writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc")  # the beginning of a ClientHello
+        await assert_others_are_served(deployment)
+        async with asyncio.timeout(3 * HANDSHAKE_S):
+            for reader, writer in silent:
+                with contextlib.suppress(ConnectionError):
+                    await reader.read()
+                writer.close()
 
 
 async def test_a_call_whose_message_does_not_come_ends(deployment: Deployment) -> None:

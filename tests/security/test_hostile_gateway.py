@@ -20,6 +20,10 @@ from typing import Any
 import psutil
 import pytest
 from quire.local import ServerProcess
+from quire_gateway.app import make_app
+from quire_gateway.fleet import Fleet
+from quire_gateway.metrics import Telemetry
+from starlette.routing import Route
 
 from tests.client.servers import ScriptedServer, endless, scripted_server, two_samples
 from tests.gateway.scene import curl, gateway, script
@@ -140,12 +144,17 @@ def described(served: ServerProcess) -> dict[str, Any]:
     return found
 
 
-def half_sent(described: dict[str, Any]) -> list[bytes]:
+def routes() -> list[tuple[str, str]]:
+    """Every method and path that the gateway serves, those that it does not describe included."""
+    app = make_app(Fleet([], []), Telemetry(), version="0", request_timeout_s=1, is_draining=lambda: False)
+    return [(method, route.path) for route in app.routes if isinstance(route, Route) for method in route.methods or ()]
+
+
+def half_sent() -> list[bytes]:
     """Every route, and one that there is not, by every method, cut at every kind of place."""
     body = json.dumps({"prompt": "p", "messages": [{"role": "user", "content": "c" * 1_000}]}).encode()
-    routes = [(method.upper(), path) for path, methods in described["paths"].items() for method in methods]
     found = []
-    for method, path in [*routes, ("GET", "/nowhere"), ("POST", "/v1/models"), ("OPTIONS", "/v1/completions")]:
+    for method, path in [*routes(), ("GET", "/nowhere"), ("POST", "/v1/models"), ("OPTIONS", "/v1/completions")]:
         for key in (HOSTILE, "sk-none-0123456789"):
             whole = request(key, path, body, method)
             chunked = request(key, path, b"400\r\n" + body[:100], method, b"Transfer-Encoding: chunked")
@@ -154,9 +163,10 @@ def half_sent(described: dict[str, Any]) -> list[bytes]:
     return found
 
 
-def test_requests_that_are_never_whole_hold_nobody_up(served: ServerProcess, described: dict[str, Any]) -> None:
+def test_requests_that_are_never_whole_hold_nobody_up(served: ServerProcess) -> None:
+    assert {path for _, path in routes()} >= {"/v1/completions", "/health", "/metrics"}
     with ExitStack() as cleanup, others_are_served(served):
-        for beginning in half_sent(described) * 3:
+        for beginning in half_sent() * 3:
             connection = cleanup.enter_context(closing(connect(served)))
             with suppress(ConnectionError):
                 connection.sendall(beginning)
@@ -306,15 +316,13 @@ def test_requests_whose_answers_nobody_reads_hold_nobody_up(served: ServerProces
                 connection.sendall(one * 20_000)
 
 
-def test_a_gateway_that_is_told_to_stop_ends_whatever_is_held(
-    worker: ScriptedServer, described: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_gateway_that_is_told_to_stop_ends_whatever_is_held(worker: ScriptedServer, tmp_path: Path) -> None:
     keys = f"{HONEST} honest,{HOSTILE} hostile"
     with (
         gateway(tmp_path, "--worker", worker.address, "--drain-timeout", "1", QUIRE_API_KEYS=keys) as other,
         ExitStack() as cleanup,
     ):
-        held: list[Callable[[], bytes]] = [lambda each=each: each for each in half_sent(described)]  # type: ignore[misc]
+        held: list[Callable[[], bytes]] = [lambda each=each: each for each in half_sent()]  # type: ignore[misc]
         for beginning in held:
             connection = cleanup.enter_context(closing(connect(other)))
             with suppress(ConnectionError):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -82,6 +83,35 @@ ATTACKS: dict[str, Attack] = {
         )
     ),
 }  # fmt: skip
+# Many calls of one caller at a time, none of which waits for the answer of another.
+AT_ONCE: dict[str, Attack] = {
+    "texts that are too long": lambda _, stub, number: wait_for(
+        [stub.Tokenize.future(pb.TokenizeRequest(text="x" * 1_900_000)) for _ in range(150)]
+    ),
+    "lists at their limits": lambda _, stub, number: wait_for(
+        [stub.Generate(lists_at_their_limits()) for _ in range(60)]
+    ),
+    "texts that take all places": lambda _, stub, number: wait_for(
+        [stub.Generate(pb.GenerateRequest(text="The", namespace="bad", sampling=LONG)) for _ in range(150)], 20
+    ),
+}  # fmt: skip
+LONG = pb.SamplingParams(max_tokens=1_500, ignore_eos=True)
+
+
+def lists_at_their_limits() -> pb.GenerateRequest:
+    listed, others = [*range(300, 1_100)] * 80, [*range(1_100, 2_040)] * 68
+    sampling = pb.SamplingParams(max_tokens=2, allowed_token_ids=listed, banned_token_ids=others)
+    return pb.GenerateRequest(text="The", namespace="bad", sampling=sampling)
+
+
+def wait_for(calls: list[Any], timeout_s: float = 60) -> None:
+    """Waits for the end of each call, or ends them all."""
+    timer = threading.Timer(timeout_s, lambda: [call.cancel() for call in calls])
+    timer.start()
+    for call in calls:
+        with suppress(grpc.RpcError, grpc.FutureCancelledError):
+            call.result()
+    timer.cancel()
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +186,22 @@ def liveness_s(stack: LocalStack) -> float:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_another_caller_is_served_while_one_calls_many_times_at_once(stack: LocalStack, name: str) -> None:
+    assert_served_meanwhile(stack, AT_ONCE[name], at_once=1)
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_another_caller_is_served_meanwhile(stack: LocalStack, name: str) -> None:
+    assert_served_meanwhile(stack, ATTACKS[name], at_once=4)
+
+
+def assert_served_meanwhile(stack: LocalStack, attack: Attack, *, at_once: int) -> None:
     assert stack.worker is not None
     pid = stack.worker.process.pid
     before = resident_mib(pid)
-    with Client(stack.worker_address) as honest, attacked(stack, ATTACKS[name]):
+    with Client(stack.worker_address) as honest, attacked(stack, attack, at_once=at_once):
         first_token_s(honest)  # the attack is under way by then
         first_s = sorted(first_token_s(honest) for _ in range(HONEST_COUNT))
         live_s = sorted(liveness_s(stack) for _ in range(HONEST_COUNT))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from quire.errors import DeadlineExceededError, QuireError, Reason
+from quire_worker.requests import reception
 from quire_worker.scheduling.pace import Pace
 
 from tests.worker.engine_harness import prompt, running
@@ -71,6 +72,55 @@ async def test_a_full_queue_says_when_to_come_back_by_how_long_others_have_waite
         for request in waiting:
             await harness.collect(request)
         assert int(telemetry.queue_seconds.buckets()[-1][1]) == 4
+
+
+async def test_a_namespace_that_waits_leaves_room_in_the_queue_for_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(folder, waiting_max=4, running_max=1) as harness:
+        requests = [harness.submit(prompt(5, seed=i), namespace="a", max_tokens=2) for i in range(4)]
+        with pytest.raises(QuireError, match="4 requests of this namespace") as caught:
+            harness.submit(prompt(5), namespace="a", max_tokens=2)
+        assert caught.value.reason is Reason.QUEUE_FULL
+        requests += [harness.submit(prompt(5, seed=i), namespace="b", max_tokens=2) for i in range(2)]
+        with pytest.raises(QuireError, match="2 requests of this namespace"):
+            harness.submit(prompt(5), namespace="b", max_tokens=2)
+        for request in requests:
+            await harness.collect(request)
+        requests = [harness.submit(prompt(5, seed=9), namespace="c", max_tokens=2)]
+        monkeypatch.setattr(reception, "QUEUED_TOKENS_MAX", 30)
+        with pytest.raises(QuireError, match="requests with 5 tokens of this namespace"):
+            harness.submit(prompt(5), namespace="c", max_tokens=2, allowed_token_ids=tuple(range(60)))
+        for request in requests:
+            await harness.collect(request)
+
+
+async def test_a_namespace_of_which_nobody_runs_gets_a_place_of_one_that_has_several(folder: Path) -> None:
+    async with running(folder, running_max=3) as harness:
+        held = [harness.submit(prompt(20, seed=i), namespace="a", max_tokens=300, ignore_eos=True) for i in range(6)]
+        while sum(request.admitted for request in held) < 3:
+            await asyncio.sleep(0)
+        mine = [harness.submit(prompt(20, seed=9 + i), namespace="b", max_tokens=10, ignore_eos=True) for i in range(2)]
+        for request in mine:
+            await harness.collect(request)
+        assert not any(request.is_done for request in held)
+        assert sum(request.usage.preemption_count for request in held) == 1
+        for request in held:
+            output = await harness.collect(request)
+            assert len(output.tokens[0]) == 300
+
+
+async def test_a_namespace_of_which_nobody_runs_gets_blocks_of_one_that_has_several(folder: Path) -> None:
+    async with running(folder, blocks=16) as harness:
+        held = [harness.submit(prompt(40, seed=i), namespace="a", max_tokens=80, ignore_eos=True) for i in range(4)]
+        while not held[0].admitted or held[0].usage.output_token_count < 40:
+            await asyncio.sleep(0)
+        mine = harness.submit(prompt(60, seed=9), namespace="b", max_tokens=2, ignore_eos=True)
+        await harness.collect(mine)
+        assert not all(request.is_done for request in held)
+        for request in held:
+            output = await harness.collect(request)
+            assert len(output.tokens[0]) == 80
 
 
 async def test_a_higher_priority_gets_its_first_token_first(folder: Path) -> None:

@@ -219,7 +219,8 @@ class WorkerService(AdapterCalls):
         if request.interval_ms > INTERVAL_MS_MAX:
             message = f"interval_ms must be at most {INTERVAL_MS_MAX}, not {request.interval_ms}"
             raise QuireError.of(Reason.BAD_PARAMETER, message, field="interval_ms")
-        sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
+        reading = partial(sampling_of, request.sampling, self._engine.model.vocab_size)
+        sampling = await self._checks.message(reading, request.sampling.ByteSize())
         if request.WhichOneof("prompt") == "branch_id":
             branch_call = self._branch_calls.generating(
                 request, sampling, request_id, permissions, time_left_s=time_left_s

@@ -151,6 +151,7 @@ class SessionMachine:
             resume_session=attach.resume_session,
             stream=self,
             now=now,
+            caller=self._permissions,
         )
         if isinstance(older, SessionMachine):
             older.end("FENCED", "a newer stream of this owner took over")
@@ -197,7 +198,7 @@ class SessionMachine:
             self._directory.renew(owner, now)
             return []
         if self._report is None:
-            self._directory.check_blocks(owner.name, spec)
+            self._directory.check_blocks(owner.name, spec, owner.caller)
             self._report = StagedReport(spec)
         report = self._report
         if request.HasField("report_chunk"):

@@ -55,6 +55,7 @@ class UnarySessions:
             request_id=translate.request_id(request.request_id),
             session_id=self._sessions.new_session_id(),
             now=now,
+            caller=permissions,
         )
         self._sessions.observer.opened(owner)
         return owner

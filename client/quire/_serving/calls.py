@@ -31,6 +31,9 @@ from quire._serving.rpc import Context, Handler, abort, caller_of, log_refused
 from quire.errors import QuireError, Reason
 
 MESSAGE_S: Final = 10.0  # for the message of a unary call, after its head
+MESSAGES_AT_ONCE_MAX: Final = 16  # of one caller, that arrive at a time; others wait unread, which takes no memory
+MESSAGES_BYTES_MAX: Final = 64 << 20  # that one caller's calls hold; all together hold twice as many
+SMALL_BYTES: Final = 8 << 10  # of a message that is not counted
 HEALTH_CALLS_MAX: Final = 256
 HEALTH_WATCHES_MAX: Final = 256
 _HEALTH: Final = "/grpc.health.v1.Health/"
@@ -76,7 +79,7 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             (False, True): (_streaming, grpc.stream_stream_rpc_method_handler),
             (True, True): (_conversing, grpc.stream_stream_rpc_method_handler),
         }[kind]
-        return make(behavior(calls, handler), handler.request_deserializer, handler.response_serializer)
+        return make(_forgetting(behavior(calls, handler)), handler.request_deserializer, handler.response_serializer)
 
     def _is_authorized(self, metadata: Sequence[tuple[str, str | bytes]] | None) -> bool:
         if self._expected is None:
@@ -89,11 +92,17 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
 
 class _Place:
-    """A place of one call; `timeout` is that of its message while it is awaited."""
+    """A place of one call.
+
+    Attributes:
+        timeout: of its message, while it is awaited.
+        byte_count: of its message, unless that is small.
+    """
 
     def __init__(self, caller: Hashable) -> None:
         self.caller = caller
         self.is_lost = False
+        self.byte_count = 0
         self.timeout: asyncio.Timeout | None = None
 
 
@@ -102,6 +111,8 @@ class _Calls:
 
     def __init__(self, count_max: int) -> None:
         self._places = Places(count_max // 2)
+        self._bytes = Places(MESSAGES_BYTES_MAX)
+        self._arriving: dict[Hashable, asyncio.Semaphore] = {}  # of callers who have places
         self._unread: dict[Hashable, dict[_Place, None]] = {}  # by caller, the one that has waited longest first
 
     @contextlib.contextmanager
@@ -123,17 +134,25 @@ class _Calls:
         finally:
             if not place.is_lost:
                 self._places.leave(caller)
+            if place.byte_count:
+                self._bytes.leave(caller, place.byte_count)
+            if not self._places.held_by(caller):
+                self._arriving.pop(caller, None)
 
     async def read(self, place: _Place, context: Context) -> Any:
         """Returns the call's message.
 
         Raises:
-            QuireError: IDLE or MALFORMED.
+            QuireError: IDLE or MALFORMED; LIMIT, its caller has too much of it.
         """
+        arriving = self._arriving.get(place.caller)
+        if arriving is None:
+            arriving = self._arriving[place.caller] = asyncio.Semaphore(MESSAGES_AT_ONCE_MAX)
         try:
             async with asyncio.timeout(MESSAGE_S) as place.timeout:
                 self._unread.setdefault(place.caller, {})[place] = None
-                message = await context.read()
+                async with arriving:
+                    message = await context.read()
         except TimeoutError:
             raise QuireError.of(Reason.IDLE, f"the message of the call did not come within {MESSAGE_S:g} s") from None
         except DecodeError:
@@ -144,7 +163,16 @@ class _Calls:
             raise QuireError.of(Reason.LIMIT, "the message of the call came too late: others needed its place")
         if message is aio.EOF:  # type: ignore[attr-defined]
             raise QuireError.of(Reason.MALFORMED, "the request's bytes are no message of its type")
+        self._count(place, message.ByteSize())
         return message
+
+    def _count(self, place: _Place, size: int) -> None:
+        if size <= SMALL_BYTES:
+            return
+        if not self._bytes.take(place.caller, size):
+            text = f"messages of one caller may have {MESSAGES_BYTES_MAX:,} bytes at a time, or as many as are left"
+            raise QuireError.of(Reason.LIMIT, text)
+        place.byte_count = size
 
     def _lose(self, place: _Place) -> None:
         """Takes the place of a call whose message has not come, and ends the call."""
@@ -163,6 +191,23 @@ class _Calls:
 
 async def _refuse(_requests: object, context: Context) -> None:
     await abort(context, QuireError.of(Reason.TOKEN, "this server asks for a bearer token"))
+
+
+def _forgetting(behavior: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+    """Returns a handler whose refused calls leave nothing behind.
+
+    gRPC keeps the exception that ends a call with the call. Its traceback leads to the message, and to the call again:
+    a circle, which would wait for a garbage collection, of which there are few.
+    """
+
+    async def behave(requests: Any, context: Context) -> Any:
+        try:
+            return await behavior(requests, context)
+        except aio.AbortError as error:
+            error.__traceback__ = error.__context__ = None
+            raise
+
+    return behave
 
 
 def _answering(calls: _Calls, handler: Handler) -> Callable[[object, Context], Awaitable[Any]]:

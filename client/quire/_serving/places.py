@@ -33,10 +33,10 @@ class Places:
         self.count += count
         return True
 
-    def leave(self, caller: Hashable) -> None:
-        """Gives back one of the places that a caller has."""
-        self.count -= 1
-        self._held[caller] -= 1
+    def leave(self, caller: Hashable, count: int = 1) -> None:
+        """Gives back some of the places that a caller has."""
+        self.count -= count
+        self._held[caller] -= count
         if not self._held[caller]:
             del self._held[caller]
 

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import secrets
 import signal
 from pathlib import Path
@@ -43,6 +44,14 @@ def take_cpu(number: int) -> None:
         raise UsageError(f"CPU {number} is not to be had: this process may use {there}") from None
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def allow_open_files() -> int:
+    """Lets this process have as many open files as it may, and returns that number: connections take one each, and the
+    usual limit of 1,024 would leave none for probes."""
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+    return allowed
 
 
 def write_ready_file(path: str | None, **values: object) -> None:

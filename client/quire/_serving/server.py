@@ -17,7 +17,7 @@ from quire._serving.calls import HEALTH_CALLS_MAX, CallInterceptor
 from quire._serving.listening import require_safe
 from quire._serving.metrics import MetricsServer
 from quire._serving.probes import Probes
-from quire._serving.process import write_ready_file
+from quire._serving.process import allow_open_files, write_ready_file
 from quire._serving.rpc import Authorize, permit_as_certified, permit_everything
 from quire._serving.tls import ServerTls
 from quire._serving.unix_socket import hold_socket
@@ -161,6 +161,7 @@ class Server:
                 ("grpc.server.max_pending_requests", 4 * calls_max),
                 ("grpc.server.max_pending_requests_hard_limit", 4 * calls_max),
                 ("grpc.max_concurrent_streams", calls_max // 2 + HEALTH_CALLS_MAX),  # of one connection
+                ("grpc.http2.bdp_probe", 0),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
                 # A caller that vanished without a word is noticed, and its places are free again, after 15 s.
@@ -182,6 +183,7 @@ class Server:
         Raises:
             UsageError: an address is taken.
         """
+        allow_open_files()
         listen, metrics = self._options.listen, self._options.metrics
         if is_unix(listen):
             self._socket_lock = hold_socket(listen)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from quire.planning.fields import ConfigError, Fields
 from quire.planning.kinds import LayerKind, layer_kinds
-from quire.planning.specs import LayerSpec, element_bytes_of
+from quire.planning.specs import ELEMENT_BYTES, LayerSpec, element_bytes_of
 from quire.planning.states import divided, state_bytes_of
 from quire.types import GroupKind
 
@@ -94,6 +94,8 @@ def read_config(
             raise ConfigError(f"model type {fields.model_type!r} has {what} ({name}), which is not planned")
     kinds = layer_kinds(fields)
     own_dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if own_dtype.lower() not in ELEMENT_BYTES and (dtype == "auto" or model_dtype is None):
+        raise ConfigError(f"dtype {own_dtype!r:.80} is unknown; known are {', '.join(ELEMENT_BYTES)}")
     dtype = own_dtype if dtype == "auto" else dtype
     notes = _notes(fields)
     state_bytes = 0

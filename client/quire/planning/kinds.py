@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from quire.planning.fields import Fields
+from quire.planning.fields import ConfigError, Fields
 
 
 class LayerKind(enum.Enum):
@@ -43,6 +43,8 @@ _STATES_ALONE: Final = {"mamba", "mamba2", "falcon_mamba"}
 _EVERY_LAYER_BOTH: Final = {"falcon_h1"}
 # Have states, but no rule by which a layer's index tells which layers have them.
 _NEEDS_A_LIST: Final = {"bamba", "granitemoehybrid", "minimax", "minimax_text_01", "nemotron_h", "zamba", "zamba2"}
+LAYER_COUNTS: Final = ("num_hidden_layers", "n_layer", "n_layers")
+LAYERS_MAX: Final = 4_096  # the largest models have some hundred
 
 
 def layer_kinds(fields: Fields) -> list[LayerKind]:
@@ -72,7 +74,10 @@ def _listed_kinds(fields: Fields, count: int) -> list[LayerKind]:
 def _layer_count(fields: Fields) -> int:
     if fields.model_type == "nemotron_h" and fields.has("layers_block_type"):
         return len(fields.get("layers_block_type"))
-    return fields.integer("num_hidden_layers", "n_layer", "n_layers")
+    count = fields.integer(*LAYER_COUNTS)
+    if count > LAYERS_MAX:
+        raise ConfigError(f"num_hidden_layers is {count:,}; at most {LAYERS_MAX:,} are planned")
+    return count
 
 
 def _kind_of(fields: Fields, name: str, word: str) -> LayerKind:

@@ -230,6 +230,27 @@ def test_removing_an_old_ownership_leaves_its_successor_alone(directory: Directo
 # -- unary sessions ----------------------------------------------------------------------------------------------------
 
 
+def test_pools_and_blocks_of_one_caller_leave_some_for_another() -> None:
+    directory = Directory(lease_s=10.0, pools_max=3, blocks_max=30)
+
+    def open_pool(name: str, caller: str, block_count: int) -> None:
+        size, session = replace(SPEC, block_count=block_count), name.encode().ljust(16)
+        directory.open_unary(name=name, spec=size, request_id=name, session_id=session, now=0, caller=caller)
+
+    for number in range(3):
+        open_pool(f"a{number}", "a", 8)
+    with pytest.raises(Refusal, match="at most 3 pools of one caller") as caught:
+        open_pool("a3", "a", 1)
+    assert caught.value.reason == "LIMIT"
+    with pytest.raises(Refusal, match="18 are left"):
+        open_pool("b0", "b", 19)
+    open_pool("b0", "b", 18)
+    with pytest.raises(Refusal, match="0 are left"):
+        open_pool("b1", "b", 1)
+    open_pool("c0", "c", 9)
+    directory.check_invariants()
+
+
 def open_unary(directory: Directory, *, request_id: str = "r", session: bytes = b"u" * 16, now: float = 0) -> Ownership:
     return directory.open_unary(name="a", spec=SPEC, request_id=request_id, session_id=session, now=now)
 

@@ -21,7 +21,7 @@ from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.session.call_status import Ending
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
-from quire_allocator.core.ownership.directory import BLOCKS_OF_ALL_POOLS_MAX, Directory
+from quire_allocator.core.ownership.directory import BLOCKS_OF_CALLER_MAX, Directory
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 
@@ -69,7 +69,7 @@ class RunningAllocator:
 
 @contextlib.asynccontextmanager
 async def running_allocator(
-    *, pools_max: int = 4, blocks_max: int = BLOCKS_OF_ALL_POOLS_MAX, check_invariants: bool = True
+    *, pools_max: int = 4, blocks_max: int = BLOCKS_OF_CALLER_MAX, check_invariants: bool = True
 ) -> AsyncIterator[RunningAllocator]:
     """Serves until the block ends; every pool must be consistent then."""
     clock = Clock()

@@ -93,7 +93,7 @@ EDGES: list[Edge] = [
     Edge("NAMESPACE_BYTES_MAX", cases.namespace_of_a_report),
     Edge("REQUEST_ID_CHARACTERS_MAX", cases.request_id),
     Edge("REQUEST_ID_CHARACTERS_MAX", cases.request_id_of_opening),
-    Edge("BLOCKS_OF_ALL_POOLS_MAX", cases.blocks_of_all_pools, "LIMIT"),
+    Edge("BLOCKS_OF_CALLER_MAX", cases.blocks_of_all_pools, "LIMIT"),
 ]
 
 # Limits that are no count of something asked for, and the test that holds each.

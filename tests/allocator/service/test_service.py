@@ -105,7 +105,7 @@ async def test_the_number_of_pools_is_limited() -> None:
     async with running_allocator(pools_max=2) as allocator:
         await UnaryOwner.open(allocator, "a")
         await UnaryOwner.open(allocator, "b")
-        with refused(Reason.LIMIT, "at most 2 pools"):
+        with refused(Reason.LIMIT, "at most 2 pools of one caller"):
             await UnaryOwner.open(allocator, "c")
         assert [owner.name for owner in allocator.service.directory.open_pools()] == ["a", "b"]
 

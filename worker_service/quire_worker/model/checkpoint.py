@@ -98,10 +98,12 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / _WEIGHTS]
     if not (folder / _WEIGHTS_INDEX).is_file():
         raise CheckpointError(f"neither {_WEIGHTS} nor {_WEIGHTS_INDEX} in {folder}: only safetensors are read")
-    places = places_of_weights(folder)
+    places, there = places_of_weights(folder), {path.name for path in folder.iterdir() if path.is_file()}
     for tensor, name in places.items():
-        if Path(name).name != name or not (folder / name).is_file():
-            raise CheckpointError(f"{_WEIGHTS_INDEX} names {name!r} for tensor {tensor}, which is not in {folder}")
+        if name not in there:
+            raise CheckpointError(
+                f"{_WEIGHTS_INDEX} names {name!r:.200} for tensor {tensor:.200}, which is not in {folder}"
+            )
     return [folder / name for name in sorted(set(places.values()))]
 
 
@@ -118,7 +120,7 @@ def places_of_weights(folder: Path) -> dict[str, str]:
         if not places or not all(isinstance(name, str) for name in places.values()):
             raise TypeError("its weight_map does not lead from tensors to files")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{folder / _WEIGHTS_INDEX} is no index of weights: {error!r}") from error
+        raise CheckpointError(f"{folder / _WEIGHTS_INDEX} is no index of weights: {error!r:.200}") from error
     return dict(places)
 
 

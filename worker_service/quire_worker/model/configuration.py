@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.planning import ConfigError, read_config
+from quire.planning.kinds import LAYER_COUNTS, LAYERS_MAX
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -52,6 +53,7 @@ def configuration_of(folder: Path) -> Any:
         CheckpointError: it cannot be used.
         UnsupportedModelError: transformers refuses it for layers that nobody knows.
     """
+    _check_layer_count(folder)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its many kinds of configuration happen to raise
@@ -60,6 +62,26 @@ def configuration_of(folder: Path) -> Any:
             raise UnsupportedModelError(unknown) from error
         why = " ".join(str(error).split())[:_REASON_CHARACTERS_MAX] or type(error).__name__
         raise CheckpointError(f"config.json in {folder} cannot be used: {why}") from error
+
+
+def _check_layer_count(folder: Path) -> None:
+    """Refuses more layers than any model has: transformers would list each of them.
+
+    Raises:
+        CheckpointError: there are.
+    """
+    try:
+        written = json.loads((folder / "config.json").read_bytes())
+        parts = [written, *(part for part in written.values() if isinstance(part, dict))]
+    except (OSError, ValueError, RecursionError, AttributeError):  # no configuration at all, as is said elsewhere
+        return
+    for part in parts:
+        for name in LAYER_COUNTS:
+            count = part.get(name)
+            if isinstance(count, int | float) and count > LAYERS_MAX:
+                raise CheckpointError(
+                    f"config.json in {folder} has {name} = {count!r:.40}; at most {LAYERS_MAX:,} are served"
+                )
 
 
 def _unknown_layers(folder: Path) -> str | None:

@@ -17,6 +17,8 @@ from quire_worker.model.checkpoint import CheckpointError, places_of_weights, we
 
 _HEADER_BYTES_MAX = 100_000_000  # as safetensors has it
 _LENGTH_BYTES = 8
+_DIMENSIONS_MAX = 64  # as torch has it
+_NUMBER_MAX = (1 << 64) - 1
 _DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
@@ -50,11 +52,11 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
     for path in weight_files(folder):
         for name, entry in read_header(path).items():
             if name in found:
-                raise CheckpointError(f"tensor {name} is in {found[name].file} and once more in {path.name}")
+                raise CheckpointError(f"tensor {name:.200} is in {found[name].file} and once more in {path.name}")
             found[name] = entry
     for name, file in places_of_weights(folder).items():
         if name not in found or found[name].file != file:
-            raise CheckpointError(f"{file} lacks tensor {name}, which the index of {folder} says it has")
+            raise CheckpointError(f"{file} lacks tensor {name:.200}, which the index of {folder} says it has")
     return found
 
 
@@ -93,23 +95,28 @@ def _checked(file: str, entries: dict[str, Any], data_bytes: int) -> dict[str, T
     found, places = {}, []
     for name, entry in entries.items():
         try:
-            dtype, shape, (begin, end) = entry["dtype"], tuple(map(_natural, entry["shape"])), entry["data_offsets"]
+            dtype, shape, (begin, end) = entry["dtype"], _shape_of(entry["shape"]), entry["data_offsets"]
             begin, end, bits = _natural(begin), _natural(end), _DTYPE_BITS[dtype]
         except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{file} cannot be loaded: its header does not say what tensor {name} is") from None
+            raise CheckpointError(
+                f"{file} cannot be loaded: its header does not say what tensor {name:.200} is"
+            ) from None
         if (end - begin) * 8 != math.prod(shape) * bits:
             raise CheckpointError(
-                f"{file} cannot be loaded: tensor {name} of {dtype} {list(shape)} does not take {end - begin:,} bytes"
+                f"{file} cannot be loaded: tensor {name:.200} of {dtype} {list(shape)} does not take"
+                f" {end - begin:,} bytes"
             )
         found[name] = TensorEntry(file, dtype, shape, end - begin)
         places.append((begin, end, name))
     reached = 0
     for begin, end, name in sorted(places):
         if begin != reached:
-            raise CheckpointError(f"{file} cannot be loaded: tensor {name} begins at byte {begin:,}, not {reached:,}")
+            raise CheckpointError(
+                f"{file} cannot be loaded: tensor {name:.200} begins at byte {begin:,}, not {reached:,}"
+            )
         if end > data_bytes:
             raise CheckpointError(
-                f"{file} cannot be loaded: it was cut off inside tensor {name}, which ends at byte {end:,} of"
+                f"{file} cannot be loaded: it was cut off inside tensor {name:.200}, which ends at byte {end:,} of"
                 f" {data_bytes:,}"
             )
         reached = end
@@ -118,7 +125,13 @@ def _checked(file: str, entries: dict[str, Any], data_bytes: int) -> dict[str, T
     return found
 
 
+def _shape_of(sizes: list[object]) -> tuple[int, ...]:
+    if len(sizes) > _DIMENSIONS_MAX:  # the product of a million of them would take minutes
+        raise ValueError(len(sizes))
+    return tuple(map(_natural, sizes))
+
+
 def _natural(number: object) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= _NUMBER_MAX:
         raise ValueError(number)
     return number

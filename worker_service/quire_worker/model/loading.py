@@ -32,7 +32,7 @@ from quire_worker.cache import CacheSpec
 from quire_worker.host_memory import available_bytes, size
 from quire_worker.model.adapters.sites import Sites
 from quire_worker.model.batch import Chunk, build_batch
-from quire_worker.model.checkpoint import UnsupportedModelError, fingerprint
+from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint
 from quire_worker.model.configuration import configuration_of, loader_of
 from quire_worker.model.kv_scales import read_scales
 from quire_worker.model.latent import keep_latents
@@ -269,4 +269,7 @@ def _eos_token_ids(module: Any) -> frozenset[int]:
         declared = module.config.get_text_config().eos_token_id
     if declared is None:
         return frozenset()
-    return frozenset([declared] if isinstance(declared, int) else declared)
+    listed = declared if isinstance(declared, list) else [declared]
+    if not all(isinstance(token, int) for token in listed):
+        raise CheckpointError(f"eos_token_id is {declared!r:.200}; it has to be a token id, or a list of them")
+    return frozenset(listed)

@@ -65,7 +65,9 @@ class Tokenizer:
             raise CheckpointError(f"there is no folder {folder}")
         try:
             wrapped = AutoTokenizer.from_pretrained(Path(folder), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # transformers raises what its many formats happen to
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # transformers raises what its many formats happen to, and their library panics
             why = " ".join(str(error).split())[:_REASON_CHARACTERS_MAX] or type(error).__name__
             raise CheckpointError(f"no usable tokenizer in {folder}: {why}") from error
         backend = getattr(wrapped, "backend_tokenizer", None)

@@ -37,6 +37,7 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # what a weight may be that 
 # Options of the C library's `mallopt`, and the values that it comes to by itself in a process that frees much.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 64 << 20), (-3, 32 << 20)
 _APART_BYTES = 128 << 10
+_REASON_CHARACTERS_MAX = 300  # of what transformers says
 
 _log = structlog.get_logger(__name__)
 
@@ -98,7 +99,7 @@ def _compare(folder: Path, module: Any, report: Mapping[str, Any], entries: Mapp
     """Refuses weights that are not what the configuration asks for; unused ones are logged."""
     for name, found, expected in sorted(report["mismatched_keys"], key=lambda each: str(each[0])):
         raise CheckpointError(
-            f"weights in {_file_of(folder, entries, name)} do not fit {folder / 'config.json'}: tensor {name} is"
+            f"weights in {_file_of(folder, entries, name)} do not fit {folder / 'config.json'}: tensor {name:.200} is"
             f" {list(found)}, and the configuration asks for {list(expected)}"
         )
     if report["missing_keys"]:
@@ -110,7 +111,7 @@ def _compare(folder: Path, module: Any, report: Mapping[str, Any], entries: Mapp
         if entry is None or is_quantised or not parameter.is_floating_point() or entry.dtype in _FLOATS:
             continue
         raise CheckpointError(
-            f"weights in {entry.file} cannot be served: tensor {name} is {entry.dtype}, and config.json names no"
+            f"weights in {entry.file} cannot be served: tensor {name:.200} is {entry.dtype}, and config.json names no"
             f" quantization_config; without one it has to be one of {', '.join(sorted(_FLOATS))}"
         )
     unused = {name for name in report["unexpected_keys"] if not SCALE_NAME.search(name)}
@@ -241,11 +242,11 @@ def _quiet() -> Iterator[None]:
 
 def some(names: Iterator[str] | set[str] | list[str]) -> str:
     """Lists the first names, and says how many more there are."""
-    listed = sorted(names)
+    listed = [f"{name:.200}" for name in sorted(names)]
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
 
 
 def _one_line(error: Exception) -> str:
     """Returns the first line of what an error says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines[0][:_REASON_CHARACTERS_MAX] if lines else type(error).__name__

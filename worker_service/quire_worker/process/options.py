@@ -83,7 +83,10 @@ def make_parser() -> argparse.ArgumentParser:
         default = " and ".join(f"{sizes[name]} on a {place}" for place, sizes in (("CPU", ON_CPU), ("GPU", ON_GPU)))
         parser.add_argument(option, type=int, help=f"{text} (default: {default})")
     parser.add_argument(
-        "--max-waiting", type=int, default=1024, help="requests queued before more are refused (default: %(default)s)"
+        "--max-waiting",
+        type=int,
+        default=1024,
+        help="queued requests of one namespace before more are refused; twice as many of all (default: %(default)s)",
     )
     parser.add_argument(
         "--grant-ahead-tokens",

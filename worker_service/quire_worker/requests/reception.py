@@ -2,7 +2,7 @@
 
     1. DRAINING         the worker shuts down
     2. ALLOCATOR_LOST   nobody grants blocks at present
-    3. QUEUE_FULL       as many samples wait as may
+    3. QUEUE_FULL       as many samples or tokens wait as its namespace may have beside the others
     4. DEADLINE         it cannot be done by then: its tokens take a pass each, one after the other. Asked again while
                         it waits, every 0.1 s
 
@@ -28,6 +28,7 @@ from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.roster import Roster
 from quire_worker.telemetry import WorkerTelemetry
 
+QUEUED_TOKENS_MAX = 1 << 22  # of what waits for one namespace, 48 bytes each; of all, twice as many
 LOOK_S = 0.1  # between two looks at everybody's deadline
 
 
@@ -37,7 +38,8 @@ class Reception:
     Args:
         roster: who waits.
         telemetry: where waiting is measured.
-        waiting_max: samples that may wait.
+        waiting_max: samples of one namespace that may wait, where no other has any; there are twice as many places, and
+            a namespace may have as many as are left free.
         clock: of arrivals and deadlines.
 
     Attributes:
@@ -88,9 +90,7 @@ class Reception:
             raise self.draining()
         if not self._session.connected:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
-        if len(self._roster.waiting) >= self._waiting_max:
-            message = f"{self._waiting_max} requests are waiting already"
-            raise QuireError.of(Reason.QUEUE_FULL, message, self._telemetry.retry_after_s)
+        self._check_room(namespace, len(prompt) + _listed_token_count(sampling))
         self._count += 1
         root = root_of(self._model, self._layout, namespace, adapter)
         request = Request(self._count, request_id, prompt, sampling, namespace, root, self._clock())
@@ -122,6 +122,30 @@ class Reception:
                 request.admitted_s = self._clock()
                 self._telemetry.queue_seconds.observe(request.admitted_s - request.arrived_s)
 
+    def _check_room(self, namespace: str, token_count: int) -> None:
+        """Refuses whoever finds the queue full, or full of what its namespace has there. One request of any length may
+        wait.
+
+        Args:
+            namespace: of the request.
+            token_count: of its prompt, and of its lists of tokens.
+
+        Raises:
+            QuireError: QUEUE_FULL, with the time after which there is room again.
+        """
+        waiting = self._roster.waiting
+        own = waiting.of_namespace(namespace)
+        message = None
+        if len(own) + len(waiting) >= 2 * self._waiting_max:
+            message = f"{len(own)} requests of this namespace are waiting already"
+        elif own:
+            held = sum(map(_held_token_count, own))
+            of_all = sum(map(_held_token_count, waiting.in_any_order()))
+            if held + of_all + token_count > 2 * QUEUED_TOKENS_MAX:
+                message = f"requests with {held:,} tokens of this namespace are waiting already"
+        if message is not None:
+            raise QuireError.of(Reason.QUEUE_FULL, message, self._telemetry.retry_after_s)
+
     def _is_hopeless(self, request: Request, now_s: float) -> bool:
         """Tells whether a request that has not begun cannot be done before its deadline, even if it is let in at once
         and all of its prompt is found in the cache: each of its tokens takes a pass, one after the other."""
@@ -145,3 +169,13 @@ def _least_token_count(sampling: SamplingParams) -> int:
     if sampling.ignore_eos and not sampling.stop_token_ids and not sampling.stop:
         return sampling.max_tokens
     return max(1, sampling.min_tokens)
+
+
+def _held_token_count(sample: Sample) -> int:
+    """Counts the tokens that a sample has in memory while it waits."""
+    return len(sample.tokens) + _listed_token_count(sample.request.sampling)
+
+
+def _listed_token_count(sampling: SamplingParams) -> int:
+    """Counts the tokens in the lists of a request."""
+    return len(sampling.allowed_token_ids) + len(sampling.banned_token_ids)

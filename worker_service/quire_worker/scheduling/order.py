@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from quire_worker.scheduling.request import Request, Sample
 
@@ -123,6 +123,10 @@ class WaitingQueue:
         """Goes through everybody, in no order."""
         for own in self._by_namespace.values():
             yield from own
+
+    def of_namespace(self, namespace: str) -> Sequence[Sample]:
+        """Returns those of a namespace, by urgency."""
+        return self._by_namespace.get(namespace, ())
 
     def add(self, sample: Sample) -> None:
         """Adds a sample that begins to wait."""

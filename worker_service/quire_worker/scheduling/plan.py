@@ -171,6 +171,7 @@ class Plan:
     Attributes:
         wanted: how many tokens of whom, if granted, in their order.
         victims: backfilled samples whose sequences are among `frees`, for others to have their blocks.
+        is_unfair: the head of the queue found no place or no blocks, and nobody of its namespace runs.
         is_whole: nobody who runs is left out of it for want of room.
         tokens_left: in the turn's forward pass, beside those of samples that were not backfilled.
         chosen: who would be let in beside them, where that was looked at.
@@ -182,6 +183,7 @@ class Plan:
     grows: list[Growing] = field(default_factory=list)
     wanted: list[tuple[Sample, int]] = field(default_factory=list)
     victims: list[Sample] = field(default_factory=list)
+    is_unfair: bool = False
     is_whole: bool = True
     tokens_left: int = 0
     chosen: Round | None = None

@@ -11,6 +11,7 @@ from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import room_ahead
 from quire_worker.scheduling.backfill import held_count, own_block_count
+from quire_worker.scheduling.displacing import displaced_by_head
 from quire_worker.scheduling.order import Shares, WaitingQueue, rank_of
 from quire_worker.scheduling.pace import Pace
 from quire_worker.scheduling.plan import Plan, Work
@@ -193,6 +194,19 @@ class Roster:
         self.to_free.append(victim.sequence_id)
         self._preempt(victim)
         return victim
+
+    def displaced(self) -> Sample | None:
+        """Returns who makes way for the head of the queue; see `displacing.py`."""
+        return displaced_by_head(self.waiting, self.running)
+
+    def preempt_displaced(self) -> set[Sample]:
+        """Makes that one wait as `preempt_last` does, if there is one, and returns it."""
+        victim = self.displaced()
+        if victim is None:
+            return set()
+        self.to_free.append(victim.sequence_id)
+        self._preempt(victim)
+        return {victim}
 
     def make_way(self) -> None:
         """Preempts the last beam where all who run only await the choice of beams and others wait, so that these can be

@@ -117,6 +117,7 @@ class Scheduler:
         self._commit(plan, filled, {**cut, **given_back})
         self.roster.make_room(plan)
         self.roster.begin_outgrown_again(plan)
+        plan.is_unfair = budget > 0 and not plan.admitted and self.roster.displaced() is not None
         return plan
 
     def plan_without_asking(self, under_way: Sequence[Work] = ()) -> Plan:
@@ -136,7 +137,7 @@ class Scheduler:
     def has_to_ask(self, ready: Plan) -> bool:
         """Tells whether a turn of those who are `ready` leaves out somebody who runs, or could be let in, whom it notes
         in `ready`. Changes nothing else but caches of digests."""
-        if not ready.is_whole:
+        if not ready.is_whole or (ready.tokens_left > 0 and self.roster.displaced() is not None):
             return True
         if not self._can_admit(ready.tokens_left):
             return False
@@ -186,6 +187,8 @@ class Scheduler:
         is_helped = bool(lacking) and self.roster.drop_resting(1)
         if not is_helped and lacking - plan.admitted:
             denied.add(self.roster.preempt_last())
+        elif plan.is_unfair:
+            denied |= self.roster.preempt_displaced()
         work = work_of(plan, denied, under_way)
         if self.drafting is not None and not under_way:
             work = with_drafts(work, self.drafting, budget=self.batch_tokens_max, longest=self.sequence_tokens_max)
@@ -352,12 +355,7 @@ class Scheduler:
         self, budget: int, free_block_count: int | None, *, may_preempt: bool = True, without: Sequence[Sample] = ()
     ) -> Round:
         running = [sample for sample in self.roster.running if sample not in without]
-        limits = TurnLimits(
-            tokens=budget,
-            samples=self.running_max - len(running),
-            blocks=free_block_count,
-            digest_bytes=self.digest_bytes_max,
-        )
+        limits = TurnLimits(budget, self.running_max - len(running), free_block_count, self.digest_bytes_max)
         applicants = Applicants(
             running,
             limits,

@@ -15,7 +15,7 @@ Times are seconds of a monotonic clock, session ids come from the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 from quire_allocator.core.drop import CacheDrop
@@ -26,7 +26,9 @@ from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import PoolSpec
 
 OWNED_RETRY_S_MIN, OWNED_RETRY_S_MAX = 0.05, 1.0
-BLOCKS_OF_ALL_POOLS_MAX = 1 << 26  # 4 bytes each from the start, some 40 more once published
+BLOCKS_OF_CALLER_MAX = (
+    1 << 25
+)  # of all callers, twice as many; 4 bytes each from the start, some 40 more once published
 
 
 @dataclass(slots=True)
@@ -36,6 +38,7 @@ class Ownership:
     Attributes:
         stream: handle of the current stream; None for unary sessions and while disconnected.
         pool: of no blocks while only claimed: memory is taken by `open`, never by an attach alone.
+        caller: what its share of pools and blocks is counted under.
         session_id: 16 bytes; empty while only claimed, and after quarantine.
         steps, answers: replay of a stream's steps, of a unary session's requests.
         change_count: steps and requests that were applied.
@@ -51,6 +54,7 @@ class Ownership:
     stream: object | None
     unary: bool
     pool: Pool
+    caller: Hashable = None
     session_id: bytes = b""
     steps: StepLog = field(default_factory=lambda: StepLog(1, 1))
     answers: AnswerLog = field(default_factory=AnswerLog)
@@ -59,9 +63,15 @@ class Ownership:
 
 
 class Directory:
-    """Every pool that is attached to this allocator."""
+    """Every pool that is attached to this allocator.
 
-    def __init__(self, *, lease_s: float, pools_max: int, blocks_max: int = BLOCKS_OF_ALL_POOLS_MAX) -> None:
+    Args:
+        lease_s: for which an owner may be silent.
+        pools_max, blocks_max: of one caller, where no other has any. There are twice as many, and a caller may have as
+            many as are left free.
+    """
+
+    def __init__(self, *, lease_s: float, pools_max: int, blocks_max: int = BLOCKS_OF_CALLER_MAX) -> None:
         self.lease_s = lease_s
         self.pools_max = pools_max
         self.blocks_max = blocks_max
@@ -80,6 +90,7 @@ class Directory:
         resume_session: bytes,
         stream: object,
         now: float,
+        caller: Hashable = None,
     ) -> tuple[Ownership, bool, object | None]:
         """Makes `stream` the pool's current one.
 
@@ -92,9 +103,10 @@ class Directory:
         """
         owner = self._owners.get(name)
         if owner is None or owner.unary or owner.incarnation != incarnation:
-            self._admit(name, spec, now)
+            self._admit(name, spec, caller, now)
             none = Pool(replace(spec, block_count=0))
-            owner = Ownership(name, spec, incarnation, epoch, window, now + self.lease_s, stream, False, none)
+            lease_end = now + self.lease_s
+            owner = Ownership(name, spec, incarnation, epoch, window, lease_end, stream, False, none, caller)
             self._owners[name] = owner
             return owner, False, None
         if epoch <= owner.epoch:
@@ -123,7 +135,7 @@ class Directory:
             Refusal: LIMIT, a specification larger than the earlier one asks for too many blocks; whatever `make_pool`
                 refuses.
         """
-        self.check_blocks(owner.name, spec)
+        self.check_blocks(owner.name, spec, owner.caller)
         pool = make_pool(spec)
         self._sessions.pop(owner.session_id, None)
         owner.spec = spec
@@ -132,7 +144,16 @@ class Directory:
         owner.steps = StepLog(last_step + 1, owner.window)
         self._sessions[session_id] = owner
 
-    def open_unary(self, *, name: str, spec: PoolSpec, request_id: str, session_id: bytes, now: float) -> Ownership:
+    def open_unary(
+        self,
+        *,
+        name: str,
+        spec: PoolSpec,
+        request_id: str,
+        session_id: bytes,
+        now: float,
+        caller: Hashable = None,
+    ) -> Ownership:
         """Takes a pool for a unary session; the same `request_id` again returns the session it opened.
 
         Raises:
@@ -144,9 +165,10 @@ class Directory:
                 raise Refusal("LAYOUT", f"pool {name}: request {request_id} was sent with another specification")
             self.renew(owner, now)
             return owner
-        self._admit(name, spec, now)
+        self._admit(name, spec, caller, now)
+        lease_end = now + self.lease_s
         owner = Ownership(
-            name, spec, request_id.encode(), 1, 1, now + self.lease_s, None, True, Pool(spec), session_id=session_id
+            name, spec, request_id.encode(), 1, 1, lease_end, None, True, Pool(spec), caller, session_id=session_id
         )
         self._owners[name] = owner
         self._sessions[session_id] = owner
@@ -218,7 +240,7 @@ class Directory:
         for owner in self._owners.values():
             owner.lease_end += stalled_s
 
-    def _admit(self, name: str, spec: PoolSpec, now: float) -> None:
+    def _admit(self, name: str, spec: PoolSpec, caller: Hashable, now: float) -> None:
         # A lease that has run out still counts here. Only `expire` ends it: it allows for the server's own stalls, and
         # its caller ends the old stream.
         owner = self._owners.get(name)
@@ -227,20 +249,25 @@ class Directory:
             message = f"pool {name} has another owner whose lease lives {int(wait_s * 1000)} ms longer"
             # The owner may detach earlier: a waiting caller looks every second, and at once when the lease ends.
             raise Refusal("POOL_OWNED", message, max(OWNED_RETRY_S_MIN, min(wait_s, OWNED_RETRY_S_MAX)))
-        if len(self._owners) >= self.pools_max:
-            raise Refusal("LIMIT", f"this allocator serves at most {self.pools_max} pools")
-        self.check_blocks(name, spec)
+        own_count = sum(each.caller == caller for each in self._owners.values())
+        if own_count + len(self._owners) >= 2 * self.pools_max:
+            text = f"at most {self.pools_max} pools of one caller are served, and fewer where others have many"
+            raise Refusal("LIMIT", text)
+        self.check_blocks(name, spec, caller)
 
-    def check_blocks(self, name: str, spec: PoolSpec) -> None:
+    def check_blocks(self, name: str, spec: PoolSpec, caller: Hashable) -> None:
         """Tells whether a pool of this specification may be made.
 
         Raises:
             Refusal: LIMIT.
         """
-        others = sum(owner.spec.block_count for owner in self._owners.values() if owner.name != name)
-        if others + spec.block_count > self.blocks_max:
-            left = max(0, self.blocks_max - others)
-            raise Refusal("LIMIT", f"all pools have at most {self.blocks_max} blocks together; {left} are left")
+        others = [owner for owner in self._owners.values() if owner.name != name]
+        taken = sum(owner.spec.block_count for owner in others)
+        own = sum(owner.spec.block_count for owner in others if owner.caller == caller)
+        left = max(0, (2 * self.blocks_max - taken - own) // 2)
+        if spec.block_count > left:
+            text = f"all pools of one caller have at most {self.blocks_max} blocks together"
+            raise Refusal("LIMIT", f"{text}, and fewer where others have many; {left} are left")
 
     def check_invariants(self) -> None:
         """Names and sessions agree, and every pool is consistent.

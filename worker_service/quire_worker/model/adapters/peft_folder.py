@@ -30,6 +30,7 @@ from quire_worker.model.headers import TensorEntry, header_of
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_BYTES_MAX = 1 << 20
 _HEADER_BYTES_MAX = 1 << 20  # of a file of weights, beside them
+_ALPHA_MAX = 1e30
 _NAME = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight$")
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 # What says nothing of how a loaded adapter is computed: where it comes from, how it was begun and trained, and which
@@ -117,7 +118,12 @@ def read_adapter(
         a, b = tensors.pop(down).float(), tensors.pop(up).float()
         if not (a.isfinite().all() and b.isfinite().all()):
             raise AdapterError(f"{_WEIGHTS} holds NaN or infinity for layer {layer}")
-        factors[layer] = Factors(a.to(device), (b * scale).to(device))
+        b *= scale
+        if not b.isfinite().all():
+            raise AdapterError(
+                f"{_CONFIG} scales {_WEIGHTS} by {scale:g}, beyond what a number can be, at layer {layer}"
+            )
+        factors[layer] = Factors(a.to(device), b.to(device))
     return Adapter(name, _digest(written, weights), int(config["r"]), factors)
 
 
@@ -151,13 +157,13 @@ def _config_of(path: Path, written: bytes) -> dict[str, Any]:
 def _scale_of(config: Mapping[str, Any], limits: AdapterLimits) -> float:
     """Returns what B A is multiplied by, after everything that the configuration asks for has been looked at."""
     if config.get("peft_type") != "LORA":
-        raise AdapterError(f"{_CONFIG} has peft_type {config.get('peft_type')!r}; only LORA is served")
+        raise AdapterError(f"{_CONFIG} has peft_type {config.get('peft_type')!r:.40}; only LORA is served")
     for option, value in sorted(config.items()):
         if option in _KNOWN or option in _MEANINGLESS or not value:
             continue
-        raise AdapterError(f"{_CONFIG} asks for {option} ({value!r:.40}), which is not served")
+        raise AdapterError(f"{_CONFIG} asks for {option:.80} ({value!r:.40}), which is not served")
     if config.get("bias", "none") != "none":
-        raise AdapterError(f"{_CONFIG} asks for bias ({config['bias']!r}), which is not served")
+        raise AdapterError(f"{_CONFIG} asks for bias ({config['bias']!r:.40}), which is not served")
     begun = config.get("init_lora_weights", True)
     if str(begun).lower() not in _BEGINNINGS:
         raise AdapterError(
@@ -166,11 +172,11 @@ def _scale_of(config: Mapping[str, Any], limits: AdapterLimits) -> float:
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise AdapterError(f"{_CONFIG} has rank r = {rank!r}, which is no number above 0")
+        raise AdapterError(f"{_CONFIG} has rank r = {rank!r:.40}, which is no number above 0")
     if rank > limits.rank_max:
-        raise AdapterError(f"{_CONFIG} has rank r = {rank}; this worker takes {limits.rank_max} at most")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise AdapterError(f"{_CONFIG} has lora_alpha = {alpha!r}, which is no number")
+        raise AdapterError(f"{_CONFIG} has rank r = {rank!r:.40}; this worker takes {limits.rank_max} at most")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not -_ALPHA_MAX <= alpha <= _ALPHA_MAX:
+        raise AdapterError(f"{_CONFIG} has lora_alpha = {alpha!r:.40}, which is no number up to {_ALPHA_MAX:g}")
     if not isinstance(config.get("target_modules"), str | list):
         raise AdapterError(f"{_CONFIG} does not say target_modules")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -182,12 +188,12 @@ def _pairs_of(entries: Mapping[str, TensorEntry], sites: Mapping[str, Site], ran
     for tensor, entry in entries.items():
         match = _NAME.match(tensor)
         if match is None:
-            raise AdapterError(f"{_WEIGHTS} holds {tensor}, which is no part of plain LoRA")
+            raise AdapterError(f"{_WEIGHTS} holds {tensor:.200}, which is no part of plain LoRA")
         layer, part = match[1], match[2]
         site = sites.get(layer)
         if site is None:
             raise AdapterError(
-                f"{_WEIGHTS} changes {layer}, which is no layer of this model that an adapter can change"
+                f"{_WEIGHTS} changes {layer:.200}, which is no layer of this model that an adapter can change"
             )
         expected = (rank, site.inputs) if part == "A" else (site.outputs, rank)
         if entry.shape != expected or entry.dtype not in _FLOATS:
@@ -208,7 +214,7 @@ def _check_targets(targets: str | list[object], pairs: Mapping[str, object]) -> 
     """Refuses targets of which there is no tensor: the model lacks them, or the file was not written whole."""
     for target in [] if isinstance(targets, str) else targets:
         if not any(layer == target or layer.endswith(f".{target}") for layer in pairs):
-            raise AdapterError(f"{_CONFIG} targets {target!r}, of which {_WEIGHTS} has no layer")
+            raise AdapterError(f"{_CONFIG} targets {target!r:.200}, of which {_WEIGHTS} has no layer")
 
 
 def _digest(config: bytes, weights: bytes) -> bytes:

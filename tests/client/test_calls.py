@@ -1,0 +1,94 @@
+"""Calls before their handlers: memory that their messages take, and objects that a refused one leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
+from grpc import aio
+from quire._serving import calls
+from quire._serving.rpc import abort
+from quire.errors import QuireError, Reason
+
+METHOD = "/test.Service/Call"
+Answer = Callable[[BytesValue, Any], Awaitable[BytesValue]]
+
+
+@contextlib.asynccontextmanager
+async def served(answer: Answer) -> AsyncIterator[Callable[[bytes], Awaitable[BytesValue]]]:
+    """Serves one unary method, and yields what calls it."""
+    server = aio.server(interceptors=[calls.CallInterceptor(None, 200)])
+    handler = grpc.unary_unary_rpc_method_handler(answer, BytesValue.FromString, BytesValue.SerializeToString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Call": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        method = channel.unary_unary(METHOD, BytesValue.SerializeToString, BytesValue.FromString)
+
+        async def call(data: bytes) -> BytesValue:
+            answered: BytesValue = await method(BytesValue(value=data))
+            return answered
+
+        yield call
+    await server.stop(None)
+
+
+async def test_of_a_refused_call_nothing_is_left_though_no_garbage_is_collected() -> None:
+    class Marker:
+        """Stands for a message, of which there can be no weak reference."""
+
+    left, gone = list[weakref.ref[Marker]](), asyncio.Semaphore(0)
+
+    async def refuse(_request: BytesValue, context: Any) -> BytesValue:
+        marker = Marker()
+        left.append(weakref.ref(marker, lambda _: gone.release()))
+        try:
+            raise QuireError.of(Reason.TOO_LARGE, "too large")
+        except QuireError as error:
+            await abort(context, error)
+
+    gc.disable()
+    try:
+        async with served(refuse) as call:
+            for _ in range(3):
+                with pytest.raises(aio.AioRpcError) as caught:
+                    await call(b"text")
+                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            async with asyncio.timeout(10):
+                for _ in range(3):
+                    await gone.acquire()
+    finally:
+        gc.enable()
+    assert len(left) == 3
+
+
+async def test_messages_of_one_caller_have_so_many_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MESSAGES_BYTES_MAX", 100_000)
+    ended, arrived = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def wait(request: BytesValue, _context: Any) -> BytesValue:
+        arrived.release()
+        await ended.wait()
+        return request
+
+    async with served(wait) as call:
+        large = [asyncio.ensure_future(call(bytes(40_000))) for _ in range(2)]
+        async with asyncio.timeout(10):
+            for _ in large:
+                await arrived.acquire()
+        with pytest.raises(aio.AioRpcError, match="messages of one caller may have 100,000 bytes") as caught:
+            await call(bytes(40_000))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        small = asyncio.ensure_future(call(b"small"))
+        async with asyncio.timeout(10):
+            await arrived.acquire()
+        ended.set()
+        assert [len(answer.value) for answer in await asyncio.gather(*large, small)] == [40_000, 40_000, 5]
+        assert len((await call(bytes(40_000))).value) == 40_000

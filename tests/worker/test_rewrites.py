@@ -15,7 +15,7 @@ import pytest
 import torch
 from quire_worker.attention import TorchPagedAttention
 from quire_worker.cache import KVCache
-from quire_worker.model import paged_model
+from quire_worker.model import loading
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.loading import load_model
@@ -180,7 +180,7 @@ def logits_of(model: PagedModel) -> torch.Tensor:
 
 def load_untouched(folder: Path, **options: str) -> PagedModel:
     """Loads the model as it is without the kernels."""
-    with mock.patch.object(paged_model, "backend_for", return_value=TorchPagedAttention()):
+    with mock.patch.object(loading, "backend_for", return_value=TorchPagedAttention()):
         return load_model(folder, **options)
 
 

@@ -7,8 +7,10 @@ COMPILED := build/compiled
 JOBS ?= 2
 # Files go out as they are named: by the number of their tests, few and long ones would be left for one process at the end.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-# Folders with a target of their own, since they take long; .ci/run calls all of them.
-APART := tests/e2e tests/faults tests/worker/kernels
+# Tests of whole deployments: processes that are started, killed, attacked and stopped.
+PROCESSES := tests/e2e tests/security tests/client/test_local.py
+# Tests with a target of their own, since they take long; .ci/run calls all of them.
+APART := $(PROCESSES) tests/faults tests/worker/kernels
 
 # Two processes that both use OpenMP on few cores slow each other down tenfold unless waiting threads sleep.
 export OMP_WAIT_POLICY := PASSIVE
@@ -37,8 +39,8 @@ demo: $(READY) ## start an allocator and a worker, stream prompts that share a p
 test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files at a time; long ones have the next targets
 	$(PYTEST) $(addprefix --ignore ,$(APART))
 
-test-processes: $(READY) ## run the tests of whole deployments: processes that are started, killed and stopped
-	$(PYTEST) tests/e2e
+test-processes: $(READY) ## run the tests of whole deployments: processes that are started, killed, attacked and stopped
+	$(PYTEST) $(PROCESSES)
 
 # As in the allocator's image. The first two are Python's own, which CFLAGS takes the place of; with the third, functions of
 # the core call one another directly, since no other library is to replace one.

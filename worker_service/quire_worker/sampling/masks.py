@@ -13,7 +13,7 @@ from quire_worker.sampling.words import word_count
 def pack(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
     """Returns int32 `[words]` with the bits of these tokens."""
     bits = np.zeros(word_count(vocabulary) * 32, dtype=np.uint8)
-    bits[list(tokens)] = 1
+    bits[np.fromiter(tokens, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 

@@ -87,8 +87,8 @@ class SamplingParams:
     presence_penalty: float = 0.0  # of tokens in the text
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()  # none: all
-    banned_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: Sequence[int] = ()  # none: all
+    banned_token_ids: Sequence[int] = ()
     stop: tuple[str, ...] = ()  # texts
     min_tokens: int = 0
     logprobs: int | None = None  # likeliest tokens whose logprobs are told beside the chosen one's; None: not even that

@@ -1,4 +1,4 @@
-"""Which branches are still wanted: their handles are alive and not released."""
+"""Ids of the branches that are still wanted: their handles are alive and not released."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Certificates for development and for small deployments: an authority of one's own, and what it signs.
+"""Certificates for development and for small deployments: a private authority, and the certificates that it signs.
 
-Keys are P-256. What a caller may do stands in its certificate as URIs (`quire.protocol.permissions`).
+Keys are P-256. A certificate lists its caller's permissions as URIs (`quire.protocol.permissions`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Who signs.
+    """A certificate authority.
 
     Attributes:
         cert: its certificate.
         key: its private key.
-        earlier: certificates of authorities that it replaced, trusted until they end.
+        earlier: certificates of authorities that it replaced; they are trusted until they expire.
     """
 
     cert: x509.Certificate

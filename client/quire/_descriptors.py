@@ -1,4 +1,4 @@
-"""Standard input, output and error that whoever started this process has closed."""
+"""Standard input, output and error, where the parent of this process has closed them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 def open_missing() -> None:
     """Puts /dev/null in the place of standard streams that are closed.
 
-    Else the first socket or file that is opened gets their numbers, and with them what libraries write to "standard
-    error". To be called before anything else is opened.
+    Otherwise the first socket or file that is opened gets their numbers, and then libraries that write to "standard
+    error" write into it. Call this before anything else is opened.
     """
     for descriptor in (0, 1, 2):
         try:

@@ -1,4 +1,4 @@
-"""What each server needs beside the client: whether it is there is said before anything of it is imported."""
+"""Packages that each server needs beside the client. They are looked for before any of them is imported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def require_extra(server: str) -> None:
 
 
 def require_extra_or_exit(server: str) -> None:
-    """Does the same for a command line, which ends with one sentence."""
+    """Looks for the packages of a server; if some are missing, ends the command line with one sentence and status 2."""
     try:
         require_extra(server)
     except UsageError as error:

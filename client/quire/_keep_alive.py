@@ -32,7 +32,7 @@ class KeptByThread:
     """Renews a lease from a thread of its own.
 
     Args:
-        session: of which `keep_alive` is called.
+        session: its `keep_alive` is called.
         lease_ms: length of the lease.
     """
 

@@ -1,7 +1,7 @@
-"""How a client owns pools: sessions and engines, each on a connection of its own.
+"""Sessions and engines, with which a client owns pools; each has a connection of its own.
 
-Written by hand for both flavors: an owner sends heartbeats while its caller computes, so a blocking client has each of
-them on an event loop in a thread of its own.
+Written by hand for both flavors: an owner sends heartbeats while its caller computes. A blocking client therefore runs
+each owner on an event loop in a thread of its own.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _NANOSECONDS: Final = 1_000_000_000
 
 
 class Reason(enum.StrEnum):
-    """Why a call failed; the names of `quire.v1.Reason` without their prefix."""
+    """The reason that a call failed; the names of `quire.v1.Reason` without their prefix."""
 
     MALFORMED = "MALFORMED"
     BAD_PARAMETER = "BAD_PARAMETER"
@@ -356,7 +356,7 @@ def from_rpc_error(error: grpc.RpcError, request_id: str | None = None) -> Quire
 
 
 class _Told(NamedTuple):
-    """What the details of an error say; None for what a newer server, another system or a broken one has put there."""
+    """Details of an error. A value that this client cannot read (of a newer, other or broken server) is None."""
 
     reason: Reason | None = None
     retry_after_s: float | None = None

@@ -1,13 +1,13 @@
-"""What a watcher of a pool is told: changes of what the pool can hit, in order.
+"""Events that a watcher of a pool gets, in order: changes of the blocks that the pool can hit.
 
-Every watch begins with `IndexCleared`, then `BlocksStored` for all that can be hit, then `SnapshotEnd`, unless it goes
-on where an earlier one ended. During that snapshot a block may be told twice, and one that is told may be gone already,
-with its `BlocksRemoved` still to come: whoever applies events as they come is exact from `SnapshotEnd` on
-(`quire.mirror.PrefixMirror` does). A new session of the pool leads to another snapshot.
+Unless it resumes an earlier one, every watch begins with a snapshot: `IndexCleared`, then `BlocksStored` for all blocks
+that can be hit, then `SnapshotEnd`. The snapshot may name a block twice. It may also name a block that is gone already:
+then its `BlocksRemoved` follows. A watcher that applies each event when it arrives is exact from `SnapshotEnd` on
+(`quire.mirror.PrefixMirror` does this). A new session of the pool leads to another snapshot.
 
 All events have `pool` and `session_id`, `step` (what made the change: 0 in a snapshot and for unary sessions) and
-`cursor`. To resume later, take `session_id` and `cursor` of the stream instead: those of an event inside a snapshot
-must not be resumed from, because the rest of the snapshot would be missing.
+`cursor`. To resume later, take `session_id` and `cursor` of the stream instead. Do not resume from an event inside a
+snapshot: the rest of the snapshot would be missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """What all events have."""
+    """The fields that all events have."""
 
     pool: str
     session_id: bytes
@@ -65,7 +65,7 @@ class BlocksRemoved(_Event):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnd(_Event):
-    """Everything that was there when the watch began has been told, and what changed meanwhile."""
+    """The snapshot is complete: all that was there when the watch began, and all changes since."""
 
 
 CacheEvent: TypeAlias = IndexCleared | BlocksStored | BlocksRemoved | SnapshotEnd

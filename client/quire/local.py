@@ -235,7 +235,7 @@ class LocalStack:
         return self.gateway.address
 
     def start(self) -> None:
-        """Starts all and waits until they serve; whatever goes wrong, nothing is left behind.
+        """Starts all servers and waits until they serve; after a failure, nothing is left behind.
 
         Raises:
             ServerFailedError: one of them ended or did not serve in time.

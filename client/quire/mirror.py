@@ -1,4 +1,4 @@
-"""What one pool can hit, kept on the watcher's side: for routers that ask more often than a call allows.
+"""A mirror of the blocks that one pool can hit, for routers that ask more often than a call allows.
 
     mirror = PrefixMirror(client.get_pool("default").spec)
     for event in client.watch_events("default"):
@@ -6,8 +6,8 @@
         ...
         mirror.matched_token_count(digests, namespace)
 
-Pure: no call, clock or lock. It answers as `match_prefix` would have when the last event was made. How long ago the
-allocator was heard is `age_s` of the stream of events: some seconds beside a connection that lives.
+Pure: no call, clock or lock. It answers as `match_prefix` would have when the last event was made. `age_s` of the
+stream of events is the time since the last message of the allocator: some seconds while the connection works.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PrefixMirror:
 
     Attributes:
         session_id: of the last event; empty before the first.
-        is_exact: whether a snapshot has been told to its end; before that, something may be missing.
+        is_exact: whether a snapshot is complete; before that, something may be missing.
     """
 
     def __init__(self, spec: PoolSpec) -> None:

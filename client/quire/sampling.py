@@ -1,4 +1,4 @@
-"""What callers of a worker ask for, and get: frozen values that name the same things as the messages on the wire."""
+"""Parameters and results of generation: frozen values that name the same things as the messages on the wire."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal, TypedDict
 
 
 class FinishReason(enum.IntEnum):
-    """Why a sample ended."""
+    """The reason that a sample ended."""
 
-    STOP = 1  # the model's end-of-text, a stop token or a stop text, none of which is part of the text
+    STOP = 1  # the model's end-of-text, a stop token or a stop text; none is part of the text
     LENGTH = 2  # `max_tokens`, or the longest sequence that the model or the pool can hold
 
 
@@ -51,8 +51,8 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. The worker checks the ranges. Where a field may be None, that is as if it were
-    left out.
+    """Parameters for choosing the next token. The worker checks the ranges. Where a field may be None, None means its
+    default.
 
     Attributes:
         max_tokens: tokens to generate at most, per sample; at least 1.
@@ -67,25 +67,25 @@ class SamplingParams:
         repetition_penalty: divides logits above 0, and multiplies others, of tokens in the prompt or the text so far;
             0.01 to 100.
         presence_penalty: taken from the logits of tokens in the text so far, -2 to 2.
-        frequency_penalty: the same, as often as they are there.
+        frequency_penalty: taken once for each time that the token is in the text so far, -2 to 2.
         logit_bias: added to logits, -100 to 100, by token; at most 1,024.
         allowed_token_ids: the only tokens to choose from, one at least; None is all.
         banned_token_ids: tokens that are never chosen.
-        stop: a text, or up to 16, that ends a sample, and of which nothing is in its text; its tokens are.
-        min_tokens: before which nothing ends a sample but `max_tokens`.
-        logprobs: likeliest tokens whose logprobs are told beside those of each token; 0 to 20, None for none at all.
-        prompt_logprobs: the same of the prompt's tokens; nothing of it is taken from the cache then.
-        best_of: samples that are computed, of which the `n` likeliest per token are returned; None is `n`.
+        stop: a text, or up to 16 texts, that end a sample. No part of it is in the text, but its tokens are returned.
+        min_tokens: tokens before which only `max_tokens` ends a sample.
+        logprobs: likeliest tokens whose logprobs come beside that of each token; 0 to 20, None for none at all.
+        prompt_logprobs: as `logprobs`, for the prompt's tokens. The whole prompt is computed then, without the cache.
+        best_of: samples that are computed; the `n` likeliest per token are returned. None is `n`.
         echo: each text begins with the prompt's.
         json_schema: the text is a value that it describes; JSON, or what `json.dumps` takes.
-        regex: the text is what it matches as a whole.
-        grammar: the text is what it derives; in llguidance's Lark syntax.
-        choice: the text is one of these. Of these four, one at most.
-        num_beams: beams of a beam search, up to 64, of whose texts the `n` best are returned; 1 is none.
+        regex: the text matches it as a whole.
+        grammar: the text is derived from it; in llguidance's Lark syntax.
+        choice: the text is one of these. At most one of these four fields may be set.
+        num_beams: beams of a beam search, up to 64; the `n` best texts are returned. 1 is no beam search.
         length_penalty: power of the length that the sum of a text's logprobs is divided by, -5 to 5.
-        early_stopping: when the search ends that has as many finished texts as beams: with True at once, with False
-            when the best beam is no better at its length, with "never" when none can become better.
-        skip_special_tokens: special tokens are no part of a text; with False they are in it as they are called.
+        early_stopping: when a search with as many finished texts as beams ends: with True at once, with False when the
+            best beam is no better at its length, with "never" when none can become better.
+        skip_special_tokens: special tokens are no part of a text; with False their names are in it.
     """
 
     max_tokens: int = 16
@@ -121,13 +121,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request took."""
+    """Tokens and blocks that a request used."""
 
     prompt_token_count: int
     cached_token_count: int  # of the prompt's, found in the cache at its first admission, or held by its branch
     output_token_count: int  # all samples together
     granted_block_count: int  # newly granted and used; copies and recomputation after a preemption included
-    unshared_block_count: int  # what its samples would have taken in caches of their own
+    unshared_block_count: int  # that its samples would have taken in caches of their own
     preemption_count: int
     sample_token_count_max: int = 0  # `max_tokens`, or what the prompt left of the longest sequence; 0: not said
 

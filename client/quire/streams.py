@@ -1,4 +1,4 @@
-"""What a server streams, as it comes: the public names of `quire._async.streams` and `quire._sync.streams`."""
+"""Streams that a server sends: the public names of `quire._async.streams` and `quire._sync.streams`."""
 
 from quire._async.streams import AsyncChunkStream, AsyncEventStream
 from quire._sync.streams import ChunkStream, EventStream

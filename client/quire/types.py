@@ -1,10 +1,10 @@
-"""What calls take and return: frozen values that name the same things as the messages on the wire.
+"""Arguments and results of calls: frozen values that name the same things as the messages on the wire.
 
-How text is asked for is in `quire.sampling`, what readers see of a pool in `quire.views`, what watchers are told in
-`quire.events`.
+`quire.sampling` has the parameters of generation, `quire.views` the views of a pool, `quire.events` the events of
+watchers.
 
 Counts are in tokens or blocks as their names say. A block table is a tuple of block ids in order of position, one table
-per group; an entry is None where a group has no block: it fell out of a window.
+per group; an entry is None if the group has no block there: it fell out of a window.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})  # of a chat templ
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely one continuation of a branch is: the natural logarithm of each token's probability."""
+    """The likelihood of one continuation of a branch: the natural logarithm of each token's probability."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -38,24 +38,24 @@ class Score:
 
     @property
     def mean_logprob(self) -> float:
-        """Returns the same per token, by which candidates of different lengths can be compared."""
+        """Returns the mean logarithm per token, to compare candidates of different lengths."""
         return self.logprob / len(self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What a profiling pass found on a GPU; pages may take `total * utilization - used - peak + current`."""
+    """Memory that a profiling pass found on a GPU; pages may take `total * utilization - used - peak + current`."""
 
     total_bytes: int
-    used_bytes: int  # by whomever
-    peak_bytes: int  # that torch had allocated while the largest batch was computed
-    current_bytes: int  # that it had afterwards
+    used_bytes: int  # by all processes
+    peak_bytes: int  # allocated by torch while the largest batch was computed
+    current_bytes: int  # allocated by torch afterwards
     utilization: float
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """What a worker's pool was sized from."""
+    """Numbers that a worker's pool was sized from."""
 
     pool_bytes: int
     budget_bytes: int
@@ -125,7 +125,7 @@ class AdapterInfo:
 
 
 class GroupKind(enum.IntEnum):
-    """How the layers of a group use their blocks."""
+    """The way in which the layers of a group use their blocks."""
 
     FULL_ATTENTION = 1
     SLIDING_WINDOW = 2  # tokens attend to the last `window` tokens, themselves included
@@ -162,12 +162,12 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one namespace may use of a pool, in blocks of all groups; None is no limit.
+    """Limits of one namespace in a pool, in blocks of all groups; None is no limit.
 
     Attributes:
-        namespace: its name; "*" stands for every namespace that no other quota names.
-        held_blocks_max: blocks that its sequences may hold, shared ones counted once; beyond: Result.QUOTA.
-        cached_blocks_max: blocks that it may leave in the cache; beyond, its own leave first.
+        namespace: its name; "*" stands for every namespace without a quota of its own.
+        held_blocks_max: blocks that its sequences may hold, shared ones counted once; beyond it: Result.QUOTA.
+        cached_blocks_max: blocks that it may leave in the cache; beyond it, its own blocks are evicted first.
     """
 
     namespace: str
@@ -177,19 +177,19 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """What the owner of a pool declares once. Layout and fingerprint are part of every digest's root.
+    """A pool's specification, which its owner declares once. Layout and fingerprint are part of each digest's root.
 
     Attributes:
         block_count: physical blocks, of one size in bytes, which all groups draw from.
         watermark_block_count: free blocks that a new sequence must leave for those that run.
         quotas: at most one per namespace.
-        eviction_policy: which cached blocks leave first, by name; empty for the default.
-        retention: which windows and states stay cached: `dense` or `auto`; empty for the default, auto.
-        chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 where nobody says.
+        eviction_policy: name of the policy that chooses the cached blocks to evict first; empty for the default.
+        retention: the windows and states that stay cached: `dense` or `auto`; empty for the default, auto.
+        chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 if unknown.
         append_only: tables change at their end alone: a commit swaps nothing, and a sequence keeps its own blocks. No
-            group is of states. What fell out of a window is given back; an engine may leave those entries as they are.
-        first_block_id: the lowest block id, for engines that keep lower ones to themselves; at most 65,536.
-        tells_removed: the outcome of each step says which digests left the index.
+            group is of states. Blocks that fell out of a window are given back; an engine may keep their entries.
+        first_block_id: the lowest block id, for engines that use lower ones themselves; at most 65,536.
+        tells_removed: whether the outcome of each step names the digests that left the index.
     """
 
     block_count: int
@@ -242,9 +242,9 @@ class Allocation:
             (PASS_TOO_LONG).
         pending_token_count: tokens after the matched ones that others are computing.
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
-        junction_token_count: leading tokens that would have matched, had there been a checkpoint: a commit that ends
-            there makes one. 0 where nothing would be gained.
-        stops: token counts, rising, at which a later prompt's hit may end: commits that end there make checkpoints.
+        junction_token_count: leading tokens that would have matched, had there been a checkpoint. A commit that ends
+            there makes one. 0 if that would gain nothing.
+        stops: token counts, rising, where a later prompt's hit may end. Commits that end there make checkpoints.
     """
 
     result: Result

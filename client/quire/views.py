@@ -1,4 +1,4 @@
-"""What readers see of a pool: its summary, who holds what, where its memory goes, and who has a prompt's beginning."""
+"""Views of a pool for readers: its summary, holders of its blocks, usage of its memory, and matches of a prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.types import BlockTable, PoolSpec
 
 
 class SessionKind(enum.IntEnum):
-    """How a pool's owner talks."""
+    """The kind of session of a pool's owner: a stream, or unary calls."""
 
     STREAM = 1
     UNARY = 2
@@ -59,7 +59,7 @@ class SequenceInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolBlocks:
-    """Who holds what in one pool.
+    """The state of each block of one pool, and its sequences with their tables.
 
     `block_states` has one byte per block: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more).
     """
@@ -100,17 +100,17 @@ class PrefixUsage:
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """Where the memory of a pool goes. Lists hold the first 32, largest first.
+    """Usage of a pool's memory. Lists hold the first 32, largest first.
 
     Attributes:
         namespaces: by blocks held and cached.
-        namespace_count: how many there are in all.
+        namespace_count: number of all namespaces.
         longest_prefixes: of full attention, each down to its deepest block.
-        most_shared_prefixes: stretches of blocks that several tables hold, by their number.
-        run_count: stretches that the index of full attention consists of.
-        run_block_count: blocks in them: many short ones are its fragmentation.
+        most_shared_prefixes: stretches of blocks that several tables hold, by the number of tables.
+        run_count: stretches in the index of full attention.
+        run_block_count: blocks in these stretches; many short stretches mean fragmentation.
         free_block_count: blocks that can be granted.
-        free_stretch_count: stretches of consecutive ids that those form.
+        free_stretch_count: stretches of consecutive ids that the free blocks form.
     """
 
     summary: PoolSummary
@@ -137,8 +137,8 @@ class PrefixMatch(NamedTuple):
 
 
 class CacheDropped(NamedTuple):
-    """What was forgotten of a cache: blocks that are empty now, and those that sequences hold still, of the namespace
-    or of all."""
+    """The outcome of dropping a cache: blocks that are empty now, and blocks that sequences still hold, in the
+    namespace or in all."""
 
     dropped_block_count: int
     held_block_count: int

@@ -107,7 +107,7 @@ class AsyncAllocator(AsyncConnected):
                 by default, the watch begins with a snapshot.
             cursor: of that stream.
             timeout_s: how long to watch; without it, until the stream is closed.
-            on_wait: told why, whenever the watch was cut off and is taken up again.
+            on_wait: called with the error whenever the watch was cut off and is resumed.
 
         A watch that has begun and meets UNAVAILABLE goes on after the last event, however long that takes, with pauses
         of 50 ms to 5 s.
@@ -189,7 +189,7 @@ class AsyncAllocator(AsyncConnected):
             transport: "stream" or "calls".
             ahead_tokens: room that a sequence should have beyond its next token, for outages of that length: by default
                 64 over "stream"; "calls" has none.
-            on_wait: gets the reason whenever attaching, or a call, has to be tried again.
+            on_wait: called with the error whenever attaching, or a call, has to be tried again.
 
         Raises:
             ValueError: there is no such transport, or room ahead is wanted over "calls".

@@ -1,4 +1,4 @@
-"""What both clients are besides their calls: a connection that is opened, closed and asked for its health."""
+"""The connection of both clients: it opens, closes, and asks a server for its health."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the allocator's and the worker's servers have in common; not part of the public interface."""
+"""Code that the allocator's and the worker's servers share. It is not part of the public interface."""

@@ -1,15 +1,15 @@
-"""What every call passes before its handler: the token, a place, and the arrival of its message.
+"""Checks that every call passes before its handler: the token, a place, and the arrival of its message.
 
 Lifecycle of a call:
 
-    1. refused    it shows no token, or a wrong one: answered at once, whether its message has come or not
-    2. unread     it has a place, and its message is awaited for `MESSAGE_S` seconds. Where places run out, the caller
-                  with most unread calls loses the one that has waited longest
-    3. served     its message is there, and its handler runs
+    1. refused    it shows no token, or a wrong one: answered at once, even before its message has arrived
+    2. unread     it has a place, and its message is awaited for `MESSAGE_S` seconds. If places run out, the caller with
+                  most unread calls loses the call that has waited longest
+    3. served     its message has arrived, and its handler runs
     4. ended      its place is free
 
-gRPC would read the message of a unary call before it asks anybody, so that callers without a token could fill a server
-with calls whose messages never come. Handlers of unary requests are therefore registered as handlers of streams, which
+gRPC would read the message of a unary call before any check. Callers without a token could then fill a server with
+calls whose messages never arrive. Handlers of unary requests are therefore registered as handlers of streams, which
 read one message. Health has places of its own, and so have its watches.
 """
 
@@ -40,7 +40,7 @@ _HEALTH: Final = "/grpc.health.v1.Health/"
 
 
 class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
-    """Lets calls pass to their handlers.
+    """Checks calls, and passes them to their handlers.
 
     - A call whose `authorization` is not `Bearer TOKEN` is refused: UNAUTHENTICATED / TOKEN.
     - One that finds no place: RESOURCE_EXHAUSTED / LIMIT.
@@ -48,7 +48,7 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
       MALFORMED. Streams of requests are left to their handlers, which read them one by one.
 
     Args:
-        token: that callers must show; None lets everybody in.
+        token: that callers must show; None admits every caller.
         calls_max: calls at a time, those to health apart. One caller may have as many as are left free.
     """
 
@@ -197,7 +197,7 @@ def _forgetting(behavior: Callable[[Any, Context], Awaitable[Any]]) -> Callable[
     """Returns a handler whose refused calls leave nothing behind.
 
     gRPC keeps the exception that ends a call with the call. Its traceback leads to the message, and to the call again:
-    a circle, which would wait for a garbage collection, of which there are few.
+    a cycle, which would stay until the garbage collector runs, and that is rare.
     """
 
     async def behave(requests: Any, context: Context) -> Any:

@@ -1,4 +1,4 @@
-"""Where a server may listen: on this machine alone, unless it encrypts and authenticates."""
+"""Addresses that a server may listen on: those of this machine alone, unless it encrypts and authenticates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from quire.errors import UsageError
 
 
 def require_safe(option: str, address: str, *, encrypted: bool, authenticated: bool) -> None:
-    """Refuses to serve other machines without encryption, or whoever asks.
+    """Refuses to serve other machines without encryption, or without authentication of the callers.
 
     Raises:
         UsageError: the address is not local and something is missing, or it is no address.

@@ -1,10 +1,10 @@
-"""Standard output and error of a server: a write returns at once and never fails, whatever becomes of the reader.
+"""Standard output and error of a server: a write returns at once and never fails, even if its reader is gone.
 
-Whoever reads a server's output may stop reading, end, or write it to a full disk. None of that may stop a server, so
-that text waits here for a thread of its own, which alone touches the file. Text that finds no room, and text that the
-system refuses, is dropped and counted.
+The process that reads a server's output may stop reading, end, or write to a full disk. None of that may stop a server.
+Text therefore waits here for a thread of its own, and only that thread touches the file. Text that finds no room, and
+text that the system refuses, is dropped and counted.
 
-Libraries in C write to the descriptor itself; what gRPC would write for any stranger is silenced
+Libraries in C write to the descriptor itself. Messages that any stranger could make gRPC write are silenced
 (`quire._transport.grpc_io`).
 """
 

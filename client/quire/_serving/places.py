@@ -1,4 +1,4 @@
-"""Places of which there are a limited number, and how many of them one caller may have.
+"""A limited number of places, and how many of them one caller may have.
 
 Pure: no clock, no wire.
 """

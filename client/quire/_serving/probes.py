@@ -1,9 +1,9 @@
-"""What probes over HTTP are told, beside /metrics: whether a server is alive, and whether it is ready.
+"""Answers to probes over HTTP, beside /metrics: whether a server is alive, and whether it is ready.
 
     /healthz    200 if the event loop answers, else 503: only a new process helps
     /readyz     200 if work is better sent here than elsewhere, else 503
 
-Probes show no token, and are told nothing else.
+Probes show no token, and get no other answer.
 """
 
 from __future__ import annotations

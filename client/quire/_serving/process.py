@@ -14,7 +14,7 @@ from pathlib import Path
 
 from quire.errors import UsageError
 
-# New objects before the garbage collector looks for cycles, of which a server makes next to none.
+# New objects before the garbage collector looks for cycles. A server makes almost none.
 YOUNG_OBJECTS_MAX = 50_000
 
 

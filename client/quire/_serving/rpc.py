@@ -28,8 +28,7 @@ async def abort(context: aio.ServicerContext[Any, Any], error: QuireError) -> No
 
 
 def permit_everything(_context: aio.ServicerContext[Any, Any]) -> Permissions:
-    """Permits everything where callers show no certificate: on loopback, and with a token, of which there is one for
-    all."""
+    """Permits everything where callers show no certificate: on loopback, and with the token that all callers share."""
     return EVERYTHING
 
 
@@ -76,5 +75,5 @@ _refusals = _Refusals()
 
 
 def log_refused(method: str, reason: Reason | None, peer: str | None = None) -> None:
-    """Logs that a call was refused; whoever is refused often cannot fill the log."""
+    """Logs that a call was refused; a caller that is refused often cannot fill the log."""
     _refusals.log(method, reason, peer)

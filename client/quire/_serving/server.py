@@ -1,4 +1,4 @@
-"""One gRPC server as both services run it: command line, limits, who is let in, health, metrics, shutdown."""
+"""One gRPC server as both services run it: command line, limits, admission of callers, health, metrics, shutdown."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from quire.protocol.limits import MESSAGE_BYTES_MAX
 
 log = structlog.get_logger()
 
-# At a time, streams included, of which one caller has half: far above what the services themselves refuse with a reason
-# that says more (a worker's queue: 1,088).
+# At a time, streams included; one caller has at most half of them. This is far above the limits of the services
+# themselves (a worker's queue: 1,088), because they refuse with a reason that says more.
 CALLS_MAX: Final = 4_096
 CONNECTIONS_MAX: Final = 1_024
 HANDSHAKE_S: Final = 10.0

@@ -25,7 +25,7 @@ class ServerTls:
     Args:
         cert: PEM file, the certificate first, then its chain.
         key: PEM file; not to be read by everybody.
-        client_ca: PEM file. With it, only callers whose certificate one of these authorities has signed are let in.
+        client_ca: PEM file. With it, only callers with a certificate of one of these authorities are admitted.
 
     Raises:
         UsageError: a file is unusable, or certificate and key are no pair.

@@ -11,8 +11,8 @@ from quire.errors import UsageError
 def hold_socket(address: str) -> int:
     """Keeps the socket of `unix:path` or `unix:///path` for this process; returns a file descriptor, to be closed.
 
-    gRPC would take the path from whoever listens there already. The lock goes with the process, however it ends; its
-    file stays, because who removes it may remove that of a successor.
+    gRPC would take the path from a process that listens there already. The lock ends with the process, however it
+    ends. Its file stays, because a process that removes it may remove the file of its successor.
 
     Raises:
         UsageError: another process holds it, the lock cannot be had, or there is no path.

@@ -1,5 +1,5 @@
 # Generated from _async/connection.py by scripts/unasync.py. Change that file, then run `make format`.
-"""What both clients are besides their calls: a connection that is opened, closed and asked for its health."""
+"""The connection of both clients: it opens, closes, and asks a server for its health."""
 
 from __future__ import annotations
 

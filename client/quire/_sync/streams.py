@@ -1,5 +1,5 @@
 # Generated from _async/streams.py by scripts/unasync.py. Change that file, then run `make format`.
-"""What a server streams, as it comes: chunks of a request, events of a pool."""
+"""Streams that a server sends: chunks of a request and events of a pool, each returned when it arrives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire._transport.streams import SyncStream, SyncWatchStream
 
 
 class ChunkStream(SyncStream[sampling.Chunk]):
-    """Chunks of one request as they come.
+    """Chunks of one request, each returned when it arrives.
 
     `close`, leaving the `with` block and losing the last reference (as `break` out of a loop over
     `client.stream(...)` does) cancel the request, which frees its blocks at once.
@@ -24,22 +24,22 @@ class ChunkStream(SyncStream[sampling.Chunk]):
 
 
 class EventStream(SyncWatchStream):
-    """Events of one pool as they come, without end. `close`, leaving the `with` block and losing the last
+    """Events of one pool, without end. `close`, leaving the `with` block and losing the last
     reference end the watch."""
 
     @property
     def session_id(self) -> bytes:
-        """Returns what to resume from later, together with `cursor`; empty inside a snapshot, which has to be begun
-        again."""
+        """Returns the session to resume from later, together with `cursor`. It is empty inside a snapshot, which has to
+        begin again."""
         return self._watch.session_id
 
     @property
     def cursor(self) -> int:
-        """Returns what to resume from later, together with `session_id`."""
+        """Returns the position to resume from later, together with `session_id`."""
         return self._watch.cursor
 
     @property
     def age_s(self) -> float:
-        """Returns the seconds since the allocator was heard last, which is so every 5 s while nothing happens. A mirror
-        of these events is as old."""
+        """Returns the seconds since the last message of the allocator, which sends one every 5 s while nothing happens.
+        A mirror of these events is as old."""
         return time.monotonic() - self._watch.heard_s

@@ -6,8 +6,8 @@ Operations that change something carry a request id, so that a repeated one is a
 calls, `attempts.Attempts` the streams of Generate, `watch.Watch` those of WatchEvents, which go on as often as it takes
 once they have begun.
 
-A token travels as `authorization: Bearer ...` with every call, and never unencrypted to another machine: whoever can
-listen could use it.
+A token travels as `authorization: Bearer ...` with every call, and never unencrypted to another machine: an
+eavesdropper could use it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LIVENESS: Final = "liveness"  # what grpc.health.v1 is asked where it is not abo
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
-LOOKED_S: Final = 1.0  # for which it is believed what was found at an address
+LOOKED_S: Final = 1.0  # a finding about an address is believed for so long
 ATTEMPTS_MAX: Final = 4
 BACKOFF_S: Final = 0.05  # before the second attempt
 BACKOFF_S_MAX: Final = 0.5
@@ -145,7 +145,7 @@ def _is_here(address: str) -> bool:
 
 
 class Link:
-    """What the two flavours of a connection share.
+    """State and checks that both flavours of a connection share.
 
     Raises:
         UsageError: the address is none, a file is unusable, or a token would go to another machine unencrypted.
@@ -154,7 +154,7 @@ class Link:
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         check_target(address)
         self.address = address
-        self.server = ANY_SERVER  # what is expected there
+        self.server = ANY_SERVER  # the server that is expected there
         self._found = (-math.inf, "")
         self.timeout_s = checked_timeout(timeout_s)
         self._given = token, tls
@@ -166,7 +166,7 @@ class Link:
                 f"a token is not sent to {address} unencrypted: give --tls-ca, QUIRE_TLS_CA or tls=quire.Tls(...)"
             )
         self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {token}"),) if token else ()
-        # A socket's path is no name that a certificate could have; who serves it is this machine.
+        # A certificate cannot name the path of a socket; the server there is this machine.
         name = (("grpc.ssl_target_name_override", "localhost"),) if tls is not None and is_unix(address) else ()
         self.options = (*OPTIONS, *name)
         self._is_closed = False

@@ -1,8 +1,8 @@
-"""What is at an address where nobody answered, in one sentence: what is wrong there, and what to do.
+"""Diagnosis of an address where no server answered, in one sentence: what is wrong there, and what to do.
 
-gRPC says that it has no connection, and why in the words of its insides. A plain connection tells more: nobody listens,
-another machine is silent, or who listens speaks something else. It is asked for a page over HTTP/1.1: a gRPC server
-answers with a frame of HTTP/2, one with TLS with an alert or not at all, and any other HTTP server with HTTP.
+gRPC says that it has no connection, and why in its internal terms. A plain connection tells more: nobody listens,
+another machine is silent, or the listener speaks another protocol. The probe asks for a page over HTTP/1.1: a gRPC
+server answers with a frame of HTTP/2, one with TLS with an alert or not at all, and any other HTTP server with HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from quire._transport.address import is_local, is_unix, split
 from quire.errors import UsageError
 
-ANY_SERVER: Final = "server"  # expected by whoever does not care which one it is
+ANY_SERVER: Final = "server"  # expected by a caller that does not care which one it is
 PROBE_S: Final = 0.5  # for a connection, and again for its first bytes
 _REQUEST: Final = b"GET / HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n"
 _ANSWER_BYTES: Final = 9  # the head of a frame of HTTP/2

@@ -23,7 +23,7 @@ _EARLY_STOPPINGS = {
     True: worker_pb.EARLY_STOPPING_ALWAYS,
     "never": worker_pb.EARLY_STOPPING_NEVER,
 }
-# Between messages of an answer that is waited for: each costs worker and client the same, whatever is in it.
+# Between messages of an answer that is waited for: a message costs worker and client the same at any length.
 WHOLE_INTERVAL_S, INTERVAL_S_MAX = 1.0, 60.0
 _STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 

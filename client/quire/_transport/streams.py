@@ -1,9 +1,9 @@
-"""What a server streams, as it comes: chunks of a request, events of a pool; for threads and for asyncio.
+"""Streams that a server sends, for threads and for asyncio: chunks of a request and events of a pool.
 
-A request that meets UNAVAILABLE before its first chunk is started again (`attempts.Attempts`); what comes after a
-chunk is an error, because another attempt would begin at the beginning. A watch is taken up again as often as it takes
-(`watch.Watch`), because the next attempt goes on after the last event; also where nothing is heard of an allocator,
-which says something every few seconds: a proxy may keep up a connection behind which nobody lives.
+A request that meets UNAVAILABLE before its first chunk is started again (`attempts.Attempts`). After a chunk,
+UNAVAILABLE is an error, because another attempt would begin at the beginning. A watch is resumed without a limit of
+attempts (`watch.Watch`), because the next attempt continues after the last event. It is also resumed when the allocator
+is silent: an allocator sends something every few seconds, but a proxy may keep a connection open to a dead one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a call may take, in numbers that gRPC understands."""
+"""Timeouts of calls, in numbers that gRPC understands."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Final
 
 from quire.errors import InvalidArgumentError, Reason
 
-TIMEOUT_S_MAX: Final = 1e8  # three years; gRPC takes much longer ones for none at all
+TIMEOUT_S_MAX: Final = 1e8  # three years; gRPC treats much longer ones as no timeout
 
 
 def checked_timeout(timeout_s: float) -> float:
-    """Returns what gRPC takes for a deadline in so many seconds; infinity is three years.
+    """Returns a timeout in seconds that gRPC accepts; infinity becomes three years.
 
     Raises:
         InvalidArgumentError: BAD_PARAMETER, it is less than 0, or no number.

@@ -30,7 +30,7 @@ class Watch:
         method: WatchEvents of a stub on it.
         request: of the first attempt.
         timeout_s: for all attempts together; None is no limit.
-        on_wait: told why, whenever a watch that has begun has to be taken up again.
+        on_wait: called with the error whenever a watch that has begun has to be resumed.
 
     Attributes:
         call: the current attempt.

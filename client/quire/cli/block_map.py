@@ -1,4 +1,4 @@
-"""Who holds what, as a picture: one character per block."""
+"""A map of the holders of a pool's blocks: one character per block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 
 class Legend(NamedTuple):
-    """How the blocks that a sequence holds alone are shown."""
+    """Letter and style of the blocks that a sequence holds alone."""
 
     letter: str
     style: str

@@ -45,7 +45,7 @@ _FILES: Final = {
 
 
 class Credentials(NamedTuple):
-    """What a connection is opened with."""
+    """The token and TLS settings that a connection is opened with."""
 
     token: str | None
     tls: Tls | None

@@ -1,4 +1,4 @@
-"""What commands write: tables that cut nothing, JSON that says names, errors in either form, and exit codes."""
+"""Output of the commands: tables that cut nothing, JSON that says names, errors in either form, and exit codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAILED: Final = 1
 
 
 def console() -> Console:
-    """Returns what tables are printed on: neither numbers nor names are ever cut."""
+    """Returns the console that tables are printed on. It never cuts numbers or names."""
     return Console(highlight=False, width=WIDTH)
 
 
@@ -54,7 +54,7 @@ def _named(value: Any) -> Any:
 
 
 def is_json_asked_for() -> bool:
-    """Tells whether the command line asks for JSON, whatever else is wrong with it."""
+    """Tells whether the command line asks for JSON, even if it has errors."""
     own = sys.argv[1:]
     return "--json" in own[: own.index("--")] if "--" in own else "--json" in own
 

@@ -142,7 +142,7 @@ def _computed_in(dtype: str) -> str | None:
 
 
 def _with_unit(option: str, text: str) -> int:
-    """Returns the bytes of a size whose unit is said: 80 is neither bytes nor gigabytes to whoever reads it.
+    """Returns the bytes of a size with a unit. A reader could take a bare 80 for bytes or for gigabytes.
 
     Raises:
         ValueError: it is no size, or has no unit.

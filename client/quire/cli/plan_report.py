@@ -36,7 +36,7 @@ auto: as many as tail, and more while nobody wants the blocks"""
 
 
 class Weights(NamedTuple):
-    """What a model's weights take, all ranks together, and what is to be said of that."""
+    """Bytes of a model's weights, all ranks together, and a note about them."""
 
     byte_count: int
     note: str
@@ -44,7 +44,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What the pages of one rank may take."""
+    """Memory that the pages of one rank may take."""
 
     memory_bytes: int
     utilization: float
@@ -55,7 +55,7 @@ class Budget:
 
     @classmethod
     def of(cls, layout: Layout, memory_bytes: int, utilization: float, used_bytes: int, weights: Weights) -> Budget:
-        """Takes as many blocks as fit.
+        """Returns the budget with as many blocks as fit.
 
         Raises:
             ValueError: not even one does, or the utilization is no share.

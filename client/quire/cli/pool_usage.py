@@ -1,4 +1,4 @@
-"""Where the memory of a pool goes, as tables and lines under its map."""
+"""Usage of a pool's memory, as tables and lines under its map."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""What an engine has to say next, and what the answer changes; pure: no call, no clock, no lock.
+"""The next operations of an engine, and the changes that their answer makes; pure: no call, no clock, no lock.
 
-Lifecycle of what is said:
+Lifecycle of a set of operations:
 
-    1. noted      sequences were computed, forked, freed, or lack room; prompts ask to be let in
+    1. noted      sequences were computed, forked, freed, or lack room; prompts ask to be admitted
     2. sent       `next_operations` made operations of all that; nothing has changed but room that is given back
-    3. answered   `take` changes sequences in the order in which the allocator did: commits and their swaps, frees,
-                  forks, grows. Copies wait for the engine, and until it has them nobody is due
-    4. failed     `fail`: none of it was applied; admissions end with the error, the rest is said again
+    3. answered   `take` changes sequences in the allocator's order: commits and their swaps, frees, forks, grows.
+                  Copies wait for the engine, and until it has them no sequence is due
+    4. failed     `fail`: none of it was applied; admissions end with the error, the rest is sent again
        lost       `lose`: the pool is empty, every sequence is gone
 
-One set of operations is under way at a time. Where blocks are missing for somebody's next pass, the newest sequences
-first give back what they hold ahead; only when there is nothing to give is it a refusal.
+One set of operations is under way at a time. If blocks are missing for a sequence's next pass, the newest sequences
+first give back the room that they hold ahead. Only if none has any is the pass refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LATER = frozenset({Result.NO_SPACE, Result.PENDING, Result.QUOTA})  # what other
 
 
 class NotAdmittedError(ResourceExhaustedError):
-    """A prompt was not let in; `refusal` says why, and whom to free for it."""
+    """A prompt was not admitted; `refusal` says why, and which sequence to free for it."""
 
     def __init__(self, refusal: Refusal) -> None:
         missing = f", {refusal.shortfall} blocks are missing" if refusal.shortfall else ""
@@ -40,7 +40,7 @@ class NotAdmittedError(ResourceExhaustedError):
 
     @property
     def is_retryable(self) -> bool:
-        """Tells whether the prompt may be let in once others have left, or have computed its prefix."""
+        """Tells whether the prompt may be admitted once others have ended, or have computed its prefix."""
         return self.refusal.result in LATER
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ class Agenda:
         *,
         root: bytes | None = None,
     ) -> Admission:
-        """Returns a prompt that asks to be let in, with the digests of all that it may share.
+        """Returns a prompt that asks to be admitted, with the digests of all that it may share.
 
         Raises:
             ValueError: there is no token, or `token_count_max` is below their number.
@@ -181,7 +181,7 @@ class Agenda:
                 commit.sequence.room = min(commit.sequence.room, commit.keep_token_count)
         parents = {fork.parent.id for fork in self._forks}  # frees come before forks in a step
         frees = [each for each in self._freed if each.id in self._known and each.id not in parents]
-        # Ids only rise: a fork that has to wait has a lower one than a prompt that is let in now.
+        # Ids only rise: a fork that has to wait has a lower one than a prompt that is admitted now.
         admissions = [] if len(forks) < len(self._forks) else self._admissions[: 1 if self._is_careful else None]
         for admission in admissions:
             admission.sequence.id = self._new_id()
@@ -281,7 +281,7 @@ class Agenda:
         return bool(sent.admissions)
 
     def lose(self) -> None:
-        """Notes that the pool is empty; prompts that wait to be let in go on waiting."""
+        """Notes that the pool is empty; prompts that wait to be admitted continue to wait."""
         for sequence in (*self._known.values(), *self.live.values()):
             sequence.is_live, sequence.room = False, 0
         for each in (self.live, self._known, self._freed, self._forks, self._copies):

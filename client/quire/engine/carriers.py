@@ -1,10 +1,10 @@
-"""Who carries a turn's operations to the allocator: a Session stream, or unary calls one by one.
+"""Carriers of a turn's operations to the allocator: a Session stream, or unary calls one by one.
 
 | | stream | unary calls |
 | --- | --- | --- |
 | a step | one message | a call for each operation |
 | room ahead | asked for, so that decoding goes on through an outage | none: a block at a time |
-| the allocator is lost | its successor is told what the pages hold | the pool is lost, and begins anew |
+| the allocator is lost | its successor gets a report of the pages | the pool is lost, and begins anew |
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class CallCarrier(Carrier):
 
     Args:
         new_session: makes a session, not open yet.
-        on_wait: told why, whenever a call has to be tried again.
+        on_wait: called with the error whenever a call has to be tried again.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What one turn says: values between the agenda, which makes them, and whoever carries them to the allocator."""
+"""Operations of one turn: values that the agenda makes, and a carrier takes to the allocator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Commit(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A child shares the first `token_count` tokens of its parent, all of which are computed."""
+    """A child shares the first `token_count` tokens of its parent; all of them are computed."""
 
     parent: EngineSequence
     child: EngineSequence
@@ -37,7 +37,7 @@ class Grow(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Admission:
-    """A prompt that asks to be let in, until it has an answer.
+    """A prompt that asks to be admitted, until it has an answer.
 
     Attributes:
         sequence: what it becomes; its id is set whenever it is asked for.
@@ -62,7 +62,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What one turn says, phase by phase; admissions follow the grows."""
+    """Operations of one turn, phase by phase; admissions follow the grows."""
 
     commits: list[Commit] = field(default_factory=list)
     frees: list[EngineSequence] = field(default_factory=list)

@@ -26,13 +26,13 @@ TOKEN_MAX: Final = 2**31 - 1  # a digest is made of signed numbers of 32 bits
 
 
 class Refusal(NamedTuple):
-    """Why a sequence gets no blocks for now.
+    """The reason that a sequence gets no blocks for now.
 
     Attributes:
         result: NO_SPACE, QUOTA, TOO_LONG, PASS_TOO_LONG, PENDING or FORBIDDEN.
         shortfall: blocks that are missing (NO_SPACE), too many for the namespace (QUOTA) or for the pool at once
             (PASS_TOO_LONG).
-        victim: NO_SPACE: whom to free, as it is cheapest to compute again; None where freeing anybody does not help.
+        victim: the sequence to free (NO_SPACE only), the cheapest to compute again; None if freeing one does not help.
         pending_token_count: PENDING: tokens of its prefix that others are computing.
     """
 
@@ -43,7 +43,7 @@ class Refusal(NamedTuple):
 
 
 class Host(Protocol):
-    """What a sequence asks of the agenda that it is on."""
+    """The part of an agenda that its sequences call."""
 
     groups: tuple[GroupSpec, ...]
     chunk_token_count: int
@@ -158,7 +158,7 @@ class EngineSequence:
         self.tokens.append(token)
 
     def advance(self, token_count: int) -> None:
-        """Notes that its first `token_count` tokens are computed: a chunk of a prompt, from which nothing is sampled.
+        """Notes that its first `token_count` tokens are computed: a chunk of a prompt, without sampling.
 
         Raises:
             ValueError: so many are not known, have no room, or fewer than were computed already.

@@ -1,7 +1,7 @@
 """An engine for asyncio: it keeps a pool, and its sequences in step with it.
 
-Methods may be called by any task of the loop that it was opened in: whoever waits for an answer takes it in for all.
-Nothing that computes has to wait: as long as somebody has something due, `turn` does not.
+Any task of the loop that it was opened in may call methods: a task that waits for an answer takes it in for all tasks.
+`turn` does not wait as long as a sequence is due, so no computation has to wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AsyncEngine:
         pool: its name.
         spec: its specification.
         carrier: to the allocator.
-        ahead_tokens: for which a sequence is to have room beyond its next token.
+        ahead_tokens: tokens that a sequence is to have room for, beyond its next one.
     """
 
     def __init__(self, pool: str, spec: PoolSpec, carrier: Carrier, ahead_tokens: int) -> None:
@@ -170,7 +170,7 @@ class AsyncEngine:
         """Sends what there is to say; returns whether there was anything."""
         operations = self._agenda.next_operations()
         if operations:
-            # A task of its own: a step cannot be called back, whoever is cancelled while waiting for it.
+            # A task of its own: a step cannot be called back when a task that waits for it is cancelled.
             self._under_way = asyncio.create_task(self._carrier.carry(operations))
         return bool(operations)
 

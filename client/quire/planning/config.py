@@ -37,14 +37,14 @@ REFUSED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """What a model keeps on one rank, as far as its configuration tells.
+    """The cache that a model needs on one rank, as far as its configuration tells.
 
     Attributes:
         model_type: of the language model.
-        layers: what each layer keeps; layers that keep nothing are left out.
+        layers: cache of each layer; layers that keep nothing are left out.
         dtype: of keys and values.
         token_count_max: longest sequence that the model was made for; None if the configuration does not say.
-        notes: what was assumed, in sentences.
+        notes: assumptions that were made, in sentences.
     """
 
     model_type: str

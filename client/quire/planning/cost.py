@@ -1,15 +1,15 @@
-"""What a layout costs: one number, so that the best of several layouts is the one with the smallest.
+"""The cost of a layout: one number. The best of several layouts has the smallest.
 
-Everything is a share of what a sequence has in use, averaged over `lengths_up_to` the longest, so that a length of any
-order of magnitude counts as much as one of another:
+Each part is a share of the bytes that a sequence has in use. It is averaged over `lengths_up_to` the longest, so that
+every order of magnitude of a length counts equally:
 
-    unused   bytes that it holds beyond those that its last token reads and writes: slots and ends of pages that nobody
-             can use, and blocks that a window has only partly left
-    groups   `GROUP_COST` for each: a block table per sequence, its way to the device, and a plan of attention per step.
-             A group of states has one entry, which only a checkpoint changes, where attention in blocks of 64 has 20 at
-             1,280 tokens: it counts as `STATE_GROUP_SHARE` of a group
-    edges    of `edge_tokens` tokens, half are computed again after a prefix hit on average, and half a block is empty
-             at the sequence's end: `edge_tokens` tokens of the sequence's
+    unused   bytes that it holds beyond those that its last token reads and writes: slots and ends of pages that no
+             sequence can use, and blocks that a window has only partly left
+    groups   `GROUP_COST` for each: a block table per sequence, its copy to the device, and an attention plan per step.
+             A group of states counts as `STATE_GROUP_SHARE` of a group: it has one entry, which only a checkpoint
+             changes. Attention in blocks of 64 has 20 entries at 1,280 tokens
+    edges    `edge_tokens` of the sequence's tokens: on average half of them are computed again after a prefix hit, and
+             half a block is empty at the sequence's end
 
 For example, 10 layers of full attention and 52 of a window of 1,024, up to 32,768 tokens, in blocks of 16:
 

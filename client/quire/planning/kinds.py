@@ -1,4 +1,4 @@
-"""Which layer of a model is of which kind, from the many ways in which configurations say it."""
+"""The kind of each layer of a model, read from the many ways in which configurations say it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.planning.fields import ConfigError, Fields
 
 
 class LayerKind(enum.Enum):
-    """What a layer keeps."""
+    """The kind of cache that a layer keeps."""
 
     FULL = "full attention"
     SLIDING = "sliding-window attention"

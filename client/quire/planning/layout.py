@@ -6,7 +6,7 @@ A pool is `block_count` pages of equal size. A block id belongs to one group at 
     state       the states of the group's layers; or one part of them, where states are larger than a page
 
 A **family** is layers of one kind and window; their heads may differ in size. Its groups have the same kind, block size
-and window, so whoever allocates treats them in unison. States of a family are laid end to end in *runs* of pages, each
+and window, so an allocator treats them in unison. States of a family are laid end to end in *runs* of pages, each
 page a group of its own. For attention a run is one page.
 
 Physical memory is `buffer_count` buffers. Page `b` is slot `b` of every buffer, and one slot of a buffer holds one
@@ -93,8 +93,8 @@ class Layout:
 
     @property
     def has_even_pages(self) -> bool:
-        """Tells whether slots are multiples of the keys of a block, in each layer of attention: then a kernel may count
-        the pages of that layer in blocks of keys, whatever lies between them."""
+        """Tells whether slots are multiples of the keys of a block, in each layer of attention. Then a kernel may count
+        the pages of that layer in blocks of keys, even if other bytes lie between them."""
         return all(
             self.slot_bytes % (family.block_size * layer.key_bytes) == 0
             for family in self.families
@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of keys and values of one token in all layers, before padding and whatever their windows."""
+        """Bytes of keys and values of one token in all layers, without padding, as if no layer had a window."""
         return sum(layer.token_bytes for family in self.families for layer in family.layers)
 
     @property

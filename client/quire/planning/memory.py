@@ -1,4 +1,4 @@
-"""How many blocks fit, and sizes with units as people write them."""
+"""The number of blocks that fit into a memory, and sizes with units as people write them."""
 
 from __future__ import annotations
 

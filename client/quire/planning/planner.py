@@ -1,11 +1,11 @@
 """From layers to a layout: the search for page size, block sizes and groups.
 
-Candidates, of which the layout with the smallest cost wins (`quire.planning.cost`):
+Of these candidates, the layout with the smallest cost wins (`quire.planning.cost`):
 
     page size    what the largest group of some family fills, divided as evenly as possible into 1, 2, 3 ... groups; and
                  a state, its half, its quarter and so on
     block size   for attention `block_size`, or a power of two times it up to `block_size_max`, in any mixture
-    families     layers of one kind and window together, whatever the sizes of their heads, or those of each size apart
+    families     layers of one kind and window: heads of all sizes together, or those of each size apart
     groups       as few as the page size allows, divided evenly: 52 layers in pages of 10 are 9, 9, 9, 9, 8 and 8;
                  states are laid end to end over as few pages as hold them
 
@@ -87,7 +87,7 @@ def smallest_count_layout(layers: Iterable[LayerSpec], *, block_size: int = BLOC
 
     If the largest family has less than 1.5 times as many, groups are as large as that one. One layer of a page is as
     large as the largest state, which makes the blocks of attention longer. Attention layers of one kind and window
-    alone are one group, whatever the sizes of their heads.
+    alone are one group, even if their heads differ in size.
 
     Raises:
         ValueError: no layer keeps anything.

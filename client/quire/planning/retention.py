@@ -1,16 +1,17 @@
-"""How many idle chats a pool can still hit, by which of their blocks it retains.
+"""The number of idle chats that a pool can still hit, by the blocks that it retains of each.
 
-An idle chat holds no block: all that is left of it is cached, and its next turn is a hit only while every group has
-what a hit needs. Blocks of a chat in each group:
+An idle chat holds no block: its blocks are only cached. Its next turn is a hit only while every group has the blocks
+that a hit needs. Blocks of a chat in each group:
 
                  dense                            tail
     full         ceil(tokens / block)             the same: a hit needs all of them
     windowed     ceil(tokens / block)             ceil((window - 1) / block) + 1 + 1
     states       every checkpoint, up to 16       2: at the end of the prompt, and at the end of the chat
 
-A tail is what the token after the chat's last edge reads, `window - 1` tokens; one block more, so that a prompt that is
-edited inside its last block still hits one edge earlier (as many blocks as are between two edges, where other groups
-have larger blocks); and the block that is not full yet, which full attention counts as well.
+A tail has three parts. The first is the `window - 1` tokens that the token after the chat's last edge reads. The second
+is one block more: a prompt that is edited inside its last block then still hits one edge earlier. Where other groups
+have larger blocks, it is as many blocks as are between two edges. The third is the block that is not full yet, which
+full attention counts as well.
 
 For example 24,576 blocks of 16 tokens, full attention and five groups of a window of 1,024. Of a chat of 8,192 tokens,
 dense retention keeps 6 x 512 blocks, which makes 8 chats; tail retention 512 + 5 x 66, which makes 29.

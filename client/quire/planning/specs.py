@@ -1,4 +1,4 @@
-"""What one layer of a model keeps per token or per sequence, on one tensor-parallel rank."""
+"""The cache that one layer of a model keeps per token or per sequence, on one tensor-parallel rank."""
 
 from __future__ import annotations
 

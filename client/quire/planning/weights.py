@@ -1,6 +1,7 @@
-"""How many bytes a model's weights take, from its configuration: near enough to plan with, before they are downloaded.
+"""Bytes of a model's weights, from its configuration: near enough to plan with, before they are downloaded.
 
-Counted are embeddings, attention, MLPs and experts; left out are norms, biases and routers, together some thousandths.
+The sum counts embeddings, attention, MLPs and experts. It leaves out norms, biases and routers, together some
+thousandths.
 """
 
 from __future__ import annotations

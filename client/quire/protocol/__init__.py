@@ -1,1 +1,1 @@
-"""What both sides of the session protocol say: steps, their packed columns, limits, permissions, the state digest."""
+"""Values of the session protocol, for both sides: steps, their packed columns, limits, permissions, state digest."""

@@ -1,4 +1,4 @@
-"""What both sides of protocol v1 agree on. Limits that one server alone sets come with its `Ready` or its errors."""
+"""Limits that both sides of protocol v1 agree on. A server's own limits come with its `Ready` or its errors."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ REPORT_CHUNK_ENTRIES_MAX: Final = 4096  # sequences, published and freed blocks 
 STOPS_MAX: Final = 32  # of one sequence
 REQUEST_ID_CHARACTERS_MAX: Final = 64
 HEARTBEAT_S: Final = 1.0  # both ways
-SILENCE_S: Final = 3.0  # after which an owner leaves its stream
+SILENCE_S: Final = 3.0  # then an owner leaves its stream
 WATCH_BEAT_S: Final = 5.0  # between messages to a watcher while nothing happens

@@ -1,4 +1,4 @@
-"""What a step of a Session stream did, operation by operation, as `read_reply` finds it in the columns of the reply."""
+"""Outcomes of a step of a Session stream, operation by operation; `read_reply` reads them from a reply's columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry without a block: it fell out of 
 
 
 class Result(enum.IntEnum):
-    """What one operation did; all but OK change nothing. Numbers of `quire.v1.Result`; only OK is true."""
+    """The result of one operation, numbered as in `quire.v1.Result`. Only OK is true; all others change nothing."""
 
     OK = 0
     NO_SPACE = 1
@@ -41,8 +41,8 @@ class Result(enum.IntEnum):
 
 
 class Swap(NamedTuple):
-    """The table entry of a sequence that now names the block which was published first; in an append-only pool it does
-    not, and that block is held beside it, as its twin."""
+    """A table entry of a sequence that now names the block which was published first. In an append-only pool the entry
+    stays, and the sequence holds that block beside its own, as its twin."""
 
     sequence_id: int
     group: int
@@ -51,7 +51,7 @@ class Swap(NamedTuple):
 
 
 class Takeover(NamedTuple):
-    """From a position on, what a sequence keeps in a group is published in the place of its twins, which are empty."""
+    """From a position on, a sequence's own blocks in a group are published. They replace its twins, which are empty."""
 
     sequence_id: int
     group: int
@@ -59,7 +59,7 @@ class Takeover(NamedTuple):
 
 
 class CacheDrop(NamedTuple):
-    """What was to be forgotten of the cache: of a namespace (None: of all), behind the kept ones of some digests."""
+    """A part of the cache to forget: of a namespace (None: of all), behind the kept ones of some digests."""
 
     namespace: str | None
     digests: bytes
@@ -89,23 +89,23 @@ class Victim(NamedTuple):
 
 
 class GrowOutcome(NamedTuple):
-    """What a grow did.
+    """The outcome of a grow.
 
     Attributes:
         sequence_id: the sequence.
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or FORBIDDEN.
         matched_token_count: leading tokens that need not be computed (new sequences only).
-        blocks: per group the last entries of its table, replacing what stood there; of a new sequence all of them.
+        blocks: per group the last entries of its table, which replace the old ones; of a new sequence all of them.
             `NULL_BLOCK` where a windowed group holds none.
         shortfall: blocks that were missing (NO_SPACE), too many for the namespace (QUOTA), or for the pool at once
             (PASS_TOO_LONG).
         pending_token_count: tokens after the matched ones that others are computing (new sequences only).
-        victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
-        token_count: tokens that were asked for, or that matched, if those are more: with OK there is room for them, and
+        victim: the sequence to preempt (NO_SPACE only), if preempting one helps.
+        token_count: tokens that were asked for, or that matched, if those are more. With OK there is room for them, and
             the last entries of the tables are for the last of them.
-        junction_token_count: leading tokens that would have matched, had there been a checkpoint: a commit that ends
-            there makes one. 0 where nothing would be gained (new sequences only).
-        stops: token counts, rising, at which a later prompt's hit may end: commits that end there make checkpoints (new
+        junction_token_count: leading tokens that would have matched, had there been a checkpoint. A commit that ends
+            there makes one. 0 if that would gain nothing (new sequences only).
+        stops: token counts, rising, where a later prompt's hit may end. Commits that end there make checkpoints (new
             sequences only).
     """
 
@@ -122,17 +122,17 @@ class GrowOutcome(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """What a step did; the lists run parallel to the operations as they were added.
+    """The outcome of a step; its lists run parallel to the operations in the order in which they were added.
 
     Attributes:
         free_block_count: blocks that can be granted after it, empty and cached.
-        expired_holds: sequences that were held for a time which had passed; they were freed before the first phase.
-        takeovers: what was taken over before the grows (append-only pools only).
-        dropped: of each drop, how many blocks it forgot.
-        outside_drops: what others have dropped since the step before.
-        removed: what could be hit before or was published by it, and cannot be hit after it (where the pool says
-            `tells_removed`); with `is_removed_cut` a part of that.
-        emptied: blocks that became empty and were granted to nobody (where a quota limits what is cached only).
+        expired_holds: holds whose time had passed; they were freed before the first phase.
+        takeovers: twins that were replaced before the grows (append-only pools only).
+        dropped: the number of blocks that each drop forgot.
+        outside_drops: drops by others since the previous step.
+        removed: digests that could be hit before it, or that it published, and that cannot be hit after it (only if the
+            pool says `tells_removed`); with `is_removed_cut` a part of them.
+        emptied: blocks that became empty and were not granted (only if a quota limits the cached blocks).
     """
 
     commits: list[Result]

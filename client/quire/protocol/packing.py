@@ -1,4 +1,4 @@
-"""Arrays of numbers as they travel: little-endian, whatever the machine; made and read in bulk.
+"""Arrays of numbers as they travel: little-endian on every machine; made and read in bulk.
 
 Protobuf makes an object of every entry of a repeated field, which took a third of a large step's time.
 """

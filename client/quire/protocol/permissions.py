@@ -1,11 +1,11 @@
-"""Who may do what: permissions as values, and as the URIs that stand in a caller's certificate.
+"""Permissions of callers, as values and as URIs in a caller's certificate.
 
     quire://pool/NAME          may own the pool of that name, and look into it
     quire://observe/NAME       may look into it
     quire://namespace/NAME     may use the namespace; without a name it is the nameless one
 
 A NAME that ends in `*` stands for every name that begins so; `*` alone for all. Characters that a URI cannot have are
-percent-encoded, a `*` that is meant by itself too. What a URI of another kind says is ignored and permits nothing.
+percent-encoded, and so is a literal `*`. A URI of another kind is ignored and permits nothing.
 
 Pure: no wire, no clock; the state machine of a session asks these too.
 """
@@ -52,13 +52,13 @@ class Patterns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """What one caller may do.
+    """The permissions of one caller.
 
     Attributes:
-        pools: that it may own: attach, open a session, apply operations.
-        observed: that it may look into besides.
-        namespaces: that it may use: create sequences in, ask for prefixes of, generate text in; and whose prefixes it
-            is shown where it looks into a pool.
+        pools: names of pools that it may own: attach, open a session, apply operations.
+        observed: names of further pools that it may look into.
+        namespaces: names of namespaces that it may use: create sequences there, ask for their prefixes, generate text.
+            Where it looks into a pool, it sees the prefixes of these namespaces.
     """
 
     pools: Names = Names()

@@ -76,9 +76,9 @@ class StepBuilder:
     def drop(
         self, namespace: str | None = None, digests: bytes | Sequence[bytes] = b"", kept_digest_count: int = 0
     ) -> None:
-        """Forgets cached blocks: all of a namespace, or of the pool without one; with `digests` of a prefix, from the
-        root, those behind the kept ones, and of full attention whatever continues there. What live sequences hold,
-        after this step's frees, stays."""
+        """Forgets cached blocks: all of a namespace, or of the pool without one. With `digests` of a prefix from the
+        root, only those behind the kept ones, and with full attention all that continue them. Blocks that live
+        sequences hold after this step's frees stay."""
         self._drops.append(cache_drop(namespace, digests, kept_digest_count))
 
     def fork(self, parent_id: int, child_id: int, hold_ms: int = 0) -> None:
@@ -111,7 +111,7 @@ class StepBuilder:
             token_count: tokens to hold: the prompt, or its first chunk. It holds more where more is shared.
             digests: of the prompt's blocks, as many as may be shared.
             namespace: prefixes are shared inside it.
-            prompt_token_count: length of the whole prompt, where `token_count` is only its first chunk: it is let in
+            prompt_token_count: length of the whole prompt, where `token_count` is only its first chunk: admitted
                 only if all of it would fit, and the rest is kept free from later admissions.
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
@@ -215,7 +215,7 @@ class StepBuilder:
 def cache_drop(
     namespace: str | None = None, digests: bytes | Iterable[bytes] = b"", kept_digest_count: int = 0
 ) -> pb.CacheDrop:
-    """Returns what is to be forgotten of a cache.
+    """Returns a message that names the part of a cache to forget.
 
     Raises:
         ValueError: digests without a namespace, or more are kept than there are.

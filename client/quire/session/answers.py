@@ -62,7 +62,7 @@ class Answers:
         return asked
 
     def take(self, number: int, outcome: StepOutcome) -> None:
-        """Hands the allocator's answer to whoever waits for it."""
+        """Hands the allocator's answer to the caller that waits for it."""
         asked = self._asked.pop(number)
         if asked.done():
             self._missed[number] = asked.operations, outcome

@@ -177,7 +177,7 @@ def _outdated(pages: Pages, held: Set[int]) -> set[int]:
 
 
 def _add_freed(chunker: _Chunker, pages: Pages, others: Set[int]) -> None:
-    """Adds the blocks that were let go of, in that order, but for those among `others`."""
+    """Adds the released blocks, in the order of their releases, without those among `others`."""
     blocks, steps, operations, ranks = array("I"), list[int](), list[int](), list[int]()
     for each in pages.releases():
         own, own_ranks = each.blocks, each.ranks

@@ -5,7 +5,7 @@
         outcome = answer.result(timeout=0.02)  # TimeoutError: it is still to come, and stays so
 
 The stream is `AsyncSession`, on an event loop in a thread of its own, which keeps the lease and attaches again after an
-outage, whatever the callers do. A step is applied though nobody waits for its answer any more: it has blocks to note.
+outage, independently of the callers. A step is applied even if no caller waits for its answer: it has blocks to note.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Session:
         """Attaches, waiting for an allocator that is down, or for a former owner's lease to end.
 
         Raises:
-            TimeoutError: nobody has let it in so far; the session is closed.
+            TimeoutError: no allocator has admitted it so far; the session is closed.
             QuireError: as `AsyncSession.open`.
         """
         self._loop.run(self._opened(), timeout_s)
@@ -114,7 +114,7 @@ class Session:
             except asyncio.CancelledError:
                 answer.set_exception(UnavailableError("the session is closed"))
                 raise
-            except Exception as error:  # whatever it is, its caller is to know
+            except Exception as error:  # of any kind: its caller is to know
                 answer.set_exception(error)
                 continue
             assert isinstance(pending, Pending)
@@ -123,7 +123,7 @@ class Session:
             teller.add_done_callback(self._tellers.discard)
 
     async def _close(self) -> None:
-        """Ends what is under way: whoever waits for an answer is told that the session is closed."""
+        """Ends all that is under way: a caller that waits for an answer gets the error that the session is closed."""
         try:
             await self._session.close()
         finally:

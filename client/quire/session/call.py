@@ -1,7 +1,7 @@
 """One Session call as its owner sees it: connected, written to and read from until it ends.
 
-grpc.aio raises the same for a call that was cancelled as for a task that was: the two are told apart. Whoever cancels a
-call means the call, not those who happen to write to it.
+grpc.aio raises the same error for a cancelled call as for a cancelled task; this module tells the two apart. Cancelling
+a call must not cancel the tasks that happen to write to it.
 """
 
 from __future__ import annotations

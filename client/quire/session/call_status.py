@@ -1,4 +1,4 @@
-"""Why a call ended, as the peer said it.
+"""The reason that a call ended, as the peer said it.
 
 A message that is written while the call ends fails, and grpc.aio puts INTERNAL, "Internal error from Core", in the
 place of the status that is there already (seen with 1.85: `_write` in its `_call.py`, and `set_internal_error`). An

@@ -34,8 +34,8 @@ def may_exchange(call: Any) -> bool:
 
 
 async def exchange(call: Any, request: pb.SessionRequest) -> pb.SessionReply | None:
-    """Sends a message on a call that is neither written to nor read from meanwhile, and returns the next one that
-    comes; None where the call has ended, of which reading it tells more.
+    """Sends a message on a call, and returns the next one that arrives. Nobody else may write or read meanwhile. None
+    means that the call has ended; reading it tells more.
 
     Raises:
         DecodeError: the bytes are no message.

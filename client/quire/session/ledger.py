@@ -1,13 +1,13 @@
-"""What the owner of a pool knows of it: block tables of live sequences, and what its pages carry.
+"""The owner's knowledge of its pool: block tables of live sequences, and the digests that its pages carry.
 
-The owner has the pages, so this is the truth; the allocator's state is made of it again whenever that is lost
+The owner has the pages, so this is the truth. An allocator that has lost its state makes it anew from this ledger
 (`block_report.py`). Everything here, and in `pages.py`, follows from steps and their replies:
 
     published    a commit filled a block and its digest went along, until the block is granted anew
     released     the last free (or grow or commit that let go of it) that named a published block
 
 A block that the allocator has evicted and not granted yet still counts as published: its page has not been touched.
-Where a quota limits what is cached, it does not: the allocator tells which blocks became empty.
+If a quota limits the cached blocks, it does not count: the allocator tells which blocks became empty.
 
 Pure: no call, clock or lock; the time comes with every reply.
 """
@@ -38,7 +38,7 @@ class LedgerSequence:
     Attributes:
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
         hold_until: when a hold ends, in seconds; None for an ordinary sequence.
-        stops: token counts, rising, at which states make checkpoints and windows keep what is before them.
+        stops: token counts, rising, where states make checkpoints and windows keep the blocks before them.
         twins: in an append-only pool, by group and position, the published blocks that it holds beside its own.
     """
 

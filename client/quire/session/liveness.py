@@ -1,4 +1,4 @@
-"""How long the other side of a stream has said nothing, as far as this process was there to hear it."""
+"""Silence of the other side of a stream, in seconds during which this process could hear it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 class Silence:
     """Seconds of silence, counted in ticks that are to come every `tick_s` seconds.
 
-    A tick that comes late counts as two at most. A process that stood still finds what it was sent only when it goes
-    on: the time it stood still says nothing about the other side.
+    A tick that comes late counts as two at most. A process that was paused reads its messages only when it
+    continues: the time of its pause says nothing about the other side.
     """
 
     def __init__(self, tick_s: float, now: float) -> None:

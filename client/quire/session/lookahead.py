@@ -19,7 +19,7 @@ With `ahead` 64 and blocks of 16 tokens:
     ...
     step = StepBuilder()  # commits, frees, prompts: what the engine has to say
     session.ahead.ask(step, [Decoding(7, 128, 120, 400), Decoding(9, 32, 33, 90)])
-    answer = await session.submit(step)  # the forward pass runs meanwhile, of whoever has room: sequence 7
+    answer = await session.submit(step)  # meanwhile the forward pass of sequences with room runs: sequence 7
     for grown in (await answer).grows: ...  # each has room for `grown.token_count` tokens, once its blocks are noted
 
 `granted` must come from answers that the engine has taken in, not from the ledger. The ledger hears of an answer
@@ -53,12 +53,12 @@ class Decoding(NamedTuple, Generic[K]):
 
     @property
     def lacks_room(self) -> bool:
-        """Tells whether its next token has no room: it is needed, whatever is asked for ahead."""
+        """Tells whether its next token has no room. That room is needed, apart from any room ahead."""
         return min(self.length, self.last) > self.granted
 
 
 class Increment(NamedTuple):
-    """Says by what tables grow: so many tokens, for which so many blocks are taken, all groups together.
+    """The tokens by which tables grow, and the blocks that they take, all groups together.
 
     Attributes:
         token_count, block_count: of the least that leaves no group with a half-filled block.
@@ -119,15 +119,15 @@ class RoomAhead:
     def ask(self, step: StepBuilder, decoding: Sequence[Decoding[int]], free_block_count: int | None = None) -> None:
         """Adds the grows that are due, which may be none, to the next step.
 
-        What is still unanswered is not counted: an engine asks in one step at a time, or for some of it twice, which
-        changes nothing. Like any grow, one that is refused changes nothing: whoever then has no room for its next token
-        asks again, with a `free_block_count` of 0 if it was for a QUOTA, which is not known here.
+        Unanswered grows are not counted: an engine asks in one step at a time. Asking for the same room twice changes
+        nothing, and neither does a refused grow. If a sequence then has no room for its next token, its engine asks
+        again. After a QUOTA, which is not known here, it passes a `free_block_count` of 0.
 
         Args:
             step: of the engine.
             decoding: oldest first: live sequences, by their ids.
-            free_block_count: that may be taken; by default all that were free after the last answer. Fewer where this
-                step lets prompts in, too, or chunks are left of some. With 0, next tokens alone are asked for.
+            free_block_count: that may be taken; by default all that were free after the last answer. Pass fewer
+                if this step also admits prompts, or chunks of some are left. With 0, it asks for next tokens alone.
         """
         free = self._owner.ledger.free_block_count if free_block_count is None else free_block_count
         for sequence_id, token_count in needs_of(

@@ -9,7 +9,7 @@ Lifecycle of a `PoolOwner`:
     5. idle       the stream was lost (`lose_stream`) or given up by us because both sides disagree: back to 2
 
 A step keeps its number until it is answered. After Resumed the same bytes go out again, after Ready the same operations
-under the new session id: whatever became of them before, they are applied exactly once to what the ledger says.
+under the new session id. They may have been applied before. Even so, the ledger's state gets each of them exactly once.
 
 Pure: no call, clock, randomness or lock. `session.AsyncSession` is the shell around it for asyncio; an engine with an
 event loop of its own writes another one: send everything in `outbox` in order, hand every answer of the current
@@ -34,7 +34,7 @@ from quire.v1 import allocator_pb2 as pb
 
 
 class Phase(enum.Enum):
-    """Where the owner's current stream is in its life; IDLE where there is none."""
+    """The phase of the owner's current stream; IDLE if there is none."""
 
     IDLE = enum.auto()
     ATTACHING = enum.auto()
@@ -43,7 +43,7 @@ class Phase(enum.Enum):
 
 
 class LedgerLostError(InternalError):
-    """An answer could be read but not be true: what is known of the pool cannot be relied on any more."""
+    """An answer could be read but not be true: the ledger of the pool cannot be relied on any more."""
 
 
 class Answer(NamedTuple):
@@ -54,15 +54,15 @@ class Answer(NamedTuple):
 
 
 class Verdict(enum.Enum):
-    """What the end of a stream means for its owner."""
+    """The meaning of a stream's end for its owner."""
 
     AGAIN = enum.auto()  # attach again at once
     LATER = enum.auto()  # attach again later, when a lease has ended or a place is free
     LOST = enum.auto()  # the allocator refuses our report: the pool begins empty
     STEP_REFUSED = enum.auto()  # the oldest unanswered step was wrong; none from it on was applied
-    # This allocator refuses an owner that it, or one before it, had let in: try again later, another one may accept.
+    # This allocator refuses an owner that it, or an earlier one, had admitted: try again later, another one may accept.
     REFUSED = enum.auto()
-    FINAL = enum.auto()  # the allocator refuses an owner that was never let in: give up
+    FINAL = enum.auto()  # the allocator refuses an owner that was never admitted: give up
 
 
 _MISREADINGS_MAX: Final = 3
@@ -90,7 +90,7 @@ class PoolOwner:
 
     Attributes:
         ledger: what is known of the pool after the last answer.
-        outbox: what to send on the current stream, in order; whoever sends it takes it out.
+        outbox: messages to send on the current stream, in order; the sender takes each of them out.
         session_id: of the session that the ledger belongs to; empty before the first, and where it must not go on.
         last_step: number of the last step whose answer was taken in.
         lease_s: of silence, after which the allocator drops the pool; infinite until it is known.
@@ -184,7 +184,7 @@ class PoolOwner:
     def judge(self, error: QuireError | None) -> Verdict:
         """Says what to do about a stream that ended with `error`; None where it gave no reason. Changes nothing."""
         if error is None or error.reason is None or error.reason in _AGAIN or error.reason in _DISAGREE:
-            return Verdict.AGAIN  # without a reason it is gRPC itself that failed, under whatever code
+            return Verdict.AGAIN  # an error without a reason is of gRPC itself, under any code
         if self.phase is Phase.OPEN:
             return Verdict.STEP_REFUSED
         if error.reason in _LATER:

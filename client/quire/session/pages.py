@@ -1,8 +1,8 @@
-"""What the pages of a pool carry: published blocks and their digests, and when each was let go of last.
+"""Contents of a pool's pages: published blocks and their digests, and when each was released last.
 
-Blocks are published in stretches, and let go of in ranges of them (`releases.py`): one object serves thousands of
-blocks, and a block costs an entry in a table. A free looks at no block where a sequence has a whole stretch, or its
-beginning. A stretch shrinks by blocks that are granted anew; when half of it is gone, it is made anew, too.
+Blocks are published in stretches, and released in ranges of them (`releases.py`): one object serves thousands of
+blocks, and a block costs an entry in a table. A free of a whole stretch, or of its beginning, looks at no block. A
+stretch shrinks by blocks that are granted anew; when half of it is gone, it is built anew.
 
 Pure: no call, clock or lock.
 """
@@ -23,7 +23,7 @@ _NOTHING: Final[frozenset[int]] = frozenset()
 
 
 class Published(NamedTuple):
-    """What one block carries.
+    """The digest that one block carries, and its place in a prefix.
 
     Attributes:
         parent: digest of the block before it in its group; empty at the root and where it is not known.
@@ -97,7 +97,7 @@ class PublishedStretch:
 
 
 class LetGo(NamedTuple):
-    """Published blocks that one operation let go of, in this order; `ranks` says so within the operation."""
+    """Published blocks that one operation released, in this order; `ranks` has their order within the operation."""
 
     step: int
     operation: int
@@ -154,7 +154,7 @@ class Pages:
                 self._forget(block)
 
     def drop(self, drop: CacheDrop, held: Set[int], full_groups: Set[int]) -> None:
-        """Notes that blocks carry nothing any more that no sequence holds and that were to be forgotten."""
+        """Forgets the contents of the blocks that a drop names and no sequence holds."""
         if drop.digests:
             self._drop_path(drop, held, full_groups)
             return
@@ -162,7 +162,7 @@ class Pages:
         self.grant([block for block in meant if block not in held])
 
     def _drop_path(self, drop: CacheDrop, held: Set[int], full_groups: Set[int]) -> None:
-        """Does so behind the kept digests of a path; in groups of full attention with all that is below."""
+        """Forgets the blocks behind the kept digests of a path; in groups of full attention also all blocks below."""
         starts = range(drop.kept_digest_count * DIGEST_BYTES, len(drop.digests), DIGEST_BYTES)
         named = {drop.digests[start : start + DIGEST_BYTES] for start in starts}
         carried = [(block, what) for block, what in self.carried().items() if what.namespace == drop.namespace]

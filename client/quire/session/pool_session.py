@@ -63,11 +63,11 @@ class AsyncSession:
         pool: name of the pool.
         spec: its specification.
         metadata: sent with the call, such as a bearer token.
-        on_wait: told why, whenever attaching has to be tried again; without it each reason is logged once.
+        on_wait: called with the error whenever attaching has to be tried again; without it each reason is logged once.
         reconnect: returns a stub on a new connection where this session's own is silent; without it TCP alone ends it.
         disconnect: called at the end of `close`.
         window: steps that may be unanswered at a time, 1 to 8.
-        ahead_tokens: for which a sequence that decodes is to have room beyond its next token.
+        ahead_tokens: tokens that a decoding sequence is to have room for, beyond its next one.
 
     Attributes:
         ahead: asks for room ahead, so that decoding goes on through an outage; see `quire.session.lookahead`.
@@ -96,7 +96,7 @@ class AsyncSession:
         self.ahead = RoomAhead(self._owner, ahead_tokens)
         self._connected, self._closing, self._pid = False, False, os.getpid()
         self._call: SessionCall | None = None
-        self._asks = False  # whoever sent the last step waits for its answer before anything else
+        self._asks = False  # the sender of the last step waits for its answer before anything else
         self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
         self._fell_silent = self._has_served = False  # the last stream was silent; this one has brought a message
         self._refusal: QuireError | None = None
@@ -159,7 +159,7 @@ class AsyncSession:
                 if self._refusal is not None:
                     raise self._refusal
         except BaseException:
-            await self.close()  # else it would take the pool later, for nobody
+            await self.close()  # otherwise it would take the pool later, in vain
             raise
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
@@ -297,7 +297,7 @@ class AsyncSession:
             self._answers.lose_pool()
         except InternalError as error:
             log.error("the allocator broke the protocol: %s", error)
-            # Whatever these steps did, the next report tells the allocator what is.
+            # The next report gives the allocator the true state, with or without the effects of these steps.
             self._answers.fail(owner.give_up_steps(), error)
         return None
 

@@ -1,8 +1,7 @@
-"""When the blocks of a stretch were let go of last, by ranges of it: what one free let go of is one entry.
+"""Releases of the blocks of a stretch, by ranges of it: the blocks that one free released are one entry.
 
-Who owns which part of a stretch, as indices of its blocks: ranges [first, end) that rise and do not overlap, each with
-the operation that let go of it last. Blocks in none of them were never let go of. A later release takes its range away
-from those before it:
+Ranges [first, end) of indices of its blocks rise and do not overlap. Each belongs to the operation that released it
+last. Blocks in none of them were never released. A later release takes its range away from the earlier ones:
 
     [0, 9) of step 4, then [0, 6) of step 7      ->    [0, 6) of step 7, [6, 9) of step 4
 
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 
 class Release(NamedTuple):
-    """Blocks [first, end) of a stretch, which one operation let go of, the deepest first.
+    """Blocks [first, end) of a stretch, which one operation released, the deepest first.
 
     Attributes:
         rank: of the deepest block within the operation; that of each block before it is higher by `stride`.

@@ -1,4 +1,4 @@
-"""What an owner is told while its pool is not there, for whoever has no words of its own for it."""
+"""Log messages for an owner that waits for its pool: the default of sessions without an `on_wait`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEASE_RUNS: Final = frozenset({Reason.POOL_OWNED})
 
 
 class Waits:
-    """Says each reason once, as a warning, until a stream is up again; and then that it is.
+    """Logs each reason once, as a warning, until a stream is up again, and then that it is.
 
     Args:
         pool: its name.
@@ -32,7 +32,7 @@ class Waits:
         log.warning("pool %s is not ours: %s; waiting until %s", self._pool, why, until)
 
     def attached(self) -> None:
-        """Says that the session is there again, if it was said that it was not."""
+        """Logs that the session is attached again, if its absence was logged."""
         if self._told:
             log.warning("pool %s is attached again", self._pool)
             self._told.clear()

@@ -99,7 +99,7 @@ class CallSession:
             token_count: tokens to hold, at least 1; it holds more where more of a longer prompt is shared.
             digests: of the prompt's blocks in order, as many as may be shared; one by one or concatenated.
             namespace: prefixes are shared inside it.
-            prompt_token_count: length of the whole prompt, where `token_count` is only its first chunk: it is let in
+            prompt_token_count: length of the whole prompt, where `token_count` is only its first chunk: admitted
                 only if all of it would fit, and the rest is kept free from later admissions.
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.

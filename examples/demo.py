@@ -1,7 +1,7 @@
-"""What paging as a service saves, on a model of 3.5 million parameters.
+"""Demo of what paging as a service saves, on a model of 3.5 million parameters.
 
-Starts an allocator and a worker as separate processes, streams four prompts that share a long prefix and one prompt
-sampled four ways, and prints what was shared. Everything in the table is counted by the servers.
+Starts an allocator and a worker as separate processes. Streams four prompts that share a long prefix, and one prompt
+sampled four ways. Prints a table of cached tokens and saved blocks; the servers count everything in it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ FORKED = "The import statement "
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one part of the demo took."""
+    """Outcome of one part of the demo: its duration, and the usage of its requests."""
 
     name: str
     seconds: float
     usages: tuple[Usage, ...]
 
     def total(self, field: str) -> int:
-        """Sum of one field of `Usage` over the requests."""
+        """Returns the sum of one field of `Usage` over the requests."""
         return sum(getattr(usage, field) for usage in self.usages)
 
 
@@ -111,7 +111,7 @@ async def samples(client: AsyncClient, console: Console, max_tokens: int) -> Out
 
 
 def summary(outcomes: Sequence[Outcome]) -> Table:
-    """The short table at the end."""
+    """Returns the short table that the demo ends with."""
     table = Table(title="What was shared")
     table.add_column("", no_wrap=True)
     headings = ("tokens", "tokens/s", "prompt\ntokens", "from\ncache", "blocks\nused", "separate\ncaches", "saved")
@@ -134,7 +134,7 @@ def summary(outcomes: Sequence[Outcome]) -> Table:
 
 
 async def run(worker: str, allocator: str, console: Console, max_tokens: int) -> None:
-    """The demo on servers that are up."""
+    """Runs the demo on running servers."""
     async with AsyncClient(worker) as client, AsyncAllocator(allocator) as blocks:
         outcomes = [
             await shared_prefix(client, console, max_tokens),

@@ -35,7 +35,7 @@ def forward(sequence: EngineSequence) -> None:
 
 
 async def turn(engine: AsyncEngine) -> int:
-    """Runs the copies, then a pass of whoever has room; returns how many tokens it made."""
+    """Runs the copies, then a pass over the sequences that have room; returns the number of tokens that it made."""
     for source, destination in await engine.turn():
         pages[destination] = list(pages[source])
     ready = engine.ready()

@@ -200,11 +200,11 @@ def test_a_silent_proto_element_would_be_noticed() -> None:
 READ_ONCE = (
     "client",
     "allocator_service",
-    "worker_service/quire_cpu",
-    "worker_service/quire_kernels",
+    "worker_service",
     "integrations",
     "scripts",
     "benchmarks",
+    "examples",
     "tests",
 )
 UNREAD = ("allocator_service/quire_allocator/core/groups", "allocator_service/quire_allocator/core/retention")

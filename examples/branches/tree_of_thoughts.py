@@ -1,4 +1,4 @@
-"""A tree of thoughts: three levels, at each of which four ways to go on are tried and the two best are kept.
+"""A tree of thoughts with three levels: at each, four continuations are tried and the two best are kept.
 
 A thought is good if the model finds its verdict likely after it. Every branch holds its own tail alone.
 """

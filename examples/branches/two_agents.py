@@ -1,4 +1,4 @@
-"""Two agents on one long document: each has a branch of it, and hears what the other one says."""
+"""Two agents on one long document: each has a branch of it, and reads the other agent's lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS = 3
 
 
 class Talk(NamedTuple):
-    """What was said, and the tokens of the document and of both agents' branches."""
+    """Lines of a discussion, and the number of tokens of the document and of both agents' branches."""
 
     lines: list[str]
     document_token_count: int

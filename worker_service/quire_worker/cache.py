@@ -1,6 +1,6 @@
 """The physical KV cache: buffers of pages, each shared by one layer of every group.
 
-A block id of the allocator is a page: slot `id` of every buffer, for whichever group holds the block. Which layers
+A block id of the allocator is a page: slot `id` of every buffer, for the group that holds the block. Which layers
 share a page, and where in it each lies, comes from the layout planner (`quire.planning`, docs/layout.md). With 2 layers
 of full attention and 4 of a sliding window, all of one size, there are three groups and two buffers:
 
@@ -141,18 +141,18 @@ def rows_of(pages: torch.Tensor, width: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What the layers of one model keep, and in which pages.
+    """A model's layout of keys, values and states in pages.
 
     Attributes:
-        layers: of this tensor-parallel rank, those that read another's keys and values included.
+        layers: of this tensor-parallel rank, including layers that read another layer's keys and values.
         block_size: tokens per block, the same in every group of attention.
         dtype: of keys and values as the model computes them.
-        token_count_max: longest sequence, for which the layout is planned.
+        token_count_max: longest sequence; the layout is planned for it.
         latent_dim: as in `PageSpec`, of all layers.
         stored_as: fp8 dtype of the pages; None: they are of `dtype`.
         is_hnd: as in `PageSpec`, of all layers.
-        scales: of layers whose pages are fp8, by index in the model, those that are not 1.
-        rank_count: of which each has pages like these, for its heads.
+        scales: of layers whose pages are fp8, by index in the model. Scales of 1 are left out.
+        rank_count: ranks of the crew. Each has pages like these, for its heads.
         states: tensors of the layers that keep recurrent states, by index in the model, in the order of their bytes.
 
     Raises:
@@ -271,7 +271,7 @@ class CacheSpec:
 
 
 class Place(NamedTuple):
-    """Where one layer's pages lie: `offset` elements after the start of each slot of a buffer."""
+    """Location of one layer's pages: `offset` elements after the start of each slot of a buffer."""
 
     layer: LayerSpec
     group: int
@@ -365,11 +365,11 @@ class KVCache:
         return LayerCache(kind, pages, window, place.layer.shared_with is None, scales)
 
     def sequence_tokens_max(self, pass_token_count: int) -> int:
-        """Counts the tokens of the longest sequence that fits alone, in whole blocks, of which at most so many are
-        computed at a time.
+        """Returns the tokens of the longest sequence that fits alone, in whole blocks, if a pass computes at most
+        `pass_token_count` of them.
 
-        Full attention holds all of them; a window what the tokens of a pass read, and the rest of the last one's block.
-        0 where not even a block of each group fits.
+        Full attention holds all of them. A window holds the tokens that a pass reads, and the rest of the last one's
+        block. The result is 0 if not even a block of each group fits.
         """
         size, plan = self.spec.block_size, self.spec.plan
         fits, too_long = 0, -(-self.spec.token_count_max // size) + 1  # in blocks

@@ -1,4 +1,4 @@
-"""What the command line offers, for a help that does not wait for torch."""
+"""Choices of the command line's options, in a module without torch so that `--help` is fast."""
 
 from __future__ import annotations
 

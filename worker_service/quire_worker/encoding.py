@@ -1,4 +1,4 @@
-"""What a plan of the scheduler asks for, as a step of the session with the allocator."""
+"""Encoding of the scheduler's plan as a step of the session with the allocator."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Engine:
         self.adapters = Adapters(model)
         self._clock = clock
         self._thread = ModelThread(lane)
-        self.wake = asyncio.Event()  # set by whoever changes the roster
+        self.wake = asyncio.Event()  # set by each change of the roster
         self._open: set[Request] = set()
         self._changed, self._turned = asyncio.Event(), asyncio.Event()  # a request was ended; set after each turn
         self.reception = Reception(
@@ -285,10 +285,10 @@ class Engine:
         self._passes.append(Pass(batch.work, self._thread.submit(self._runner.compute, prepared)))
 
     async def _plan(self) -> tuple[Plan, StepOutcome] | None:
-        """Returns what to run, and the allocator's answer if it had to be asked; None if everything has to start again.
+        """Returns the turn's plan, and the allocator's answer if it had to be asked; None if the turn has to restart.
 
-        One step is under way at a time. Its answer is waited for only by those who need it: while the allocator is
-        slow, or gone, whoever has room goes on.
+        One step is under way at a time. Only samples that need its answer wait for it: while the allocator is slow, or
+        gone, samples that have room continue.
         """
         if self._asked is not None and self._asked.answer.done() and not await self._take_in():
             return None
@@ -312,8 +312,8 @@ class Engine:
         return None if outcome is None else (plan, outcome)
 
     def _ask_ahead(self, work: list[Work]) -> None:
-        """Sends what the next turns need, unless the last step has no answer yet. Commits and frees, for which nobody
-        waits, go along with the rest or after a while: one step for many costs a small model's worker less."""
+        """Sends the next turns' needs, unless the last step has no answer yet. Nobody waits for commits and frees: they
+        go along with the rest or after a while, because one step for many costs a small model's worker less."""
         if self._asked is None:
             plan = self.scheduler.plan_ahead(work, may_wait=self._clock() - self._sent_s < QUIET_S)
             if plan.has_to_be_sent:
@@ -324,7 +324,7 @@ class Engine:
         self._asked = Asked(plan, asyncio.create_task(self.session.step(step_of(plan))), self._sent_s)
 
     async def _is_answered(self, ready: Plan) -> bool:
-        """Waits for the answer: for a moment if somebody is ready to go on without it, else as long as it takes."""
+        """Waits for the answer: for a moment if samples can continue without it, else as long as it takes."""
         assert self._asked is not None
         started = self._clock()
         left_s = max(0.0, self._asked.sent_s + PATIENCE_S - started) if ready.wanted else None
@@ -347,10 +347,10 @@ class Engine:
     async def _answer(self) -> StepOutcome | None:
         """Returns the answer that has come; None if everything that ran has to start again.
 
-        A step that is refused is blamed on the requests that it would have let in.
+        If a step is refused, the requests that it would have admitted fail.
 
         Raises:
-            QuireError: a step that lets nobody in was refused, or the allocator broke the protocol.
+            QuireError: a step that admits no request was refused, or the allocator broke the protocol.
         """
         assert self._asked is not None
         (plan, answer, _), self._asked = self._asked, None

@@ -1,4 +1,4 @@
-"""Recurrent states in pages: where the bytes of a layer's state lie, and how they are read and written.
+"""Recurrent states in pages: the location of a layer's state, and how its bytes are read and written.
 
 A state is what a recurrent layer remembers of a whole sequence, whatever its length: some tensors of fixed shapes, each
 of its own dtype. They lie end to end, the widest elements first, and the layout planner cuts their bytes where pages
@@ -26,7 +26,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16)  # in which bytes are moved, th
 
 
 class StateKey(NamedTuple):
-    """Which of the tensors of a layer: what models call it, and its number among those of that name."""
+    """Key of one of a layer's tensors: the models' name for it, and its number among those of that name."""
 
     name: str  # "conv" or "recurrent"
     number: int

@@ -17,7 +17,7 @@ SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class WorkerTelemetry:
-    """What happened since start."""
+    """Counts and durations since start."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()  # finished, cancelled, rejected, failed
@@ -38,8 +38,8 @@ class WorkerTelemetry:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Returns when a full queue has room again, roughly: half of what those who were let in have waited on the
-        average, because a queue has half its places anew by then. None before anybody was."""
+        """Returns roughly the seconds until a full queue has room: half of the admitted requests' average waiting time,
+        because half of a queue's places are free again by then. None before the first admission."""
         histogram = self.queue_seconds
         count = histogram.buckets()[-1][1]
         return min(max(histogram.sum / count / 2, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX) if count else None

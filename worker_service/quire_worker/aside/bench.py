@@ -2,7 +2,7 @@
 
 1. started    with the first job, or `warm`: one process that is prepared, and forks others
 2. idle       a child waits for a job; so many at most, and they are used again
-3. busy       it has one, of a key that has no other. Whoever waits for it may leave: the child ends by itself
+3. busy       it has one, of a key that has no other. Its caller may stop waiting: the child ends by itself
 4. lost       it was killed by its own limits; the next job has a new one
 5. closed     all of them end
 """
@@ -34,10 +34,10 @@ class OverLimitError(Exception):
 
 
 class Limits(NamedTuple):
-    """What a job may take.
+    """Limits of one job, and the number of children.
 
     Attributes:
-        memory_bytes: beyond what is there before it.
+        memory_bytes: beyond the child's memory before the job.
         cpu_s: whole seconds of a processor.
         wall_s: whole seconds, on a machine with too much to do.
         places: children, and so jobs at a time.

@@ -1,7 +1,7 @@
-"""What processes beside the worker do, each kind with what it is prepared with.
+"""Kinds of jobs of the processes beside the worker, and the data that prepares a process for each kind.
 
-templates     conversations are written down by the checkpoint's chat template
-structures    structures are compiled to see whether it takes too long, or too much memory
+templates     writes conversations down with the checkpoint's chat template
+structures    compiles structures to see whether compiling takes too long, or too much memory
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class CpuPagedAttention(PagedAttention):
 
 
 class Kind(NamedTuple):
-    """What distinguishes the layers of a model, to the kernels."""
+    """Parameters in which a model's layers differ for the kernels."""
 
     query_heads: int
     scale: float
@@ -75,7 +75,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuAttentionPlan(AttentionPlan):
-    """What is the same in all layers of a forward pass, an `AttentionPlan`."""
+    """An `AttentionPlan` of the CPU's kernels: the arguments that all layers of a forward pass share."""
 
     library: Library
     batch: AttentionBatch

@@ -1,7 +1,7 @@
-"""What every implementation of paged attention takes and gives.
+"""Interface of paged attention: the arguments and results of every implementation.
 
-Two steps, as in FlashInfer: `plan` once per forward pass turns the batch into whatever indices the implementation
-likes, then each layer calls `append` and `attend` with its own pages.
+Two steps, as in FlashInfer: once per forward pass, `plan` turns the batch into the indices that the implementation
+needs. Then each layer calls `append` and `attend` with its own pages.
 
 Layout: pages are NHD, 5-D (see `quire_worker.cache`); queries, keys and values are ragged, the tokens of all sequences
 one after another, `[tokens, heads, head_dim]`. Each group of layers has its own pages, and so its own batch and plan.
@@ -23,7 +23,7 @@ from quire_worker.sampling.params import SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
-    """Which tokens of a flat batch belong to which sequence, and where their keys and values lie.
+    """A flat batch's layout: which tokens belong to which sequence, and where their keys and values lie.
 
     All on the host: an implementation takes to its device what its kernels need, and waits for nothing to plan.
 
@@ -131,8 +131,8 @@ class PagedAttention(Protocol):
         ...
 
     def look(self, logits: torch.Tensor) -> Look | None:
-        """Returns the greedy choice of each row and whether it is finite, where that is one quick kernel and nobody has
-        to wait for the device; None where `choose` and `sampling.choice.are_finite` are the way.
+        """Returns the greedy choice of each row and whether the row is finite, if one quick kernel computes both
+        without waiting for the device. None if callers must use `choose` and `sampling.choice.are_finite`.
 
         Args:
             logits: float32 `[rows, vocabulary]`.
@@ -159,7 +159,7 @@ class PagedAttention(Protocol):
             logits: float32 `[rows, vocabulary]`, at least one row; the token of one that is not
                 `sampling.choice.are_finite` may be any number.
             params: per row, valid.
-            draw: called once if a row is not greedy, when nothing can fail for want of memory any more: for those rows
-                numbers in [0, 1), float64 on the CPU, in the order of the rows.
+            draw: called once if a row is not greedy, after the last allocation that can fail. Returns a number in
+                [0, 1) for each such row, float64 on the CPU, in the order of the rows.
         """
         ...

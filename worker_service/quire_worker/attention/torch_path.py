@@ -174,7 +174,7 @@ class TorchAttentionPlan(AttentionPlan):
 
 
 class _Scores(NamedTuple):
-    """What is computed from queries and keys."""
+    """Parameters of the scores of queries and keys."""
 
     scale: float
     window_left: int
@@ -183,7 +183,7 @@ class _Scores(NamedTuple):
 
     @property
     def are_plain(self) -> bool:
-        """Tells whether the fused kernel computes them."""
+        """Tells whether the fused kernel can compute these scores."""
         return self.soft_cap == 0 and self.sinks is None
 
     def attend_by_head(
@@ -267,7 +267,7 @@ class _CausalMasks:
 
 
 class _Place(NamedTuple):
-    """Where a unit's keys and values are gathered: views of the workspace, which are the same in every layer."""
+    """Views of the workspace that a unit's keys and values are gathered in. Every layer uses the same views."""
 
     buffer: torch.Tensor
     key_pages: torch.Tensor  # [pages, elements of a page]
@@ -277,7 +277,7 @@ class _Place(NamedTuple):
     value: torch.Tensor
 
     def gather(self, pages: torch.Tensor, unit: GatheredBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a unit, each `[sequences, kv_heads, keys, head_dim]`, valid until the next call."""
+        """Returns a unit's keys and values, each `[sequences, kv_heads, keys, head_dim]`, valid until the next call."""
         halves = rows_of(pages, self.key_pages.shape[1])  # keys, values, perhaps other layers, keys, ...
         torch.index_select(halves, 0, unit.key_pages, out=self.key_pages)
         has_values = pages.shape[1] == KEY_AND_VALUE

@@ -37,7 +37,7 @@ Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapp
 
 
 class PageTable(NamedTuple):
-    """FlashInfer's words for who owns which pages; int32 on the host."""
+    """FlashInfer's table of the pages of each sequence; int32 on the host."""
 
     indptr: torch.Tensor  # [batch + 1]
     indices: torch.Tensor  # [pages]
@@ -95,7 +95,7 @@ class SamplingSettings(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What distinguishes the layers of a model, for planning."""
+    """Parameters in which a model's layers differ for planning."""
 
     query_heads: int
     scale: float
@@ -105,7 +105,7 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TritonAttentionPlan(AttentionPlan):
-    """What the GPU's path keeps of one batch, an `AttentionPlan`."""
+    """An `AttentionPlan` of the GPU's path: the state of one batch."""
 
     batch: AttentionBatch
     spec: PageSpec

@@ -1,1 +1,1 @@
-"""What calls of WorkerService pass before the engine hears of them, and what they are answered."""
+"""RPC handlers of WorkerService: they check a call before the engine gets it, and build its answer."""

@@ -18,14 +18,14 @@ Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
 
 class AdapterCalls(pb_grpc.WorkerServiceServicer):
-    """Who may own the worker's pool may change its adapters, who may observe it sees them."""
+    """RPCs on adapters. Owners of the worker's pool may load and unload adapters; its observers may list them."""
 
     _engine: Engine
     _pool: str
     _authorize: Authorize
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
-        """Loads one while requests go on."""
+        """Loads an adapter while requests continue."""
         try:
             self._check(self._authorize(context).may_own(self._pool))
             adapter = await self._engine.adapters.load(request.name, request.folder)
@@ -34,7 +34,7 @@ class AdapterCalls(pb_grpc.WorkerServiceServicer):
         return pb.LoadAdapterResponse(adapter=self._message(adapter))
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
-        """Drops one that no request has."""
+        """Drops an adapter that no request uses."""
         engine = self._engine
         try:
             self._check(self._authorize(context).may_own(self._pool))
@@ -45,7 +45,7 @@ class AdapterCalls(pb_grpc.WorkerServiceServicer):
         return pb.UnloadAdapterResponse()
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
-        """Answers with what is loaded, and how much may be."""
+        """Answers with the loaded adapters, and the limits for them."""
         permissions: Permissions = self._authorize(context)
         try:
             self._check(permissions.may_observe(self._pool))

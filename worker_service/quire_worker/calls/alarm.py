@@ -11,7 +11,7 @@ LATE_S: Final = 0.1  # from which on a loop counts as one that stood still
 
 
 class Alarm:
-    """Rings once for all times that it was set to; whoever hears it sets it to the next.
+    """An alarm that rings once for all times that it was set to. `ring` has to set it to the next time.
 
     A loop that stood still (a process that was stopped, a machine that is overloaded) has timers that are due and
     messages that came in time but were not read. An alarm that is late rings `LATE_S` later still, so that they are

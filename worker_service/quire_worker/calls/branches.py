@@ -71,7 +71,7 @@ class Branch:
 
 
 class Scores(NamedTuple):
-    """What `Branches.score` found: of each candidate the logarithm of each token's probability, and blocks taken."""
+    """Result of `Branches.score`: the logprobs of each candidate's tokens, and the count of granted blocks."""
 
     logprobs: list[list[float]]
     granted_block_count: int
@@ -110,7 +110,7 @@ class Branches:
         """Returns a branch that the caller may use, and begins its time anew.
 
         Raises:
-            QuireError: BRANCH_UNKNOWN; also where the caller may not use its namespace, so that nobody learns of it.
+            QuireError: BRANCH_UNKNOWN; also if the caller may not use its namespace, so that it does not learn of it.
         """
         branch = self._branches.get(branch_id)
         if branch is None or not permissions.may_use(branch.namespace):
@@ -356,7 +356,7 @@ class Branches:
                 Reason.PROMPT_TOO_LONG, f"the branch would have {token_count} tokens; model and pool hold {longest}"
             )
 
-    # -- who there is, and until when ----------------------------------------------------------------------------------
+    # -- branches and their expiry -------------------------------------------------------------------------------------
 
     def _take(self, namespace: str, count: int) -> None:
         """Takes places for new branches.

@@ -1,4 +1,4 @@
-"""What every call of the worker is checked for before the engine hears of it."""
+"""Checks of every call of the worker before the engine gets it."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Checks:
         return await self._computed("", self._texts.spelled(list(request.token_ids)))
 
     async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
-        """Returns an answer of so many tokens, put together where that holds up nobody."""
+        """Returns an answer of so many tokens. A long one is put together on a thread, so that no other call waits."""
         return await self._texts.message(make, size)
 
     async def matcher(self, sampling: SamplingParams, namespace: str) -> Matcher | None:

@@ -1,7 +1,7 @@
-"""What is computed of callers' texts, beside the event loop and within bounds.
+"""Computations on callers' texts, outside the event loop and within bounds.
 
-A long text, or a long list of tokens, has another thread than short ones, which nobody can therefore hold up for long.
-Chat templates are programs and have a process (`aside/bench.py`): a short conversation is written down at once, long
+Long texts and long lists of tokens have another thread than short ones, so that they cannot delay short ones for long.
+Chat templates are programs and run in a process (`aside/bench.py`): short conversations are written down at once, long
 ones one after another.
 """
 
@@ -102,7 +102,7 @@ class Texts:
         return await self._threads(len(text)).run(self._tokenizer.encode_written, text)
 
     async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
-        """Returns an answer to a caller, whose size is a number of tokens: a long one is put together on a thread."""
+        """Returns an answer to a caller. `size` is a number of tokens: a long answer is put together on a thread."""
         return make() if size <= ANSWER_TOKENS_MAX else await self._long.run(make)
 
     def _read(self, given: pb.Conversation) -> Conversation:

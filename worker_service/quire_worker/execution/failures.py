@@ -1,4 +1,4 @@
-"""What can go wrong with one request inside the worker, and what its caller is told."""
+"""Failures of single requests inside the worker, and the errors that their callers get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.errors import Reason
 
 
 class FailureKind(enum.Enum):
-    """What ended a request; the label of a metric, so that there are few of them."""
+    """Cause of a request's failure. It is the label of a metric, so there are few values."""
 
     NOT_FINITE = "not_finite"  # its logits hold NaN or infinity
     OUT_OF_MEMORY = "out_of_memory"  # even by itself

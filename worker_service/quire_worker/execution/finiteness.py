@@ -10,8 +10,10 @@ from quire_worker.execution.parts import Part
 
 
 class Finiteness:
-    """What is not known yet of the parts of a pass. It knows nobody who has to be told, for whoever has it would be
-    part of a cycle then, and keep the logits of its pass until Python looks for cycles."""
+    """Flags of a pass's parts that the host has not read yet: whether their logits are finite.
+
+    Holds no reference to its owner: a cycle would keep the pass's logits alive until the garbage collector runs.
+    """
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
@@ -34,7 +36,7 @@ class Finiteness:
         return not_finite(parts, flags)
 
     def read(self) -> list[Part]:
-        """Reads what nobody has read along with tokens, parts of prompts, and returns those that are not finite."""
+        """Reads the flags that were not read with tokens (parts of prompts). Returns the parts that are not finite."""
         flags = self.unread()
         return [] if flags is None else self.take(flags.tolist())
 

@@ -1,7 +1,7 @@
-"""One thread that computes what it is given, in order: a queue and nothing else.
+"""One thread that runs its items in order: a queue and nothing else.
 
-`concurrent.futures` does the same, and each item passes a future, a condition and a semaphore there, on the thread
-between two passes. What a pass gives goes to the event loop by another way (`model_thread.py`).
+An executor of `concurrent.futures` would add a future, a condition and a semaphore to each item, on the thread between
+two passes. The results of a pass reach the event loop by another way (`model_thread.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _Items: TypeAlias = SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | No
 
 
 class Lane:
-    """A thread of its own for whoever shares it.
+    """A thread that its callers share.
 
     1. made      the thread waits
     2. submit    from any thread
-    3. close     waits for what was submitted; so does the interpreter, before it ends, for a lane that was not closed
+    3. close     waits for the submitted items. The interpreter, too, waits for those of an open lane before it ends
     """
 
     def __init__(self, name: str) -> None:
@@ -31,7 +31,7 @@ class Lane:
         thread.start()
 
     def submit(self, run: Callable[..., None], *arguments: Any) -> None:
-        """Has something run after all that was submitted before. It may not raise.
+        """Has `run` called after all earlier items. It may not raise.
 
         Raises:
             RuntimeError: the lane is closed.
@@ -41,7 +41,7 @@ class Lane:
         self._items.put((run, arguments))
 
     def close(self) -> None:
-        """Waits until all is run, and ends the thread. Again, it does nothing."""
+        """Waits until all items have run, and ends the thread. A second call does nothing."""
         self._end()
 
 

@@ -1,7 +1,7 @@
 """Passes that are launched and not waited for, so that a GPU goes from one to the next without a pause.
 
-A pass of which nothing but the likeliest tokens is wanted needs nothing of the one before but tokens that lie on the
-device already. So it is launched behind it, before the host has read them:
+A pass that samples only the likeliest tokens needs nothing of the pass before but its tokens, and these are on the
+device already. So it is launched behind that pass, before the host has read the tokens:
 
     model's thread    launch 1 | launch 2                | launch 3
     device              |  pass 1              |  pass 2              |  pass 3
@@ -9,7 +9,7 @@ device already. So it is launched behind it, before the host has read them:
     event loop                                    hand out 1, plan 3            hand out 2, plan 4
 
     1. launched   tokens are sampled on the device, and copied to the host behind that
-    2. settled    they are there; whoever comes first waits for them: the reader, or a pass that cannot be launched so
+    2. settled    the tokens are on the host. The reader, or a pass that cannot be launched this way, waits for them
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TokensToCome(NamedTuple):
 
     @classmethod
     def of(cls, tokens: torch.Tensor, awaiting: Sequence[Awaiting]) -> TokensToCome:
-        """Returns where `awaiting` wants tokens of the pass before."""
+        """Returns the tokens of the pass before, with the places where `awaiting` needs them."""
         count = len(awaiting)
         if count == len(tokens) and all(each.place == each.draw_index == i for i, each in enumerate(awaiting)):
             return cls(tokens, None, None)
@@ -51,16 +51,18 @@ class TokensToCome(NamedTuple):
         return cls(tokens, places, rows)
 
     def put_into(self, ids: torch.Tensor) -> None:
-        """Writes them into the ids of a flat batch, int64 `[tokens]` on the device. What is not finite becomes token 0:
-        its request has failed, and what is computed of it is of no use."""
+        """Writes the tokens into the ids of a flat batch, int64 `[tokens]` on the device.
+
+        Where logits were not finite it writes token 0: that request has failed, and its further results are not used.
+        """
         if self.places is None or self.rows is None:
             ids[: len(self.tokens)].copy_(self.tokens.clamp_min(0))
         else:
             ids.index_copy_(0, self.places, self.tokens[self.rows].clamp_min(0).to(ids.dtype))
 
 
-# Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch. The
-# logits are there until the next call. Tokens that the batch lacks may be on the device alone, or to come there.
+# Computes a batch in a shorter way than a forward pass, or returns None if it has none for that batch. The logits are
+# valid until the next call. Tokens that the batch lacks may be on the device alone, or not computed yet.
 Shortcut: TypeAlias = Callable[[ForwardBatch, TokensToCome | None], torch.Tensor | None]
 
 
@@ -95,7 +97,7 @@ class Launched:
             self._copied.record()
 
     def settle(self) -> Before:
-        """Waits for the tokens, and returns what the next pass has to know of this one.
+        """Waits for the tokens, and returns the results that the next pass needs of this one.
 
         Raises:
             DeviceLostError: they never come.

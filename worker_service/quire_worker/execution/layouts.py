@@ -1,10 +1,10 @@
-"""Where batches get their layout from: most are the one before, a token further.
+"""Layouts of batches: most are the previous batch's layout, moved on by one token.
 
-While everybody decodes, two batches in a row differ by one position, one key and one slot for each sample. Laying them
-out anew costs the event loop most of its turn, and the interpreter with it, which the model's thread needs as well.
+While all samples decode, two consecutive batches differ by one position, one key and one slot for each sample. Laying
+them out anew takes most of the event loop's turn, and blocks the interpreter, which the model's thread needs as well.
 
-A batch whose blocks the allocator is being asked for is laid out meanwhile, but for these (`sketch`): with them it is
-complete in a quarter of the time.
+While the allocator is asked for a batch's blocks, the rest of that batch is laid out (`sketch`). When the blocks
+arrive, completing the layout takes a quarter of the time.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Layouts:
         return with_tables(sketched[1], [part.tables for part in parts], groups=self._cache.spec.groups)
 
     def _a_token_further(self, parts: Sequence[Part], before: ForwardBatch) -> ForwardBatch | None:
-        """Returns the layout of the next token of everybody who was in the batch before; None if that is not it."""
+        """Returns the layout of the next token of the last batch's samples; None if this batch is another one."""
         size = self._cache.spec.block_size
-        entering = []  # those who come to another block
+        entering = []  # samples that begin another block
         for row, (part, last, begun_with) in enumerate(zip(parts, self._parts, self._begun_with, strict=True)):
             sample = part.sample
             is_next = sample is last.sample and part.start == last.start + 1 and sample.begun_with == begun_with

@@ -31,7 +31,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Order(enum.IntEnum):
-    """What rank 0 tells the others to do."""
+    """An order of rank 0 to the other ranks."""
 
     WAIT = 0  # it has nothing to compute
     FORWARD = 1  # with a `ForwardBatch`
@@ -100,7 +100,7 @@ class Leader:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LeadingModel(PagedModel):
-    """A model of which every rank computes its part whenever rank 0 does."""
+    """A model split over ranks: every rank computes its part whenever rank 0 does."""
 
     leader: Leader
 

@@ -1,4 +1,4 @@
-"""What a forward pass computes of each sample, how it is laid out, and how it is cut where it was too much at once."""
+"""Parts of a forward pass, one for each sample: their layout, and how a pass is cut that was too much at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Restore(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What the next batch has to know of this one.
+    """Results of a batch that the next batch needs.
 
     Attributes:
         token_ids: the last token of each of its draws; any where it failed.
@@ -105,7 +105,7 @@ class Token(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """What is told of a prompt's tokens from a position on."""
+    """Logprobs of a prompt's tokens from a position on."""
 
     request: Request
     position: int
@@ -113,7 +113,7 @@ class PromptLogprobs(NamedTuple):
 
 
 class CandidateLogprobs(NamedTuple):
-    """How likely the tokens of a candidate are, from a position on."""
+    """Logprobs of a candidate's tokens from a position on."""
 
     sample: Sample
     position: int
@@ -128,21 +128,21 @@ class Continuations(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What became of a batch.
+    """Results of a batch.
 
     Attributes:
-        work: what is in the pages now; nothing of a request that failed.
-        tokens: one for each draw of the requests that did not.
-        prompt_logprobs: of parts of prompts, where they were asked for.
+        work: work whose keys and values are in the pages now; nothing of a failed request.
+        tokens: one for each draw of the requests that did not fail.
+        prompt_logprobs: of parts of prompts, if they were asked for.
         candidate_logprobs: of parts of candidates.
         continuations: of beams that are computed to their last token.
-        failures: the others.
-        lost_blocks: blocks that should have been copied to, and hold nothing of use.
+        failures: of the requests that failed.
+        lost_blocks: blocks whose copy failed, so that they hold nothing of use.
         retry_count: passes that had to be computed in parts.
         seconds: on the model's thread.
         swapped_block_count: blocks that were moved to host memory or back.
-        swap_s: how long that took of it.
-        proposals: of a draft model, for samples that go on.
+        swap_s: part of `seconds` that moving them took.
+        proposals: of a draft model, for samples that continue.
     """
 
     work: list[Work]

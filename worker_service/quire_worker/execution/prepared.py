@@ -63,7 +63,7 @@ class Later(NamedTuple):
 
 
 class PlainTokens(NamedTuple):
-    """What came of a batch that `is_plain`, and of which all logits are finite: the likeliest token for each draw."""
+    """Results of a batch that `is_plain` and has only finite logits: the likeliest token for each draw."""
 
     prepared: Prepared
     token_ids: list[int]
@@ -90,11 +90,11 @@ def is_greedy(parts: Sequence[Part], draws: Sequence[Draw]) -> bool:
 
 
 def first_tokens_of(draws: Sequence[Draw], going_on: Collection[Sample]) -> tuple[bool, bool]:
-    """Tells whether somebody waits for the first token of an answer among these draws, and whether all do.
+    """Tells whether any of these draws is the first token of an answer, and whether all are.
 
     Args:
         draws: of a batch.
-        going_on: those for whom the batch before samples a token: what follows is not the first.
+        going_on: samples for which the batch before samples a token, so that the next one is not the first.
     """
     are_first = [sample.request.first_token_s is None and parent not in going_on for sample, parent, _ in draws]
     return any(are_first), all(are_first)

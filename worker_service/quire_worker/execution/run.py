@@ -1,19 +1,18 @@
-"""One batch on the device: copies, forward pass, sampling. What fails ends its own request and nobody else's.
+"""One batch on the device: copies, forward pass, sampling. A failure ends only the request that caused it.
 
-    copies      all at once; if that fails, one by one: who holds a block that was not copied cannot go on
+    copies      all at once; if that fails, one by one: a sample fails if one of its blocks was not copied
     forward     all at once; if that fails, in halves, down to the request that is to blame. Without memory the halves
-                are of the tokens, so that a prompt may be cut as well, and what fails in the end is one token
-    logits      looked at for every chunk, also where no token is sampled after it: through attention its last token
-                depends on all that it wrote, and what holds NaN must not be published
-    sampling    all at once; if that fails, in halves; the likeliest tokens are known from the look at the logits, where
-                the device has a kernel for both
+                are of the tokens, so that a prompt may be cut as well, down to one token
+    logits      checked for every chunk, also if no token is sampled after it: through attention the chunk's last token
+                depends on all its keys and values, and blocks that hold NaN must not be published
+    sampling    all at once; if that fails, in halves. Where the device has a kernel for both, the check of the logits
+                finds the likeliest tokens, too
 
-A pass of which nothing but the likeliest tokens is wanted, and of which all is finite, is most passes: of it nothing is
-noted for each part.
+Most passes are greedy and finite. They take a short path that records nothing per part.
 
 Computing again is safe: a pass writes the same tokens to the same slots, no token counts as computed before the runner
-returns, and sampling draws its random numbers last. So whoever was in a batch that failed gets the text that it would
-have got without.
+returns, and sampling draws its random numbers last. So the other requests of a failed batch get the same text as
+without the failure.
 """
 
 from __future__ import annotations
@@ -72,12 +71,12 @@ OfSample = TypeVar("OfSample", Part, Draw, Work, CandidateLogprobs, Continuation
 
 
 class Row(NamedTuple):
-    """Where the logits after a token are.
+    """Location of the logits after a token.
 
     Attributes:
         logits: float32 `[rows, vocabulary]`.
         number: of the row.
-        likeliest: the greedy choice of each row, where it is known.
+        likeliest: the greedy choice of each row; None where it is not known.
     """
 
     logits: torch.Tensor
@@ -118,18 +117,18 @@ class Run:
 
     @property
     def has_harmed(self) -> bool:
-        """Tells whether what was computed of some sample is of no use."""
+        """Tells whether some sample has failed or was left out, so that its results are of no use."""
         return bool(self.failures or self._left_out)
 
     def unharmed(self, items: list[OfSample]) -> list[OfSample]:
-        """Returns those of samples of which what was computed is of use."""
+        """Returns the items whose samples have neither failed nor been left out."""
         return [item for item in items if self.is_unharmed(item.sample)] if self.has_harmed else items
 
     def follow(
         self, before: Before, parts: Sequence[Part], awaiting: Sequence[Awaiting], ids: np.ndarray | None
     ) -> None:
-        """Puts in the tokens that the batch before has sampled, and leaves out whom it failed. The arguments are
-        attributes of `Prepared`."""
+        """Puts in the tokens that the batch before has sampled, and leaves out the requests that failed there. The
+        arguments are attributes of `Prepared`."""
         if before.failures or before.lost_blocks:
             for request in {part.sample.request for part in parts}:
                 blocks = {block for sample in request.samples for block in sample.held_blocks()}
@@ -177,7 +176,7 @@ class Run:
             self.copy([copy])
 
     def drop_holders_of_lost_blocks(self, parts: Iterable[Part]) -> None:
-        """Who would read or write a block that was not copied fails."""
+        """Fails the samples that would read or write a block that was not copied."""
         if not self.lost_blocks:
             return
         for part in parts:
@@ -239,11 +238,11 @@ class Run:
             right, count = self.tokens[known:], count + 1
 
     def read_rest(self) -> None:
-        """Finds out who is not finite of those that no draw has told of."""
+        """Fails the samples whose logits are not finite and that no draw has reported."""
         self._fail_not_finite(self._finiteness.read())
 
     def let_go_of_logits(self) -> None:
-        """Frees what nobody reads any more: a run stays until the event loop has heard of it, beside the next pass."""
+        """Frees the logits early: the run itself stays until the event loop has its results, during the next pass."""
         self._rows.clear()
 
     # -- one attempt at each: None, or why not -------------------------------------------------------------------------

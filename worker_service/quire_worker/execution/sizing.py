@@ -1,16 +1,17 @@
-"""How many blocks a pool has: from a budget of memory, or from what a GPU has left when the model has run once.
+"""Sizing of a pool in blocks: from a budget of memory, or from a GPU's free memory after the model has run once.
 
     GPU   free = total * utilization - used - peak + current        a profiling pass measures all four
-    CPU   free = the budget that was stated                         without one: half of what is available once the
-                                                                    model is there, and no more than can be in use
+    CPU   free = the budget that was stated                         without one: half of the memory that is available
+                                                                    once the model is loaded, at most the useful maximum
     block_count = free // bytes of a block
 
-`used` is all that is taken on the device, by this process and others, `current` what torch has allocated of it, and
-`peak` the most it had while the largest batch was computed: what a pass needs for a moment counts as if it were taken.
+`used` is all memory that is taken on the device, by this process and others. `current` is torch's allocated share of
+it. `peak` is torch's largest allocation while the largest batch was computed: memory that a pass needs for a moment
+counts as taken.
 
-On a CPU a page takes memory once it is written to, and never gives it back. Half is left to passes, to what else runs
-here, and to the page cache (docs/decisions/0042). *Can be in use* is what as many samples as run at a time take, each
-of them as long as the model's context: a small model on a large machine has no use for more than that, or 256 MiB.
+On a CPU a page takes memory once it is written to, and never gives it back. Half is left to passes, to other processes,
+and to the page cache (docs/decisions/0042). The useful maximum is the memory of as many samples as run at a time, each
+as long as the model's context, or 256 MiB if that is more: a small model on a large machine has no use for more.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from quire_worker.host_memory import available_bytes, host_bytes, size
 from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 
-_STATE_SHARE = 0.4  # of free memory for the states of a profiling pass, of which there are two copies
-SMALL_BYTES = 256 << 20  # of a pool on a CPU that is never too much, if they are to be had
+_STATE_SHARE = 0.4  # of free memory for the states of a profiling pass; there are two copies of them
+SMALL_BYTES = 256 << 20  # a pool on a CPU may have these even if its samples need less
 CPU_SHARE = Fraction(1, 2)  # of the memory that is available, for a pool on a CPU, if nothing is said
 _MORE_ROOM = {  # by the option that a pool was asked for with
     "--blocks": "more --blocks help",
@@ -40,7 +41,7 @@ log = structlog.get_logger()
 
 
 class DeviceMemory(NamedTuple):
-    """What a profiling pass found on a GPU, in bytes, and which share of it this worker may use."""
+    """Memory of a GPU in bytes, as a profiling pass measured it, and the share of it that this worker may use."""
 
     total: int
     used: int
@@ -50,17 +51,17 @@ class DeviceMemory(NamedTuple):
 
     @property
     def free(self) -> int:
-        """Counts the bytes that pages may take; below 0 where there are none."""
+        """Returns the bytes that pages may take; below 0 if there are none."""
         return int(self.total * Fraction(str(self.utilization))) - self.used - self.peak + self.current
 
 
 class PoolMemory(NamedTuple):
-    """What a pool was sized from.
+    """Size of a pool, and the memory that it was computed from.
 
     Attributes:
-        block_count: that fit.
+        block_count: blocks that fit.
         budget_bytes: memory for pages.
-        device: of a profiled GPU; None where the budget was stated.
+        device: of a profiled GPU; None if the budget was stated.
     """
 
     block_count: int
@@ -76,7 +77,7 @@ def size_pool(
     Args:
         model: whose pages they are.
         options: of the command line.
-        rank_count: of which each has a pool on this machine.
+        rank_count: ranks on this machine. Each has a pool.
         draft_block_bytes: that a draft model keeps beside each block.
 
     Raises:
@@ -199,7 +200,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def _log(model: PagedModel, pool: PoolMemory, draft_block_bytes: int) -> None:
-    """Logs the figures of a pool, as whoever has to find out why it is small wants them."""
+    """Logs the figures of a pool that explain its size."""
     spec, found = model.cache_spec, pool.device
     largest = largest_shape(spec)
     if found is not None:

@@ -87,8 +87,8 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spans:
-    """What attention sees as sequences: queries `[start, stop)` of a chunk over its keys `[first, stop)`; int64 arrays,
-    one entry per span, in the order of the flat batch."""
+    """Spans that attention sees as sequences: queries `[start, stop)` of a chunk over its keys `[first, stop)`. All are
+    int64 arrays with one entry per span, in the order of the flat batch."""
 
     chunk: np.ndarray
     start: np.ndarray
@@ -199,7 +199,7 @@ def _wanted(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
 
 
 def scratch_tables(groups: Sequence[GroupSpec], lengths: Sequence[int]) -> tuple[list[list[range]], int]:
-    """Deals the blocks of a pool that nobody else has to sequences of these lengths.
+    """Deals the blocks of an unused pool to sequences of these lengths.
 
     Returns:
         The block tables of each sequence, of each group, and how many blocks were dealt.

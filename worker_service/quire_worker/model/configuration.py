@@ -1,4 +1,4 @@
-"""What a checkpoint's `config.json` says, and what is refused for it before anything else is read."""
+"""Reading of a checkpoint's `config.json`. It refuses models by it before anything else is read."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ConversationError(Exception):
 
 
 class Conversation(NamedTuple):
-    """What a template is given; also what travels to the process that runs it."""
+    """Arguments of a chat template. They also travel to the process that runs the template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -235,7 +235,7 @@ class ChatTemplate:
             return False
 
 
-# What stands before and after a message of each role in a conversation that most templates take.
+# Text before and after a message of each role in a conversation that most templates accept.
 _AROUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "user": ((), ()),
     "system": ((), ("user",)),

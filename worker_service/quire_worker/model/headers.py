@@ -1,9 +1,9 @@
-"""What the headers of a checkpoint's safetensors files say, checked before any tensor is read.
+"""Headers of a checkpoint's safetensors files, checked before any tensor is read.
 
     uint64 length of the header | JSON: name -> dtype, shape, [begin, end) in the data | data
 
-A file that was cut off, or whose header does not fit its data, is refused here with its name and that of the tensor.
-Reading it would give the library's own message, which names neither, or a tensor of something else.
+This module refuses a truncated file, and a header that does not fit its data. The error names the file and the tensor.
+The library's own message would name neither, or a tensor would be read from the wrong bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _DTYPE_BITS = {
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor lies, and what it is.
+    """A tensor's entry: its file, dtype, shape and size.
 
     Attributes:
         file: name in the checkpoint's folder.
-        dtype: in safetensors' words, as BF16.
-        byte_count: that it takes in the file.
+        dtype: in safetensors' words, for example BF16.
+        byte_count: bytes of the tensor in the file.
     """
 
     file: str
@@ -71,7 +71,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def header_of(name: str, file: BinaryIO, size: int) -> dict[str, TensorEntry]:
-    """Returns what a file of that name and size holds, of which nothing was read yet.
+    """Returns the entries of a file of that name and size. The file is at its beginning.
 
     Raises:
         CheckpointError: as `read_header`.

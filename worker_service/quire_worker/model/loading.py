@@ -1,6 +1,6 @@
 """Loads a transformers model to be run on pages, and checks it.
 
-A model is loaded in steps, each of which refuses by name what it finds:
+A model is loaded in steps. Each refuses by name what it cannot serve:
 
 1. the files of the folder (`checkpoint`), 2. the configuration, which says what each layer keeps (`support`), 3. a
 first pass that computes nothing and notes which layers attend, to what shapes and with what options

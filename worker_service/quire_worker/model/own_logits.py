@@ -1,8 +1,8 @@
-"""What a model gives by itself, which pages, ranks and kernels are compared with at load.
+"""Logits of a model without pages, ranks or kernels. At load, logits computed with these are compared with them.
 
-In half precision two ways to compute the same differ by more than a fixed share: experts that are chosen otherwise, or
-a layer that amplifies, move the logits of some checkpoints by half of their norm. How much rounding alone does is
-measured: each module's results are moved by less than their last bit, at random, and the logits looked at again.
+In half precision, two correct computations of the same logits can differ by more than any fixed share: other experts,
+or a layer that amplifies, move the logits of some checkpoints by half of their norm. The effect of rounding alone is
+measured: each module's results are moved at random by less than their last bit, and the logits are computed again.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _ROUNDING_MARGIN = 2.0  # few samples find not quite the most
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnLogits:
-    """What transformers' own attention gives after each of two sequences."""
+    """Logits of transformers' own attention after each of two sequences."""
 
     logits: torch.Tensor  # float32 [2, vocabulary]
-    rounding: float = 0.0  # by which share of their norm they differ where results are rounded otherwise; 0: not known
+    rounding: float = 0.0  # share of their norm by which other rounding moves them; 0: not known
 
     def difference(self, logits: torch.Tensor) -> float:
-        """Returns by which share of their norm others differ."""
+        """Returns the norm of the difference to other logits, as a share of these logits' norm."""
         return float((logits - self.logits).norm() / self.logits.norm())
 
     @property
     def rounding_bound(self) -> float:
-        """Returns what may still be rounding."""
+        """Returns the largest difference that may still be rounding."""
         return _ROUNDING_MARGIN * self.rounding
 
 
@@ -59,12 +59,12 @@ def own_logits_of(module: Any, texts: tuple[list[int], list[int]]) -> OwnLogits:
 
 
 def with_rounding(own: OwnLogits, module: Any, texts: tuple[list[int], list[int]]) -> OwnLogits:
-    """Returns the same with what rounding does to them.
+    """Returns `own` with the measured effect of rounding on it.
 
     Args:
-        own: what the module gave.
-        module: of transformers, as it was then.
-        texts: that it was given.
+        own: logits of the module.
+        module: of transformers, as it was when it computed them.
+        texts: the module's inputs for them.
     """
     random = torch.Generator().manual_seed(0)
 

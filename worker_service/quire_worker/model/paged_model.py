@@ -33,7 +33,7 @@ class PagedModel:
     rotation: Rotation | None = None  # how keys follow the lengths of requests
     lengths: TokenLengths | None = None  # of the tokens of a pass, where keys follow them
     sites: Sites | None = None  # where adapters change it; None where it takes none
-    rank_count: int = 1  # processes of which each has a part of the model
+    rank_count: int = 1  # processes that each have a part of the model
 
     def forward(
         self, batch: ForwardBatch, cache: KVCache, before_kernels: Callable[[], None] | None = None

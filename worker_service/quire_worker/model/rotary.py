@@ -39,14 +39,14 @@ Tables = tuple[torch.Tensor, ...]  # cosine and sine, each [1, tokens, rotary_di
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What lengths do to the keys of one model.
+    """Effect of a request's length on the rotation of its keys, for one model.
 
     Attributes:
-        original_tokens: requests of at most so many are all rotated alike.
-        differs_by_length: whether longer ones differ by their lengths, too (`dynamic`), or are all rotated alike
-            (`longrope`).
+        original_tokens: requests of at most so many tokens are all rotated alike.
+        differs_by_length: whether the rotation of longer requests depends on their lengths (`dynamic`), or all longer
+            ones are rotated alike (`longrope`).
         begins_again: whether a request that grows longer is computed again from its first token, as if it had begun
-            so long; else only its new tokens are rotated for its new lengths.
+            with that length. Else only its new tokens are rotated for its new lengths.
     """
 
     original_tokens: int

@@ -1,9 +1,9 @@
-"""What a token is in the middle of a text, in bytes: several tokens may be one character together, and none of them
-text alone.
+"""Bytes of a token in the middle of a text: several tokens may form one character together, and none of them is text
+alone.
 
-byte-level     each character of a token's name stands for a byte: printable ones for themselves, others shifted
-byte fallback  <0xE2> is a byte, and so many as follow one another are one or more characters
-otherwise      what the tokenizer's decoder adds to a text when the token comes behind another one
+byte-level     each character of a token's name is a byte: printable ones are themselves, others are shifted
+byte fallback  <0xE2> is a byte, and consecutive ones form one or more characters
+otherwise      the text that the tokenizer's decoder adds for the token when it follows another token
 
 Some decoders treat the first token of a text in another way: Llama 2's drops its space.
 """

@@ -1,9 +1,9 @@
-"""What a model may be made of to be served from pages.
+"""Checks whether a model can be served from pages.
 
-Three nets. The first reads the configuration: it finds what each layer keeps (`quire.planning`), and refuses by name,
-before any weights are read, what is known not to work. The second looks at what arrives in each layer's attention in
-the first pass: it has to be what the configuration says. The third looks at every call and refuses an option that is
-not implemented: an option that is dropped would give wrong text without an error.
+There are three checks. The first reads the configuration before any weights are read: it finds what each layer keeps
+(`quire.planning`), and refuses by name what is known not to work. The second compares the input of each layer's
+attention in the first pass with the configuration. The third looks at every call and refuses an option that is not
+implemented: ignoring the option would give wrong text without an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNLIKE_OTHERS = {
 
 
 class Arrival(NamedTuple):
-    """What reached the attention of one layer in the first pass."""
+    """Input of one layer's attention in the first pass."""
 
     key: torch.Tensor  # [tokens, kv_heads, head_dim]
     latent_dim: int | None  # elements of a key that are its value, too, of latent attention
@@ -108,7 +108,7 @@ def layers_as_they_arrive(
 ) -> tuple[LayerSpec, ...]:
     """Returns the same layers with the heads of this rank, which only the model itself knows, and compares the rest.
 
-    A window of which the model passes nothing on (Phi 3.5 MoE) is none where it is as long as the `longest` sequence.
+    Phi 3.5 MoE has a window that it does not pass on: it counts as none if it is as long as the `longest` sequence.
 
     Raises:
         UnsupportedModelError: a layer does not attend, attends without being known, has another window, or computes
@@ -161,7 +161,7 @@ def states_as_they_arrive(
     """Returns the same layers with the bytes of the states that they were seen to keep, and the tensors of these.
 
     Raises:
-        UnsupportedModelError: a layer keeps no state, or one of which its configuration does not tell.
+        UnsupportedModelError: a layer keeps no state, or a state that its configuration does not describe.
     """
     unlike = sorted({layer.layer for layer in layers if layer.kind is GroupKind.STATE} ^ arrivals.keys())
     if unlike:
@@ -215,8 +215,8 @@ def _encoder_decoder(config: Any) -> str | None:
 
 
 def _untold_state(config: Any, layers: tuple[LayerSpec, ...]) -> str | None:
-    """Finds a state of which it is not said which layers keep it. (Granite 4 has such entries, and a list of layers all
-    of which attend.)"""
+    """Finds a state in a configuration that does not say which layers keep it. (Granite 4 has such entries, and a list
+    of layers that all attend.)"""
     if getattr(config, "layer_types", None) or any(layer.kind is GroupKind.STATE for layer in layers):
         return None
     name = next((name for name in _STATE_ENTRIES if getattr(config, name, None)), None)

@@ -1,4 +1,4 @@
-"""What a model gives through pages, beside what it gives by itself."""
+"""Comparison of a model's logits through pages with its logits without them."""
 
 from __future__ import annotations
 

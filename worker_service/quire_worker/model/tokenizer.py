@@ -186,9 +186,9 @@ class Tokenizer:
 
 
 class NoTokenizer(Tokenizer):
-    """What is there of a checkpoint that comes without one: prompts are token ids, and tokens have no text.
+    """The tokenizer of a checkpoint that has none: prompts are token ids, and tokens have no text.
 
-    Whatever needs more raises NoTokenizerError.
+    Methods that need more raise NoTokenizerError.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ ATTENTION_NAME = "quire_paged"
 
 
 class Scoring(NamedTuple):
-    """How a layer weighs keys; the words of `AttentionPlan.attend`.
+    """Scoring of keys in a layer, in the words of `AttentionPlan.attend`.
 
     Attributes:
         sliding_window: tokens that a query sees, itself included; None: all before it.
@@ -119,9 +119,11 @@ class ProbeStep:
 
 
 class PositionsView(CacheView):
-    """What a model may ask its cache. Keys and values lie in pages, and no layer sees more of them than its own new
-    ones; how many tokens came before is another number for each token of a flat batch. States are asked for by mixers
-    alone, each of which is given a view of one segment."""
+    """A cache as a model sees it.
+
+    Keys and values lie in pages; a layer sees only its own new ones. The number of earlier tokens differs for each
+    token of a flat batch. Only mixers read states; each gets a view of one segment.
+    """
 
     def __init__(self, position_ids: torch.Tensor, states: StatePass | StateProbe | None = None) -> None:
         """Keeps the positions of one forward pass, int64 `[1, tokens]`, and its states."""
@@ -129,7 +131,7 @@ class PositionsView(CacheView):
         self._position_ids = position_ids
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
-        """Tokens before the batch, by token: int64 `[tokens]`, so that `arange(tokens)` plus this is positions.
+        """Returns int64 `[tokens]`, each token's position minus its index: `arange(tokens)` plus this is positions.
 
         Llama 4 computes the temperature of its layers without rotary positions from that sum.
         """

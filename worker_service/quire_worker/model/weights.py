@@ -33,7 +33,7 @@ from quire_worker.model.kv_scales import SCALE_NAME
 from quire_worker.model.transformers_seam import ATTENTION_NAME
 
 PROGRESS_S = 2.0  # between two lines of the log
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # what a weight may be that nobody quantised
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # dtypes of weights that are not quantised
 # Options of the C library's `mallopt`, and the values that it comes to by itself in a process that frees much.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 64 << 20), (-3, 32 << 20)
 _APART_BYTES = 128 << 10
@@ -56,8 +56,8 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
     Raises:
         CheckpointError: a file is damaged, or a tensor is missing, or of another shape or kind than the configuration
             asks for; the message names both.
-        UnsupportedModelError: the weights are quantised, and transformers cannot load them, for want of a package
-            mostly; or the model is not made for transformers' attention interface.
+        UnsupportedModelError: the weights are quantised, and transformers cannot load them (mostly because a package
+            is missing); or the model is not made for transformers' attention interface.
     """
     entries = read_headers(folder)
     try:

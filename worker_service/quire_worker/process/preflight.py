@@ -1,7 +1,7 @@
-"""What can be wrong with a command line is said before anything is loaded or started: it is looked at without torch.
+"""Checks of the command line before anything is loaded or started, without torch.
 
-The model's folder has all its files, ports are free and safe, keys are there, and the pool is no larger than the
-machine.
+They check that the model's folder has all its files, that ports are free and safe, that keys exist, and that the pool
+is no larger than the machine.
 """
 
 from __future__ import annotations

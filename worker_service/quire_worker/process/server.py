@@ -61,7 +61,7 @@ WAIT_LOG_S = 10.0
 
 
 class Loaded(NamedTuple):
-    """What was read from the model's folder, and the pages for it."""
+    """A loaded model: the contents of its folder, and the pages for it."""
 
     name: str
     model: PagedModel
@@ -78,7 +78,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
 
     Args:
         options: of `parse_arguments`.
-        ranks: of which this process is rank 0; None, or a crew of one, if it is alone.
+        ranks: the crew whose rank 0 is this process; None, or a crew of one, if it is alone.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
@@ -122,7 +122,7 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
     )
     draft = load_draft_model(options, model, device)
     if options.device == "cuda":
-        for each in (model, draft):  # before the memory is measured, of which they take some
+        for each in (model, draft):  # before the memory is measured: they take some of it
             if each is not None:
                 compile_kernels(each)
     draft_block_bytes = 0 if draft is None else draft.cache_spec.bytes_per_block
@@ -251,7 +251,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
 
     Args:
         options: of `parse_arguments`.
-        ranks: of which this process is rank 0, perhaps the only one.
+        ranks: the crew whose rank 0 is this process, perhaps the only one.
 
     Raises:
         UsageError: an address is unsafe or taken, or a file is unusable.

@@ -1,4 +1,4 @@
-"""A worker as several processes, the ranks, of which each computes a part of the model.
+"""A worker as several processes, the ranks. Each computes a part of the model.
 
     rank 0      has the session with the allocator, the scheduler, the tokenizer and the server. There is one pool, one
                 lease and one block table per sequence for all ranks; each keeps its own heads of every block
@@ -50,15 +50,15 @@ from quire_worker.speculation.drafter import Drafter
 
 log = structlog.get_logger()
 
-SILENCE_S = 2.0  # after which rank 0 says that there is nothing to do, and notices who does not hear it
+SILENCE_S = 2.0  # after which rank 0 says that there is nothing to do, and notices ranks that do not hear it
 REASON_S = 5.0  # for rank 0's own loading to find the reason why another rank's has failed
 
 ResultT = TypeVar("ResultT")
 
 
 class Part(NamedTuple):
-    """What one rank has loaded: its part of the model and of every page, and what its pool was sized from; and what
-    drafts for a model that no other rank has a part of."""
+    """A rank's loaded part: its part of the model and of every page, and the memory that its pool was sized from. The
+    drafter belongs to a model that no other rank has a part of."""
 
     model: PagedModel
     cache: KVCache

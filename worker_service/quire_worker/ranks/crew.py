@@ -49,7 +49,7 @@ class RankOutOfMemoryError(MemoryError):
 
 
 class Ending(enum.IntEnum):
-    """How a pass ended on a rank; of several, the largest counts."""
+    """Outcome of a pass on a rank. Of several ranks' outcomes, the largest counts."""
 
     DONE = 0
     OUT_OF_MEMORY = 1
@@ -94,7 +94,7 @@ class Crew:
             self._sums = self._serving
 
     def close(self) -> None:
-        """Leaves the crew, whoever is still there."""
+        """Leaves the crew, whether or not other ranks are still there."""
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 

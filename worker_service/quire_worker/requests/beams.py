@@ -61,7 +61,7 @@ class BeamTurns:
         self._on_failure = on_failure
 
     def take(self, told: Sequence[Continuations]) -> None:
-        """Notes what is told of beams, and takes a turn of each search of which nothing is missing any more."""
+        """Notes the continuations of beams, and takes a turn of each search that has them for all its beams."""
         for each in told:
             if not each.sample.has_ended:
                 _beam_of(each.sample).continuations = each.told

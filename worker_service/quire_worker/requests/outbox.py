@@ -1,12 +1,12 @@
-"""What was generated and not handed out yet: several tokens of a stream in one message, where they come fast.
+"""Tokens that were generated and not handed out yet. A fast stream gets several of them in one message.
 
-    1. noted      the token is part of its sample's text; nobody was told
-    2. delivered  what was noted of a request is decoded, and lies in its queue
+    1. noted      the token is part of its sample's text; its caller does not have it yet
+    2. delivered  the noted tokens of a request are decoded, and lie in its queue
 
-A request's first token and a sample's end are delivered as soon as the event loop is free, what comes between once in
+A request's first token and a sample's end are delivered as soon as the event loop is free; tokens between them once in
 an interval. A message costs worker and client the same whatever is in it, and a small model decodes a token in a
-millisecond: each by itself, they would cost more than the model. Where a turn takes longer than the interval, every
-token is a message.
+millisecond: one message a token would cost more than the model. If a turn takes longer than the interval, every token
+is a message.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from quire_worker.scheduling.request import Delivery, Request, Sample
 
 
 class Noted(NamedTuple):
-    """What was noted of one sample."""
+    """Noted tokens of one sample, and their logprobs."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs]  # of each, where they were asked for
+    logprobs: list[TokenLogprobs]  # one for each token, if they were asked for; else empty
 
 
 class Outbox:
     """Tokens on their way to the queues of their requests. For the event loop alone.
 
     Args:
-        interval_s: between two messages of one request, at least, but for its first one and those that end a sample. A
-            request may have a longer one.
+        interval_s: least time between two messages of one request, except for its first message and those that end a
+            sample. A request may have a longer interval.
         on_failure: told of a request whose tokens the tokenizer cannot decode; none of its tokens are noted any more.
     """
 
@@ -62,8 +62,8 @@ class Outbox:
             self._timer, self._timer_s = loop.call_at(due_s, self._deliver_due), due_s
 
     async def deliver_first(self) -> None:
-        """Delivers what was noted of requests that have had nothing yet, and lets those who wait for it have it before
-        the event loop does anything else."""
+        """Delivers the first tokens of requests, and lets the tasks that wait for them run before the event loop does
+        anything else."""
         first, self._first = self._first, []
         for request in first:
             self.deliver(request)
@@ -71,7 +71,7 @@ class Outbox:
             await asyncio.sleep(0)
 
     def deliver(self, request: Request) -> None:
-        """Delivers what was noted of a request, without waiting for its time."""
+        """Delivers the noted tokens of a request, without waiting for its time."""
         noted = self._noted.pop(request, None)
         if noted is None:
             return
@@ -93,7 +93,7 @@ class Outbox:
             request.deliveries.put_nowait(delivery._replace(is_last=is_last))
 
     def discard(self, request: Request) -> None:
-        """Forgets what was noted of a request, because nobody reads its queue any more."""
+        """Forgets the noted tokens of a request, because nobody reads its queue any more."""
         self._noted.pop(request, None)
 
     def _due_s(self, request: Request) -> float:

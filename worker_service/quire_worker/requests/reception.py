@@ -1,12 +1,12 @@
-"""Where requests are made, or refused: whether one may begin is asked here, in this order.
+"""Reception of requests: it makes or refuses them. It checks these reasons for a refusal, in this order.
 
     1. DRAINING         the worker shuts down
-    2. ALLOCATOR_LOST   nobody grants blocks at present
+    2. ALLOCATOR_LOST   the worker has no session with its allocator
     3. QUEUE_FULL       as many samples or tokens wait as its namespace may have beside the others
-    4. DEADLINE         it cannot be done by then: its tokens take a pass each, one after the other. Asked again while
-                        it waits, every 0.1 s
+    4. DEADLINE         the request cannot end by then: its tokens take a pass each, one after the other. Checked again
+                        every 0.1 s while it waits
 
-Who of those that wait is let in is decided in `scheduling/admission.py`.
+`scheduling/admission.py` decides which waiting samples are admitted.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Reception:
         return begin_sample(request, index, tokens, self._model, self._tokenizer, matcher=matcher)
 
     def end_hopeless(self, fail: Callable[[Request, QuireError], None]) -> None:
-        """Ends who waits and cannot be done any more before its deadline, instead of computing it for nobody."""
+        """Fails waiting requests whose deadline can no longer be met."""
         now_s = self._clock()
         if now_s - self._looked_s < LOOK_S:
             return
@@ -116,15 +116,15 @@ class Reception:
                 fail(request, _hopeless(request))
 
     def note_admitted(self, plan: Plan) -> None:
-        """Measures how long those waited whom the answer to a plan has let in for the first time."""
+        """Measures the waiting time of the requests that the answer to a plan has admitted for the first time."""
         for request in {sample.request for sample in plan.admitted}:
             if request.admitted and request.admitted_s is None:
                 request.admitted_s = self._clock()
                 self._telemetry.queue_seconds.observe(request.admitted_s - request.arrived_s)
 
     def _check_room(self, namespace: str, token_count: int) -> None:
-        """Refuses whoever finds the queue full, or full of what its namespace has there. One request of any length may
-        wait.
+        """Refuses a request if the queue is full, or its namespace has its share of the queue. A namespace's only
+        waiting request may have any length.
 
         Args:
             namespace: of the request.
@@ -147,13 +147,13 @@ class Reception:
             raise QuireError.of(Reason.QUEUE_FULL, message, self._telemetry.retry_after_s)
 
     def _is_hopeless(self, request: Request, now_s: float) -> bool:
-        """Tells whether a request that has not begun cannot be done before its deadline, even if it is let in at once
-        and all of its prompt is found in the cache: each of its tokens takes a pass, one after the other."""
+        """Tells whether a request that has not begun must miss its deadline, even if it is admitted at once and all of
+        its prompt is cached: each of its tokens takes a pass, one after the other."""
         return now_s + _least_token_count(request.sampling) * self._roster.pace.pass_s > request.deadline_s
 
     @staticmethod
     def draining() -> QuireError:
-        """Returns what callers are told while the worker shuts down."""
+        """Returns the error that callers get while the worker shuts down."""
         return QuireError.of(Reason.DRAINING, "the worker is shutting down")
 
 

@@ -1,4 +1,4 @@
-"""How the samples of a request begin, and take one token after the other."""
+"""Samples of a request: their beginning, and the tokens that they take one after the other."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def begin_sample(
     first: Sampler | None = None,
 ) -> Sample:
     """Returns a sample of a request that has these tokens to be computed; the request does not know it yet. `first` is
-    the sampler of its first sample, of which further ones have copies."""
+    the sampler of its first sample; further samples get copies of it."""
     sampling = request.sampling
     sampler = (
         first.copy(index)
@@ -124,8 +124,8 @@ class TokenIntake:
         self._beams = BeamTurns(scheduler, self._observe, on_failure)
 
     def take(self, computed: Computed) -> None:
-        """Notes what was told of prompts and candidates, extends every sample by its token, and ends those of which
-        nothing but to be computed was asked."""
+        """Notes the logprobs of prompts and candidates, and extends every sample by its token. Ends samples that were
+        only to be computed."""
         for request, position, told in computed.prompt_logprobs:
             request.prompt_logprobs[position - 1 : position - 1 + len(told)] = told
         for sample, position, logprobs in computed.candidate_logprobs:

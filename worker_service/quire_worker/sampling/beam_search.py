@@ -51,15 +51,15 @@ class Hypothesis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a search looks for.
+    """Parameters of a search.
 
     Attributes:
         beam_count: beams at a time, at least 2.
         length_penalty: power of the length that a sum of logprobs is divided by.
         early_stopping: when it ends before all texts have their longest length.
         token_count_max: of each text, at least 1.
-        token_count_min: of each text, before which no token may end it.
-        end_token_ids: that end a text.
+        token_count_min: of each text; no token may end it before.
+        end_token_ids: tokens that end a text.
     """
 
     beam_count: int

@@ -5,8 +5,8 @@ likeliest (ties with the last one stay), keep the likeliest that together reach 
 `min_p` of the likeliest one's probability, draw.
 
 A draw takes one number u in [0, 1) from the sample's own generator and picks the first token whose cumulative
-probability exceeds u. So a sample's generator moves by exactly one number per token, whatever the vocabulary and
-whoever else is in the batch: the same logits and seed give the same text in any company.
+probability exceeds u. So a sample's generator moves by exactly one number per token, whatever the vocabulary and the
+other samples of the batch: the same logits and seed give the same text in any batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sample(
     generators: Sequence[torch.Generator | None],
     choose: Choose | None = None,
 ) -> torch.Tensor:
-    """Returns one token per row, int32 or int64 `[rows]`, on the device of the logits: nobody waits for it yet. Random
+    """Returns one token per row, int32 or int64 `[rows]`, on the device of the logits, without waiting for it. Random
     numbers are drawn last: if memory runs out, the generators have not moved.
 
     Args:

@@ -1,13 +1,13 @@
-"""What a text has to be, as masks over the vocabulary: JSON schemas, regular expressions, grammars, choices.
+"""Structures of texts, as masks over the vocabulary: JSON schemas, regular expressions, grammars, choices.
 
-    1. compiled   in a process of its own first, which says how large it is (`calls/structures.py`), then on a thread;
-                  what cannot be compiled is told to its caller
-    2. begun      each sample of a request has a matcher, a copy of what was compiled
+    1. compiled   first in a process of its own, which measures its size (`calls/structures.py`), then on a thread. If
+                  that fails, the caller gets the error
+    2. begun      each sample of a request has a matcher, a copy of the compiled one
     3. followed   a mask before each token, of all samples of a batch together, and the token after it
     4. ended      with an end-of-text token, which is allowed where the text is whole
 
-Parsing is llguidance's, an Earley parser over derivatives of regular expressions in Rust, whose steps are bounded by
-its fuel: a grammar that runs out of it fails its own request.
+llguidance parses: an Earley parser over derivatives of regular expressions, in Rust. Its fuel bounds its steps: a
+grammar that runs out of fuel fails its own request.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class GrammarError(ValueError):
 
 
 class Matcher:
-    """Where one sample's text stands in its grammar."""
+    """Position of one sample's text in its grammar."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Collection[int]) -> None:
         """Takes over a matcher of llguidance."""
         self._matcher = matcher
-        self._whole: Matcher | None = None  # of a copy, what was compiled: it lives as long as any of them
+        self._whole: Matcher | None = None  # of a copy, the compiled one: it lives as long as any copy
         self._eos_token_ids = eos_token_ids
         self.has_ended = False
 

@@ -10,12 +10,12 @@ import torch
 
 
 class TokenLogprobs(NamedTuple):
-    """What is told of one token.
+    """Logprobs of one token and of its alternatives.
 
     Attributes:
         token_id: the token.
         logprob: its own.
-        top_token_ids: the likeliest tokens instead of it, the likeliest first.
+        top_token_ids: the likeliest tokens in its place, the likeliest first.
         top_logprobs: of each of them.
     """
 
@@ -38,7 +38,7 @@ class Likeliest(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """What is known of rows of logits before their tokens are chosen.
+    """Likeliest tokens of rows of logits, found before the rows' tokens are chosen.
 
     Attributes:
         logits: float32 `[rows, vocabulary]`.
@@ -55,7 +55,7 @@ class Ranking(NamedTuple):
     counts: Sequence[int]
 
     def of(self, tokens: Sequence[int]) -> list[TokenLogprobs]:
-        """Returns what is told of one token per row."""
+        """Returns the logprobs of one token per row."""
         index = torch.tensor(tokens, device=self.logits.device)
         own = (self.logits.gather(1, index.unsqueeze(1)).squeeze(1) - self.normalisers).tolist()
         ids, logprobs = self.top_token_ids.tolist(), self.top_logprobs.tolist()

@@ -1,4 +1,4 @@
-"""What a request may ask of the choice of its tokens, and what of that is out of range."""
+"""Sampling parameters of a request, and the checks of their ranges."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UINT64_MAX = 2**64 - 1
 
 
 class StructureKind(enum.Enum):
-    """How a request says what its text has to be; the names of its fields."""
+    """Kinds of structures that a request can ask for. The values are the names of its fields."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -39,11 +39,11 @@ class StructureKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a text has to be.
+    """Structure that a text must have.
 
     Attributes:
         kind: how `texts` are read.
-        texts: one, or the choices.
+        texts: one text, or all choices.
     """
 
     kind: StructureKind
@@ -51,7 +51,7 @@ class Structure:
 
 
 class EarlyStopping(enum.Enum):
-    """When a beam search with as many finished texts as beams ends; in transformers' words."""
+    """Rules that end a beam search once it has as many finished texts as beams, in transformers' words."""
 
     HEURISTIC = "false"  # when the best beam is no better at its present length
     ALWAYS = "true"
@@ -72,7 +72,7 @@ class ParameterError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of a request are chosen, and when they end."""
+    """Parameters that choose the tokens of a request, and end them."""
 
     max_tokens: int = MAX_TOKENS_DEFAULT  # per sample
     temperature: float = 0.0  # 0 is greedy, and ignores top_k, top_p, min_p and seed

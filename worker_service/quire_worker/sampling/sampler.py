@@ -1,12 +1,11 @@
-"""What the choices of one sample depend on, and a token for each of many.
+"""Samplers: the state that one sample's choices depend on, and the function that draws tokens for many samples.
 
-A sampler follows its sample token by token, on the model's thread, where a token is known first: the pass behind the
-one that samples it finds it counted. It moves by one token whenever one is drawn for its sample, and so does its
-generator: preempted, a sample keeps both, and goes on with the same text. What is drawn for a sample that has ended
-counts for nothing.
+A sampler follows its sample token by token, on the model's thread, where a token is known first: the next pass finds
+the token counted. The sampler and its generator move by one token whenever one is drawn for their sample. A preempted
+sample keeps both, and continues with the same text. Tokens that are drawn for a sample that has ended are not used.
 
-    logits of the model     logprobs are told by these
-    edits, then masks       `token_edits.py`, `masks.py`, `grammar.py`: single tokens, and what is allowed of all
+    logits of the model     logprobs are computed from these
+    edits, then masks       `token_edits.py`, `masks.py`, `grammar.py`: single tokens, and the set of allowed tokens
     temperature and others  `choice.py`
 """
 
@@ -80,7 +79,7 @@ class Sampler:
             prompt: tokens of the request.
             eos_token_ids: of the model.
             vocabulary: tokens of the model.
-            matcher: of a text that has not begun, of which the sampler takes a copy; None if it may be anything.
+            matcher: of a text that has not begun; the sampler takes a copy. None if the text may be anything.
         """
         edits = None
         if TokenEdits.are_needed(params):
@@ -168,7 +167,7 @@ def draw(
 
 
 def _read(tokens: torch.Tensor, flags: torch.Tensor | None) -> tuple[list[int], list[bool]]:
-    """Returns tokens, and flags if there are any, on the host: one read, for which the host waits for the device."""
+    """Returns tokens, and flags if there are any, on the host: in one read, because the host waits for each."""
     if flags is None:
         return tokens.tolist(), []
     numbers: list[int] = torch.cat((tokens, flags.to(tokens.dtype))).tolist()
@@ -182,7 +181,8 @@ def _ranking(logits: torch.Tensor, rows: Sequence[int], samplers: Sequence[Sampl
 
 
 def _changed(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Tensor, list[bool]]:
-    """Returns logits as the samplers want them, and of which rows a token is left; the others are as they were."""
+    """Returns the logits after edits and masks, and for each row whether a token is left. Rows without one are
+    unchanged."""
     changed = logits.clone(memory_format=torch.contiguous_format)
     edits = [(row, sampler.edits) for row, sampler in enumerate(samplers) if sampler.edits is not None]
     if edits:

@@ -1,11 +1,12 @@
-"""Which waiting samples are let in: in order, as far as blocks, tokens and places go.
+"""Admission of waiting samples: in order, while there are enough blocks, tokens and places.
 
-A sample is let in when the blocks it needs, less those it will share with running samples, are free, and one more for
-each sample that runs: it may fill its last block with the next token. The first that does not fit is the head: it is
-let in before anybody else who is not backfilled (`backfill.py`). If nothing else runs, it is let in whatever it needs.
+A sample needs its blocks, less those that it will share with running samples. It is admitted when that many are free,
+and one more for each running sample, which may fill its last block with the next token. The first sample that does not
+fit is the head: no later sample is admitted before it, except by backfilling (`backfill.py`). If nothing else runs, the
+head is admitted whatever it needs.
 
-A sample whose prompt begins with a block that another one is computing right now waits for it without holding up
-those behind it: identical prompts cost one prefill.
+If another sample is computing the first block of a sample's prompt right now, the sample waits for it without holding
+up those behind it: identical prompts cost one prefill.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from quire_worker.scheduling.request import Sample
 
 
 class TurnLimits(NamedTuple):
-    """How much may still be let in in this turn.
+    """Room for further admissions in this turn.
 
     Attributes:
         tokens: of the forward pass.
         samples: that may run at a time, less those that do.
-        blocks: free ones at the allocator, and those that are held ahead; None where it has not said.
+        blocks: free ones at the allocator, and those that are held ahead; None if the allocator has not said.
         digest_bytes: of the step.
     """
 
@@ -73,7 +74,7 @@ class Peaks:
 
 
 class Applicants:
-    """Chooses whom to let in, one after the other.
+    """Waiting samples that apply for admission: `consider` chooses from them, one after the other.
 
     Args:
         running: in order, backfilled samples last.
@@ -110,8 +111,8 @@ class Applicants:
 
         Args:
             waiting: in the order of their turn.
-            may_preempt: whether backfilled samples may make room for the head that they passed; if not, and they could,
-                nobody is let in from there on.
+            may_preempt: whether backfilled samples may make room for the head that they passed. If they may not but
+                could, neither the head nor any later sample is admitted.
         """
         looked_at = 0
         for sample in waiting:
@@ -136,7 +137,7 @@ class Applicants:
         return self.chosen
 
     def _let_in(self, sample: Sample, digests: list[bytes], running: Sequence[Sample]) -> bool:
-        """Lets a sample in if it fits beside those who run."""
+        """Admits a sample if it fits beside the running ones."""
         shared = self._shared(digests, running)
         needed = self._needed(sample, shared)
         is_alone = not running and not self.chosen.admissions
@@ -146,7 +147,7 @@ class Applicants:
         return True
 
     def _shared(self, digests: Sequence[bytes], running: Sequence[Sample]) -> int:
-        """Counts the leading blocks that somebody holds."""
+        """Counts the leading blocks that some sample holds."""
         return held_count(digests, (*running, *self._resting), self._block_size)
 
     def _needed(self, sample: Sample, shared: int) -> int:
@@ -171,10 +172,10 @@ class Applicants:
             digest_bytes - len(sent) * DIGEST_BYTES,
         )
 
-    # -- the head, and who passes it -----------------------------------------------------------------------------------
+    # -- the head, and the samples that pass it ------------------------------------------------------------------------
 
     def _without(self, passed: Sequence[Sample]) -> tuple[list[Sample], TurnLimits, int]:
-        """Returns who else runs, what could be let in without those who passed, and how many blocks they alone hold."""
+        """Returns the other running samples, the limits without those in `passed`, and the blocks these hold alone."""
         others = [each for each in self._running if each not in passed]
         own = own_block_count(passed, (*others, *self._resting), self._block_size)
         blocks = None if self._left.blocks is None else self._left.blocks + own
@@ -191,7 +192,7 @@ class Applicants:
         return fits
 
     def _preempt_for(self, head: Sample, digests: list[bytes], passed: Sequence[Sample]) -> None:
-        """Preempts as few of those who passed the head as make it fit, the last first."""
+        """Preempts as few of the samples that passed the head as make it fit, the last first."""
         count = next(count for count in range(1, len(passed) + 1) if self._fits_without(head, digests, passed[-count:]))
         self.chosen.victims = list(passed[-count:])
         self._running, self._left, self.chosen.victim_block_count = self._without(self.chosen.victims)
@@ -199,7 +200,7 @@ class Applicants:
         assert let_in, "the head fits no more"
 
     def _reserve_for(self, head: Sample, digests: list[bytes]) -> bool:
-        """Makes a sample the head; returns False if nobody could pass it."""
+        """Makes a sample the head; returns False if no sample could pass it."""
         blocks = self._left.blocks
         if blocks is None or self._left.samples < 1 or blocks < len(self._running) + 2:
             return False
@@ -216,7 +217,7 @@ class Applicants:
         return True
 
     def _backfill(self, sample: Sample, digests: list[bytes]) -> None:
-        """Lets a sample pass the head if that delays nothing; what it might share is not counted on."""
+        """Lets a sample pass the head if that does not delay the head. Does not count on blocks that it might share."""
         assert self._reservation is not None
         needed = self._needed(sample, 0)
         turn_count = turns_left(sample, self._sequence_tokens_max)
@@ -233,8 +234,8 @@ class Applicants:
 
 
 def _being_computed(running: Sequence[Sample], block_size: int) -> set[bytes]:
-    """Returns the digests of prompt blocks that are not computed yet. What is computed is published, at the latest with
-    the step that lets somebody in."""
+    """Returns the digests of prompt blocks that are not computed yet. Computed blocks are published, at the latest with
+    the step that admits a sample."""
     digests = set[bytes]()
     for sample in running:
         computed, end = sample.computed // block_size, (len(sample.tokens) - 1) // block_size

@@ -1,19 +1,19 @@
-"""What may be let in before a sample that does not fit, so that it starts no later: EASY backfilling.
+"""EASY backfilling: admits samples before one that does not fit, without delaying it.
 
-The first in order that finds too few blocks (or places) is the *head*. It holds nobody back who fits without delaying
-it (Lifka, "The ANL/IBM SP Scheduling System", 1995). When the head can start at the latest is known, because each
-sample's last token is (`max_tokens`):
+The first sample in order that finds too few blocks (or places) is the *head*. Later samples may pass it if they do not
+delay it (Lifka, "The ANL/IBM SP Scheduling System", 1995). The head's latest start is known, because each sample's
+latest end is known (`max_tokens`):
 
-    start    the first turn in which enough samples have ended for the head to fit, if all of them go on to the end
+    start    the first turn in which enough samples have ended for the head to fit, if all of them run to the end
     spare    blocks that are free then beyond those of the head
 
-Somebody behind it is *backfilled* if it fits now and has ended by then, or takes no more than is spare.
+A later sample is *backfilled* if it fits now and ends by that start, or takes no more than the spare blocks.
 
-Samples also end sooner than they might, by a stop token, and then the head could start sooner, too. The promise is
-exact nevertheless, in turns, because a backfilled sample lives on what is left over while the head that it passed is
-waiting: it gets tokens of a pass after all others, and is preempted in the very step in which others need its blocks,
-be it for the head or for the next token of somebody who runs. Who was preempted for a head does not pass it again. A
-prompt of several samples passes nobody, and neither does a beam: a step that frees a sequence cannot fork it.
+Samples can also end sooner, by a stop token, and then the head could start sooner, too. In turns, the head still never
+starts later than without backfilling, because a backfilled sample uses only what is left over while the head that it
+passed is waiting. It gets tokens of a pass after all others. It is preempted in the same step in which the head, or a
+running sample's next token, needs its blocks. A sample that was preempted for a head does not pass it again. A prompt
+of several samples is never backfilled, and neither is a beam: a step that frees a sequence cannot fork it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ DEPTH = 32  # samples behind a head that are looked at in a turn
 
 
 class Reservation(NamedTuple):
-    """What the head is promised.
+    """Reservation of the head: its latest start, and the blocks that it leaves free then.
 
     Attributes:
-        turn_count: until it can start at the latest.
-        spare: blocks that are free then beyond its own; those of whoever is let in for longer come out of them.
+        turn_count: turns until the head starts at the latest.
+        spare: blocks that are free then beyond its own. Backfilled samples that run longer take theirs from these.
     """
 
     turn_count: int
     spare: int
 
     def admits(self, turn_count: int, block_count: int) -> bool:
-        """Tells whether somebody who runs for so many turns, on so many blocks at its end, delays nothing."""
+        """Tells whether a sample that runs for so many turns, on so many blocks at its end, does not delay the head."""
         return turn_count <= self.turn_count or block_count <= self.spare
 
     def after(self, turn_count: int, block_count: int) -> Reservation:
-        """Returns what is left of it once that one is let in."""
+        """Returns the reservation that is left once that sample is admitted."""
         return self if turn_count <= self.turn_count else self._replace(spare=self.spare - block_count)
 
 
@@ -59,10 +59,10 @@ def reserve(
     block_size: int,
     sequence_tokens_max: int,
 ) -> Reservation:
-    """Says when a head that needs so many blocks and places fits at the latest.
+    """Returns the reservation of a head that needs so many blocks and places.
 
     Args:
-        running: all who hold blocks.
+        running: all samples that hold blocks.
         blocks: that are free, or held ahead.
         places: samples that may run beside these.
         needed: blocks of the head.

@@ -1,4 +1,4 @@
-"""Samples whose place a namespace gets of which nobody runs, while another one has several."""
+"""Preemption between namespaces: a namespace with no running sample gets the place of one that has several."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from quire_worker.scheduling.request import Sample
 
 
 def displaced_by_head(waiting: WaitingQueue, running: Sequence[Sample]) -> Sample | None:
-    """Returns the sample that makes way for the head of the queue, if it does not fit otherwise: the last of the
-    namespace that has most, where that has several and the head's own has none. None where nobody makes way."""
+    """Returns the sample that makes way for the head of the queue, if the head does not fit otherwise.
+
+    It is the last sample of the namespace that has most running samples. None if that namespace has fewer than two, or
+    the head's own has any.
+    """
     head = next(waiting.in_turn(), None) if len(waiting) else None
     if head is None:
         return None

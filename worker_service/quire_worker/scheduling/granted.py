@@ -1,4 +1,4 @@
-"""What the allocator's answer to a step changes in the samples that it is about, and what can be computed by it."""
+"""The allocator's answer to a step: its changes to the step's samples, and the work that it makes possible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire_worker.scheduling.roster import Roster
 
 
 def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
-    """Takes in swaps, and lets go of what fell out of windows.
+    """Applies swaps of blocks, and drops the blocks that fell out of windows.
 
     Raises:
         AssertionError: the allocator and this worker disagree about which sequences live.
@@ -22,7 +22,7 @@ def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
     assert all((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
     if outcome.swaps:
         by_id = {sample.sequence_id: sample for sample in roster.holders()}
-        for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
+        for swap in outcome.swaps:  # samples that were freed with this step do not need theirs
             if swap.sequence_id in by_id:
                 by_id[swap.sequence_id].swap(swap)
     for commit in plan.commits:
@@ -30,7 +30,7 @@ def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
 
 
 def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
-    """Notes what a sample was granted; returns False if that was nothing.
+    """Notes the blocks that a sample was granted; returns False if it was granted nothing.
 
     Raises:
         AssertionError: the answer is none that a grow of this worker can have.
@@ -75,7 +75,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
 
 
 def work_of(plan: Plan, denied: Collection[Sample], under_way: Sequence[Work]) -> list[Work]:
-    """Returns what a plan wants of those who have room, after what is under way."""
+    """Returns the plan's work on samples that have room, after the work under way."""
     before, work = {item.sample: item for item in under_way}, []
     for sample, token_count in plan.wanted:
         at = standing(sample, before.get(sample))

@@ -1,25 +1,25 @@
-"""Who comes before whom: between namespaces whoever was served least, inside each the most urgent request.
+"""Order of requests: the least served namespace is first, and inside each the most urgent request.
 
     urgency = min(deadline, arrival + 600 s) - 60 s * priority        the smaller, the sooner
 
-Every request is due at some time, and the earliest is first: at its deadline, or 600 s after it came, where it has none
-or a later one. Each step of priority puts that 60 s forward (Jackson's urgency number, 1960). So among requests that
-come at about the same time priorities alone decide, and nobody waits for ever: what comes more than 20 minutes and
-600 s after a request, whatever its priority and deadline, is behind it.
+Every request is due at some time, and the earliest is first. It is due at its deadline, at the latest 600 s after its
+arrival. Each step of priority puts that 60 s forward (Jackson's urgency number, 1960). So among requests that arrive at
+about the same time, priorities decide. No request waits for ever: a request that arrives more than 20 minutes and 600 s
+after another one is behind it, whatever their priorities and deadlines.
 
-The same order, which never changes for a sample, says who of those that run is asked for first and preempted last,
-whatever the namespace. Therefore the first of them always gets on, and so everybody does in the end. Behind all others
-are those that were backfilled (`backfill.py`), as long as the one that they passed is still waiting.
+Running samples follow the same order, whatever their namespaces: the first is asked for first and preempted last. A
+sample's place never changes. Therefore the first sample always makes progress, and so all samples do in the end.
+Backfilled samples (`backfill.py`) are behind all others as long as the head that they passed is still waiting.
 
-Between namespaces virtual token counters decide (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024):
-a namespace's counter rises by 1 for each token of its prompts that is computed, and by 2 for each token that is
-generated for it. Who waits in the namespace with the smallest counter is considered next. A namespace that comes when
-nobody of it waits is lifted to the smallest counter of those that wait, or to where the last one stood: time without
-requests is nothing that can be saved up. So between two namespaces that both have somebody waiting, what they get
-differs by a bound that no length of time changes: the tokens that may run at a time.
+Virtual token counters decide between namespaces (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
+A namespace's counter rises by 1 for each token of its prompts that is computed, and by 2 for each token that is
+generated for it. The first sample of the namespace with the smallest counter is considered next. When a namespace
+begins to wait, its counter is lifted to the smallest counter of the waiting ones, or to that of the last one that
+waited: time without requests earns nothing. So the service of two waiting namespaces differs by a bound that does not
+grow with time: the tokens that may run at a time.
 
-Other than in the paper, what is found in the cache is not charged, because it costs nobody anything; and what a
-preempted sample computes again is not, because the preemption was not its wish.
+Unlike in the paper, cached tokens are not charged, because they cost nothing. Tokens that a preempted sample computes
+again are not charged either, because it did not ask for the preemption.
 """
 
 from __future__ import annotations
@@ -51,47 +51,47 @@ def order_of(sample: Sample) -> tuple[float, int, int]:
 
 
 def rank_of(sample: Sample) -> tuple[bool, float, int, int]:
-    """Returns the key by which samples that run are sorted: whoever is asked for last is preempted first."""
+    """Returns the key by which running samples are sorted: the sample that is asked for last is preempted first."""
     return sample.passed is not None, *order_of(sample)
 
 
 class Shares:
     """The counters of all namespaces.
 
-    1. join     a namespace has somebody waiting, and had nobody
+    1. join     a namespace gets its first waiting sample
     2. charge   it is served
-    3. leave    nobody of it waits any more; its counter stays
+    3. leave    it has no waiting sample any more; its counter stays
     """
 
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}
-        self._floor = 0  # where a namespace begins that is unknown and meets nobody
+        self._floor = 0  # counter of a new namespace when no other one waits
 
     def __len__(self) -> int:
         return len(self._counters)
 
     def counter(self, namespace: str) -> int:
-        """Returns how much a namespace has been served, with what it was lifted by."""
+        """Returns the counter of a namespace: its service, and what it was lifted by."""
         return self._counters.get(namespace, self._floor)
 
     def join(self, namespace: str, waiting: Iterable[str]) -> None:
-        """Lets a namespace begin where the others are; `waiting` are those that have somebody waiting."""
+        """Lifts a namespace to the smallest counter of `waiting`, the namespaces that have waiting samples."""
         least = min((self.counter(each) for each in waiting), default=self._floor)
         self._counters[namespace] = max(self.counter(namespace), least)
         if len(self._counters) > NAMESPACES_MAX:
             self._forget({namespace, *waiting})
 
     def leave(self, namespace: str) -> None:
-        """Notes that nobody of a namespace waits any more: who comes next to an empty queue begins no lower."""
+        """Notes that a namespace has no waiting sample any more. The next to join an empty queue starts no lower."""
         self._floor = max(self._floor, self.counter(namespace))
 
     def charge(self, namespace: str, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Counts what a namespace was served."""
+        """Charges a namespace for the tokens that it was served."""
         cost = PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
         self._counters[namespace] = self.counter(namespace) + cost
 
     def _forget(self, kept: set[str]) -> None:
-        """Drops half of the counters, the smallest first; nobody gains by that, because the floor rises to them."""
+        """Drops the smallest counters, up to half of them. No namespace gains, because the floor rises to them."""
         idle = sorted((counter, each) for each, counter in self._counters.items() if each not in kept)
         for counter, namespace in idle[: NAMESPACES_MAX // 2]:
             self._floor = max(self._floor, counter)
@@ -102,7 +102,7 @@ class WaitingQueue:
     """Samples that hold no block, in the order in which they are considered.
 
     Args:
-        shares: what each namespace has been served.
+        shares: the counters of the namespaces.
     """
 
     def __init__(self, shares: Shares) -> None:
@@ -116,16 +116,16 @@ class WaitingQueue:
         return isinstance(sample, Sample) and sample in self._by_namespace.get(sample.request.namespace, ())
 
     def __iter__(self) -> Iterator[Sample]:
-        """Goes through everybody by urgency, whatever the namespace."""
+        """Yields all samples by urgency, whatever their namespaces."""
         return iter(sorted(self.in_any_order(), key=order_of))
 
     def in_any_order(self) -> Iterator[Sample]:
-        """Goes through everybody, in no order."""
+        """Yields all samples, in no order."""
         for own in self._by_namespace.values():
             yield from own
 
     def of_namespace(self, namespace: str) -> Sequence[Sample]:
-        """Returns those of a namespace, by urgency."""
+        """Returns the samples of a namespace, by urgency."""
         return self._by_namespace.get(namespace, ())
 
     def add(self, sample: Sample) -> None:
@@ -149,13 +149,13 @@ class WaitingQueue:
             self._shares.leave(namespace)
 
     def in_turn(self) -> Iterator[Sample]:
-        """Goes through everybody in the order in which they are let in, if each is. Nobody may come or leave
+        """Yields all samples in the order of admission, as if each was admitted. The queue may not change
         meanwhile."""
-        if len(self._by_namespace) == 1:  # nobody to be fair to
+        if len(self._by_namespace) == 1:  # no other namespace to be fair to
             (own,) = self._by_namespace.values()
             yield from own
             return
-        # A namespace counts as served with the prompt of each that was considered before.
+        # A namespace counts as charged for the prompts of its samples that were yielded before.
         heap = [
             (self._shares.counter(namespace), order_of(own[0]), 0, namespace)
             for namespace, own in self._by_namespace.items()

@@ -1,4 +1,4 @@
-"""How fast this worker is, as measured in its own passes."""
+"""Speed of this worker, as measured in its own passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pace:
         return min((seconds for _, seconds in self._passes), default=0.0)
 
     def seconds_for(self, token_count: int) -> float | None:
-        """Says how long so many tokens of a prompt take, by the pass that computed most tokens; None while nothing is
-        known."""
+        """Returns the seconds that so many tokens of a prompt take, by the pass that computed most tokens; None while
+        nothing is known."""
         most = max(self._passes, default=None)
         return None if most is None else token_count * most[1] / most[0]

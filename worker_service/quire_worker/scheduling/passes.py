@@ -1,8 +1,8 @@
-"""Where a pass over a sample ends: at its budget, at a stop, or where more would not fit the pool at once.
+"""End of a pass over a sample: at its budget, at a stop, or where more would not fit the pool at once.
 
-In a pool with recurrent states a commit makes a checkpoint only at a stop, and only if nothing behind it was granted: a
-pass ends there, what the sample holds beyond is given back with its commit, and asked for again in the same step. The
-allocator says where the stops of a sample are when it lets it in (`GrowOutcome.stops`).
+In a pool with recurrent states a commit makes a checkpoint only at a stop, and only if nothing behind it was granted.
+So a pass ends there. The commit gives back the blocks beyond it, and the same step asks for them again. The allocator
+names the stops of a sample when it admits it (`GrowOutcome.stops`).
 
     prompt of 96 tokens, blocks of 16, junction 64:     [0, 64)  commit  [64, 80)  commit  [80, 96)
 """
@@ -17,21 +17,21 @@ from quire_worker.scheduling.request import Sample
 
 
 class Standing(NamedTuple):
-    """Where a sample stands when its work under way is done: its tokens `[start, length)` are left to be computed."""
+    """Standing of a sample after its work under way: its tokens `[start, length)` are left to be computed."""
 
     start: int
     length: int
 
 
 def standing(sample: Sample, work: Work | None) -> Standing:
-    """Returns where a sample will stand; `work` is its part of the pass under way, if it has one."""
+    """Returns the standing of a sample; `work` is its part of the pass under way, if it has one."""
     if work is None:
         return Standing(sample.computed, len(sample.tokens))
     return Standing(work.end, len(sample.tokens) + work.is_complete)
 
 
 def pass_token_count(sample: Sample, at: Standing, budget: int) -> int:
-    """Tokens that its next pass computes, of at most `budget`."""
+    """Returns the tokens that the sample's next pass computes, at most `budget`."""
     end = at.length
     if sample.swapped is not None and at.start < sample.swapped.end:
         end = sample.swapped.end if at.start >= sample.swapped.first else min(end, sample.swapped.first)
@@ -47,13 +47,13 @@ def pass_token_count(sample: Sample, at: Standing, budget: int) -> int:
 
 
 def is_at_stop(sample: Sample, at: Standing) -> bool:
-    """Tells whether its last pass ends where a checkpoint belongs, and was not committed yet."""
+    """Tells whether the sample's last pass ends at a stop, and is not committed yet."""
     return sample.committed < at.start and at.start in sample.stops
 
 
 def to_cut(samples: Iterable[Sample], filled: Collection[Sample], parents: Collection[Sample | None]) -> list[Sample]:
-    """Returns those that hold room beyond what they have computed and must not: whose commit is to make a checkpoint,
-    or whose state is to be shared. `filled` are those that are committed now."""
+    """Returns the samples that must give back their room beyond the computed tokens: their commit is to make a
+    checkpoint, or their state is to be shared. `filled` are the samples that are committed now."""
     return [
         sample
         for sample in samples

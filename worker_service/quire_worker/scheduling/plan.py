@@ -1,4 +1,4 @@
-"""What one turn of the engine asks of the allocator, and what it runs."""
+"""Plan of one turn of the engine: its requests to the allocator, and the batch that it runs."""
 
 from __future__ import annotations
 
@@ -54,13 +54,14 @@ class Draw(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What to run: the moves first, in order, then what is restored, then one forward pass."""
+    """Batch of one turn. It runs the moves first, in order, then restores blocks, then computes one forward pass."""
 
     moves: list[Copy | SwapOut]
     work: list[Work]
 
     def draws(self) -> list[Draw]:
-        """Returns the tokens to sample after it; when a prompt's prefill ends, the first of all its samples."""
+        """Returns the tokens to sample after the pass. When a prompt's prefill ends, they are the first tokens of all
+        its samples."""
         draws = []
         for item in self.work:
             if item.is_complete and item.sample.draws and not item.sample.is_beam:
@@ -72,14 +73,14 @@ class Batch(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """One sample to let in.
+    """Admission of one sample.
 
     Attributes:
-        sample: that waits.
-        token_count: to compute first.
+        sample: the waiting sample.
+        token_count: tokens to compute first.
         block_count: free blocks that it takes at most.
         digests: to match.
-        passed: the head that it is let in before, if it is backfilled.
+        passed: the head that it passes, if it is backfilled.
     """
 
     sample: Sample
@@ -91,12 +92,12 @@ class Admission(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """Who is let in in a turn.
+    """Admissions of a turn.
 
     Attributes:
         admissions: in order.
         victims: backfilled samples whose blocks the head gets in the same step.
-        victim_block_count: blocks that are free by that.
+        victim_block_count: blocks that become free with them.
     """
 
     admissions: list[Admission] = field(default_factory=list)
@@ -105,12 +106,13 @@ class Round:
 
 
 class Committing(NamedTuple):
-    """A sample has computed `token_count` tokens.
+    """Commit of a sample that has computed `token_count` tokens.
 
     Attributes:
-        sequence_id: that it has now: a commit may name a sample that has lost its own when the answer comes.
+        sequence_id: its present one. The sample may have lost it by the time the answer comes.
         digests: of the blocks that became full.
-        keep_token_count: for which it keeps room, giving back the blocks beyond; 0: it gives nothing back.
+        keep_token_count: the sample keeps room for so many tokens, and gives back the blocks beyond. 0: it gives
+            nothing back.
     """
 
     sample: Sample
@@ -130,13 +132,13 @@ class Forking(NamedTuple):
 
 
 class Entering(NamedTuple):
-    """What a grow says beyond its room where it lets in a sample that waited.
+    """Further fields of a grow that admits a waiting sample.
 
     Attributes:
         digests: of its blocks, to be matched.
-        prompt_token_count: of all that it will need, where the grow is for its first chunk alone; else 0.
-        is_return: whether it was let in before.
-        passed: the head that it is let in before, if it is backfilled.
+        prompt_token_count: all tokens that it will need, if the grow is for its first chunk alone; else 0.
+        is_return: whether it was admitted before.
+        passed: the head that it passes, if it is backfilled.
     """
 
     digests: Sequence[bytes]
@@ -166,15 +168,15 @@ class Plan:
         forks: who shares what others have.
         grows: who asks for room.
 
-    And what comes of it:
+    And its results:
 
     Attributes:
-        wanted: how many tokens of whom, if granted, in their order.
-        victims: backfilled samples whose sequences are among `frees`, for others to have their blocks.
-        is_unfair: the head of the queue found no place or no blocks, and nobody of its namespace runs.
-        is_whole: nobody who runs is left out of it for want of room.
+        wanted: samples, and the number of tokens to compute of each if it is granted room, in order.
+        victims: backfilled samples whose sequences are among `frees`, so that others get their blocks.
+        is_unfair: the head of the queue found no place or no blocks, and no sample of its namespace runs.
+        is_whole: no running sample is left out because it has no room.
         tokens_left: in the turn's forward pass, beside those of samples that were not backfilled.
-        chosen: who would be let in beside them, where that was looked at.
+        chosen: samples that would be admitted beside them, if that was looked at.
     """
 
     commits: list[Committing] = field(default_factory=list)
@@ -190,10 +192,10 @@ class Plan:
 
     @property
     def has_to_be_sent(self) -> bool:
-        """Tells whether anything is asked for."""
+        """Tells whether the plan asks the allocator for anything."""
         return bool(self.commits or self.frees or self.forks or self.grows)
 
     @property
     def admitted(self) -> set[Sample]:
-        """Returns those who waited, and are let in if they get their room."""
+        """Returns the waiting samples that are admitted if they get their room."""
         return {each.sample for each in self.grows if each.entering is not None}

@@ -1,8 +1,8 @@
-"""A turn of those for whom everything is granted already, so that the allocator need not be asked.
+"""A turn of samples that have all their blocks already, so that the allocator need not be asked.
 
-Such a turn can be planned while the pass before it is computed. What this one does is known but for one thing, the
-tokens that it samples: each has its place behind the last of its sample, and the next pass computes whatever lands
-there. Who may have ended with it, by a stop token, is computed once for nothing, and dropped a turn later.
+Such a turn can be planned while the pass before it is computed. Only the tokens that this pass samples are not known
+yet. Each has its place behind its sample's last token, and the next pass computes the token that is put there. A sample
+that ended with it, by a stop token, is computed once in vain, and dropped a turn later.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ def ready_after(
     budget: int,
     longest: int,
 ) -> Plan:
-    """Plans a turn after what is under way. It is not whole if the allocator has to be asked for others that run, or
-    nobody runs. Parents wait for their forks, which share all that they have committed; forks for their parent's first
-    token, and whoever may have a draft for the token that this begins behind.
+    """Plans a turn after the work under way. It is not whole if the allocator has to be asked for other running
+    samples, or no sample runs.
+
+    Three kinds of samples are left out. Parents wait for their forks, which share all that the parents have committed.
+    Forks wait for their parent's first token. Samples that may have a draft wait for the token before the draft.
 
     Args:
-        under_way: of the pass that is computed; empty if none is.
-        roster: who runs.
+        under_way: work of the pass that is being computed; empty if none is.
+        roster: of the samples.
         drafting: makes drafts, if there are any.
         budget: tokens of the turn's pass.
         longest: sequence, with whose last token a sample ends.

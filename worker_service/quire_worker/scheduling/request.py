@@ -1,4 +1,4 @@
-"""What the engine works on: requests, and the samples that they are made of.
+"""Requests, and the samples that they are made of.
 
 Lifecycle of a sample:
 
@@ -7,10 +7,10 @@ Lifecycle of a sample:
     3. leaving    finished or cancelled; its sequence is freed with the next step
     4. gone
 
-A branch's sample goes from 2 to `resting` instead, whenever it has done what it was asked for: it keeps its blocks,
-and goes back to 2 when it is asked for more (`resting.py`).
+A branch's sample goes from 2 to `resting` instead, whenever it has finished its task. It keeps its blocks, and returns
+to 2 with its next task (`resting.py`).
 
-A preempted sample goes from 2 back to 1 and keeps its tokens and its sampler, so that it goes on with the same text.
+A preempted sample goes from 2 back to 1 and keeps its tokens and its sampler, so that it continues with the same text.
 Samples beyond the first are in no state until the prefill of the first has finished; then they start in 2, as forks of
 it.
 
@@ -60,7 +60,7 @@ class FinishReason(Enum):
 
 @dataclass(slots=True)
 class Usage:
-    """What a request took; fields as in `quire.v1.Usage`."""
+    """Usage of a request; fields as in `quire.v1.Usage`."""
 
     cached_token_count: int = 0
     output_token_count: int = 0
@@ -206,7 +206,7 @@ class Sample:
 
     @property
     def awaits_choice(self) -> bool:
-        """Tells whether all of it was computed, and other beams were not yet: who goes on is not known before."""
+        """Tells whether all of this beam is computed, and other beams are not: the search chooses when all are."""
         return self.beam is not None and self.beam.continuations is not None
 
     @property
@@ -311,7 +311,7 @@ class Sample:
         self._chain = parent._chain.copy() if parent._chain is not None else None
 
     def take_blocks_of(self, parent: Sample, block_size: int) -> None:
-        """Takes a share of the blocks of `parent`, of which the allocator has made it a fork."""
+        """Takes a share of the blocks of `parent`, after the allocator has forked it."""
         length = -(-self.computed // block_size)
         self.tables, self.fallen = [table[:length] for table in parent.tables], list(parent.fallen)
         self.states, self.stops = list(parent.states), parent.stops

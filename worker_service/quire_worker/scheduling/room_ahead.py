@@ -1,5 +1,5 @@
-"""Who decodes on after a pass, and how many blocks are held ahead; how many to ask for is decided by
-`quire.session.lookahead`."""
+"""Samples that continue to decode after a pass, and their blocks held ahead. `quire.session.lookahead` decides how many
+to ask for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quire_worker.scheduling.request import Sample
 
 
 def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[Decoding[Sample]]:
-    """Returns the samples that decode on after this pass, if none of them stops. Beams take no room ahead: which of
-    them go on is not known."""
+    """Returns the samples that continue to decode after this pass, if none of them stops. Beams take no room ahead: the
+    search has not chosen yet which of them continue."""
     return [
         Decoding(sample, sample.granted, len(sample.tokens) + 1, last_of(sample, sequence_tokens_max))
         for sample in (item.sample for item in work if item.is_complete)
@@ -22,7 +22,7 @@ def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[Decoding[Sa
 
 
 def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Sequence[Decoding[Sample]]) -> int:
-    """Counts the tokens of the pass after this one, of those who run."""
+    """Counts the running samples' tokens of the pass after this one."""
     counts = {item.sample: item.token_count for item in work}
     return len(samples) + sum(len(sample.tokens) - sample.computed - counts.get(sample, 0) for sample in running)
 
@@ -30,8 +30,10 @@ def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Seque
 def next_chunks(
     running: Iterable[Sample], work: Iterable[Work], budget: int, block_size: int
 ) -> list[tuple[Sample, int]]:
-    """Returns whose prompt this pass leaves unfinished and whose next chunk has no room yet, and for how many tokens
-    the next pass, of `budget` tokens, needs it."""
+    """Returns the samples whose prompt this pass leaves unfinished and whose next chunk has no room yet.
+
+    Each comes with the number of tokens that it needs room for in the next pass, of `budget` tokens.
+    """
     chunks, counts = [], {item.sample: item.token_count for item in work}
     for sample in running:
         computed = sample.computed + counts.get(sample, 0)
@@ -56,8 +58,8 @@ def block_count_of(sample: Sample, block_size: int) -> int:
 
 
 def last_of(sample: Sample, sequence_tokens_max: int) -> int:
-    """Counts the tokens of a sample that are ever computed: the last one has no successor, so it is not. Where none is
-    drawn, those that it has are all."""
+    """Counts the tokens of a sample that are ever computed: all but the last one, which has no successor. If none is
+    drawn, all tokens of the sample are computed."""
     if not sample.draws:
         return len(sample.tokens)
     return min(len(sample.request.prompt) + sample.request.sampling.max_tokens, sequence_tokens_max) - 1

@@ -1,4 +1,4 @@
-"""Who waits, who runs, and who has ended and still holds blocks."""
+"""Roster of a worker's samples: waiting ones, running ones, and ended ones that still hold blocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Roster:
     """
 
     def __init__(self, groups: Sequence[GroupSpec], swap_slot_count: int = 0) -> None:
-        """Begins with nobody.
+        """Begins without samples.
 
         Raises:
             ValueError: blocks have several sizes.
@@ -82,20 +82,20 @@ class Roster:
 
     @property
     def may_go_on(self) -> bool:
-        """Tells whether somebody runs and has something to compute, and nobody has to be forked first."""
+        """Tells whether some running sample has something to compute, and no sample has to be forked first."""
         return not self.resting.forking and not all(sample.awaits_choice for sample in self.running)
 
     def parents(self) -> set[Sample | None]:
-        """Returns those whose forks have no share of their blocks yet."""
+        """Returns the samples whose forks have no share of their blocks yet."""
         return {sample.fork_of for sample in (*self.running, *self.resting.forking)}
 
     def holders(self) -> tuple[Sample, ...]:
-        """Returns everybody who has a sequence, or gets one with the step under way."""
+        """Returns all samples that have a sequence, or get one with the step under way."""
         return (*self.running, *self.leaving, *self.resting, *self.resting.forking)
 
     def add(self, sample: Sample) -> None:
-        """Adds a sample to those that wait. Its prompt is hashed here, while a forward pass may be running, and not
-        between two of them when it is let in."""
+        """Adds a sample to the queue. Hashes its prompt here, while a forward pass may be running, so that its
+        admission between two passes need not."""
         sample.digests(self.block_size, 0, (len(sample.tokens) - 1) // self.block_size)
         self.waiting.add(sample)
 
@@ -104,8 +104,8 @@ class Roster:
         insort(self.running, child, key=rank_of)
 
     def start(self, sample: Sample, passed: Sample | None = None) -> None:
-        """Makes a waiting sample run, because it was let in, before the head that it `passed` if there is one. Who
-        passed it is one of the others from now on."""
+        """Makes an admitted sample run, backfilled if the head that it `passed` is still waiting. Samples that passed
+        this one no longer count as backfilled."""
         self.waiting.remove(sample)
         self._let_down(sample)
         sample.passed = passed if passed in self.waiting else None
@@ -113,7 +113,7 @@ class Roster:
         insort(self.running, sample, key=rank_of)
 
     def backfilled_apart(self) -> tuple[list[Sample], list[Sample]]:
-        """Returns those who run, and apart from them those that were backfilled and passed somebody who still waits."""
+        """Returns the running samples: first the ordinary ones, then the backfilled ones whose head still waits."""
         count = sum(sample.passed is not None for sample in self.running)
         return self.running[: len(self.running) - count], self.running[len(self.running) - count :]
 
@@ -125,7 +125,7 @@ class Roster:
         self._end(sample, reason)
 
     def prune(self, sample: Sample) -> None:
-        """Ends a beam that was not chosen; its blocks are freed with the next step, and its request goes on."""
+        """Ends a beam that was not chosen; its blocks are freed with the next step, and its request continues."""
         self._end(sample, None)
 
     def _end(self, sample: Sample, reason: FinishReason | None) -> None:
@@ -149,7 +149,7 @@ class Roster:
         return self.has_states and sample.draws and reason is FinishReason.STOP
 
     def _let_down(self, head: Sample) -> None:
-        """Notes that a sample waits no more, so that nobody has passed it."""
+        """Notes that a sample waits no more, so that no other one has passed it."""
         passed = [each for each in (*self.running, *self.waiting.in_any_order()) if each.passed is head]
         for sample in passed:
             sample.passed = None
@@ -173,12 +173,12 @@ class Roster:
             self.finish(sample, None)
 
     def forget_blocks(self) -> None:
-        """Makes everybody who ran wait, because the allocator's state is gone."""
+        """Makes all running samples wait, because the allocator's state is gone."""
         running, self.running = [*self.running, *self.resting.take_forks()], []
         self.resting.clear()
         self.moves.clear()
         for sample in (*running, *self.waiting.in_any_order()):
-            self.swap.release(sample)  # who knows what was moved
+            self.swap.release(sample)  # it is not known which blocks were moved
         for sample in running:
             self._uncount_ahead(sample)
             sample.forget_blocks()
@@ -196,11 +196,11 @@ class Roster:
         return victim
 
     def displaced(self) -> Sample | None:
-        """Returns who makes way for the head of the queue; see `displacing.py`."""
+        """Returns the sample that makes way for the head of the queue; see `displacing.py`."""
         return displaced_by_head(self.waiting, self.running)
 
     def preempt_displaced(self) -> set[Sample]:
-        """Makes that one wait as `preempt_last` does, if there is one, and returns it."""
+        """Preempts the `displaced` sample, if there is one, as `preempt_last` does, and returns it."""
         victim = self.displaced()
         if victim is None:
             return set()
@@ -209,15 +209,15 @@ class Roster:
         return {victim}
 
     def make_way(self) -> None:
-        """Preempts the last beam where all who run only await the choice of beams and others wait, so that these can be
-        let in. Called when nobody computes anything."""
+        """Preempts the last beam if all running samples only await the choice of beams, so that waiting samples can be
+        admitted. Called when nothing is being computed."""
         are_idle = bool(self.running) and all(sample.awaits_choice for sample in self.running)
         if are_idle and self.waiting and not self.to_free:
             self.preempt_last()
 
     def make_room(self, plan: Plan) -> None:
-        """Makes the victims of a plan wait, whose blocks others get in its step. Called when no answer is on its way;
-        commits of the plan may name them."""
+        """Makes the victims of a plan wait; others get their blocks in its step. Called when no answer is on its way.
+        Commits of the plan may name the victims."""
         self.yield_count += len(plan.victims)
         for victim in plan.victims:
             plan.frees.append(victim.sequence_id)
@@ -237,7 +237,7 @@ class Roster:
         self._wait(victim)
 
     def _wait(self, sample: Sample) -> None:
-        """Puts a sample that holds no blocks any more among those that wait, unless it has nothing to compute."""
+        """Adds a sample that holds no blocks any more to the queue, unless it has nothing to compute."""
         if not sample.awaits_choice:
             self.waiting.add(sample)
 
@@ -271,15 +271,15 @@ class Roster:
                 self.swap.release(sample)
 
     def free_count_of(self, left: Sequence[Sample]) -> int:
-        """Counts the blocks that are free once samples that left are freed: those that they hold ahead, and where
-        somebody waits for them all that nobody else holds."""
+        """Counts the blocks that become free with samples that left: the blocks that they hold ahead and, if samples
+        wait, all blocks that no other sample holds."""
         ahead = sum(room_ahead.block_count_of(sample, self.block_size) for sample in left)
         others = (*self.running, *self.resting)
         own = own_block_count(left, others, self.block_size) if left and self.waiting else 0
         return ahead + own
 
     def spare_block_count(self) -> int:
-        """Counts the blocks that a step can give to others: held ahead, by who left, or by branches alone."""
+        """Counts the blocks that a step can give to others: held ahead, by left samples, or by branches alone."""
         parents = self.parents()
         stay = [*self.running, *(each for each in self.leaving if each in parents)]
         ahead = sum(room_ahead.block_count_of(sample, self.block_size) for sample in stay)
@@ -294,8 +294,8 @@ class Roster:
         )
 
     def take_filled(self) -> dict[Sample, list[bytes]]:
-        """Returns who filled blocks since the last commit, and their digests; among them parents of forks, which share
-        only what is committed. From now on it all counts as committed."""
+        """Returns the samples that filled blocks since the last commit, and the blocks' digests. Includes parents of
+        forks, because forks share only committed tokens. From now on all these tokens count as committed."""
         parents = self.parents()
         filled = {}
         for sample in (*self.running, *self.leaving, *self.resting.to_commit()):
@@ -306,8 +306,8 @@ class Roster:
         return filled
 
     def given_back(self, block_count: int, increment: Increment) -> dict[Sample, int]:
-        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room. The state
-        of who has ended may be a token further than what it commits: with room behind, it is no checkpoint."""
+        """Returns the samples that give back so many blocks held ahead, and the tokens that each keeps room for. The
+        state of an ended sample may be a token further than its commit: with room behind it is no checkpoint."""
         if block_count <= 0:
             return {}
         samples = self.running + ([] if self.has_states else self.leaving)
@@ -365,7 +365,7 @@ class Roster:
         sample.request.usage.granted_block_count -= self.group_count * ahead
 
     def check_invariants(self) -> None:
-        """Checks that counters of every sample are in order, nobody is in two places and tables hold what was granted.
+        """Checks that each sample has valid counters, is in one place only, and has its grants in its tables.
 
         Raises:
             AssertionError: naming what is broken.

@@ -1,24 +1,24 @@
-"""Continuous batching: which tokens of which samples go through the model next, and what the allocator is asked for.
+"""Continuous batching: chooses the tokens that go through the model next, and the requests to the allocator.
 
 Pure: no torch, grpc, clock or randomness. One turn of the engine:
 
     1. plan      what to commit, free, fork and grow, as one step for the allocator: samples that run, in order, then
                  waiting ones as far as the token budget goes (prompts are cut into chunks by it)
-    2. schedule  the allocator's answer: whoever got its blocks is in the batch; if a running sample did not, the
-                 last one is preempted, and its blocks are there for the next turn
-                 what the next turns will need, and who is let in then, is asked for ahead, while the batch is
-                 computed (`plan_ahead`), so that a turn finds it granted and plans without asking
-                 (`plan_without_asking`). So do others while the answer to a plan is late: it is taken in later
-                 (`take_in`)
+    2. schedule  the allocator's answer: samples that got their blocks are in the batch; if a running sample did not,
+                 the last one is preempted, and its blocks are free for the next turn.
+                 While the batch is computed, the needs and admissions of the next turns are asked for ahead
+                 (`plan_ahead`), so that a turn finds its blocks granted and plans without asking
+                 (`plan_without_asking`). Turns also plan without asking while the answer to a plan is late: it is
+                 taken in later (`take_in`)
     3. advance   the batch has been computed
     4. extend    one more token was sampled; finish says why a sample ends
 
-Where a group has a window, a prompt is granted chunk by chunk: what falls out of the window of one serves the next.
-Tables of all groups grow alike, so whatever counts blocks here counts those of one group: "a block" is one of each.
+If a group has a window, a prompt is granted chunk by chunk: blocks that fall out of one chunk's window serve the next.
+Tables of all groups grow alike, so counts of blocks here are those of one group: "a block" is one of each group.
 
-Order never changes (`order.py`): the first sample is asked for first and preempted last, so it always gets on. Who is
-let in is decided in `admission.py`, where a pass over a prompt ends in
-`passes.py`, how many blocks are asked for ahead in `quire.session.lookahead`; who is where is kept in `roster.py`.
+Order never changes (`order.py`): the first sample is asked for first and preempted last, so it always makes progress.
+`admission.py` decides which samples are admitted, `passes.py` where a pass over a prompt ends, and
+`quire.session.lookahead` how many blocks are asked for ahead. `roster.py` keeps the samples.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Scheduler:
         sequence_tokens_max: longest sequence that the model and the pool can hold.
         batch_tokens_max: tokens per forward pass.
         running_max: samples that run at a time.
-        ahead_tokens: for which a sample that decodes asks for room beyond its next token.
+        ahead_tokens: a decoding sample asks for room for so many tokens beyond its next one.
         digest_bytes_max: of the digests that one step may carry for new sequences.
-        commit_blocks_max: whose digests one step may carry. Without an allocator nobody computes beyond that. At least
-            those of a forward pass.
+        commit_blocks_max: committed blocks whose digests one step may carry, at least those of a forward pass. During
+            an outage of the allocator no sample computes beyond that.
         swap_slot_count: blocks of preempted samples that fit into host memory.
         drafting: makes drafts, if there are any; not for models with states, which cannot step back by a token.
     """
@@ -70,7 +70,7 @@ class Scheduler:
         swap_slot_count: int = 0,
         drafting: Drafting | None = None,
     ) -> None:
-        self.roster = Roster(groups, swap_slot_count)  # who waits, who runs, who leaves
+        self.roster = Roster(groups, swap_slot_count)  # waiting, running and leaving samples
         self.sequence_tokens_max = sequence_tokens_max
         self.batch_tokens_max = batch_tokens_max
         self.running_max = running_max
@@ -87,11 +87,11 @@ class Scheduler:
     # -- one turn ------------------------------------------------------------------------------------------------------
 
     def plan(self, chosen: Round | None = None) -> Plan:
-        """Decides what to ask for: of who runs in order, then of who is let in, then of who was backfilled.
+        """Plans what to ask the allocator for: running samples in order, then admitted ones, then backfilled ones.
 
         Args:
-            chosen: who is let in, where `has_to_ask` has found that in the same turn: nobody else has to be asked for
-                then, so it is looked at again only where room is given back meanwhile.
+            chosen: admissions that `has_to_ask` has found in the same turn. They are chosen again only if room is given
+                back meanwhile.
         """
         plan, filled = Plan(), self.roster.take_filled()
         cut = self._cut(filled)
@@ -121,10 +121,10 @@ class Scheduler:
         return plan
 
     def plan_without_asking(self, under_way: Sequence[Work] = ()) -> Plan:
-        """Plans a turn of those for whom everything is granted already; see `ready.py`.
+        """Plans a turn of samples that have all their blocks already; see `ready.py`.
 
         Args:
-            under_way: what is computed meanwhile; the turn comes after it.
+            under_way: work that is being computed; the turn comes after it.
         """
         filled_max = self.batch_tokens_max // self.roster.block_size + len(self.roster.running)  # by one pass
         pass_count = 2 if under_way else 1
@@ -135,8 +135,8 @@ class Scheduler:
         )
 
     def has_to_ask(self, ready: Plan) -> bool:
-        """Tells whether a turn of those who are `ready` leaves out somebody who runs, or could be let in, whom it notes
-        in `ready`. Changes nothing else but caches of digests."""
+        """Tells whether a `ready` turn leaves out a sample that runs or could be admitted. Notes the admissions in
+        `ready`, and changes nothing else but caches of digests."""
         if not ready.is_whole or (ready.tokens_left > 0 and self.roster.displaced() is not None):
             return True
         if not self._can_admit(ready.tokens_left):
@@ -199,8 +199,8 @@ class Scheduler:
         return Batch(moves, work)
 
     def take_in(self, plan: Plan, outcome: StepOutcome) -> set[Sample]:
-        """Takes in the answer to any plan; moves wait for the next batch. Returns who got no room: it asks again when
-        it needs it.
+        """Takes in the answer to any plan; moves wait for the next batch. Returns the samples that got no room: they
+        ask again when they need it.
 
         Raises:
             AssertionError: the allocator and this scheduler disagree about which sequences live.
@@ -220,13 +220,13 @@ class Scheduler:
 
     @staticmethod
     def forbidden(plan: Plan, outcome: StepOutcome) -> list[Request]:
-        """Returns those that the allocator will never let in, to be ended before the answer is taken in."""
+        """Returns the requests that the allocator will never admit. They must end before the answer is taken in."""
         rows = zip(plan.grows, outcome.grows, strict=True)
         return [growing.sample.request for growing, grown in rows if grown.result is Result.FORBIDDEN]
 
     def advance(self, work: Iterable[Work]) -> None:
-        """Counts what the batch has computed; what was not computed must never be committed. Nor must the place of a
-        token that was never taken, because the sample had ended with the one before. Who rests keeps its count."""
+        """Counts the computed tokens of the batch. Only these may be committed, and not the place of a token that was
+        dropped because the sample had ended with the one before. Resting samples keep their counts."""
         for item in work:
             if item.sample not in self.roster.resting:
                 item.sample.computed = min(item.end, len(item.sample.tokens))
@@ -247,7 +247,7 @@ class Scheduler:
     # -- the allocator's state is gone ---------------------------------------------------------------------------------
 
     def forget_blocks(self) -> None:
-        """Makes everybody who ran wait, to be computed again."""
+        """Makes all running samples wait, to be computed again."""
         self.roster.forget_blocks()
         self._free_block_count = None
 
@@ -261,7 +261,7 @@ class Scheduler:
     # -- parts of a plan -----------------------------------------------------------------------------------------------
 
     def _commit(self, plan: Plan, filled: dict[Sample, list[bytes]], kept: dict[Sample, int]) -> None:
-        """Commits whoever filled a block or gives some back, keeping room for so many tokens."""
+        """Commits the samples that filled a block, and those that give blocks back and keep room for so many tokens."""
         plan.commits = [
             Committing(sample, sample.sequence_id, sample.computed, filled.get(sample, ()), kept.get(sample, 0))
             for sample in {**filled, **kept}
@@ -280,8 +280,8 @@ class Scheduler:
         sample.granted = token_count
 
     def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
-        """Says who gives back all room beyond what it has computed: who rests from now on, and whose state becomes
-        a checkpoint or is shared."""
+        """Returns the samples that give back all room beyond their computed tokens: they rest from now on, or their
+        state becomes a checkpoint or is shared."""
         cut = self.roster.resting.settled(self.roster.block_size, has_states=self.roster.has_states)
         if self.roster.has_states:
             cut += to_cut((*self.roster.running, *self.roster.leaving), filled, self.roster.parents())
@@ -295,8 +295,8 @@ class Scheduler:
             plan.forks.append(Forking(parent, child, parent.sequence_id, child.sequence_id))
 
     def _free(self, plan: Plan) -> int:
-        """Frees who left; a parent of forks to come stays until the step after theirs, since frees come before forks.
-        Returns how many blocks are free at once by that."""
+        """Frees the samples that left, and returns how many blocks become free at once. A parent of forks to come stays
+        until the step after theirs, since frees come before forks."""
         parents, leaving = self.roster.parents(), self.roster.leaving
         left, self.roster.leaving = (
             [sample for sample in leaving if sample not in parents],
@@ -308,8 +308,8 @@ class Scheduler:
         return self.roster.free_count_of(left)
 
     def _want(self, plan: Plan, samples: Iterable[Sample], budget: int, *, room: int | None = None) -> tuple[int, int]:
-        """Plans the next tokens of samples that run, and asks for their blocks, within `room` if there is one. Returns
-        what is left of the budget, and how many blocks were asked for."""
+        """Plans the next tokens of running samples, and asks for their blocks, within `room` if there is one. Returns
+        the rest of the budget, and the number of blocks that were asked for."""
         taken = 0
         for sample in samples:
             if sample.is_outgrown or sample.awaits_choice:
@@ -344,8 +344,8 @@ class Scheduler:
         return bool(self.roster.waiting) and budget > 0 and len(first) < self.running_max
 
     def _room(self) -> int | None:
-        """Counts the blocks that are free, or held ahead, by who left or by branches alone, which is as good; None
-        where the allocator has not said."""
+        """Counts the blocks that are free, or held ahead, by left samples or by branches alone: these are as good as
+        free. None if the allocator has not said."""
         return None if self._free_block_count is None else self._free_block_count + self.roster.spare_block_count()
 
     def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:

@@ -1,4 +1,4 @@
-"""What only some samples and requests have: a slot of theirs for each feature, None where it is not used."""
+"""Features that only some samples and requests use. Each feature has a slot there, None if it is not used."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestBeams:
-    """What a request keeps of its beam search, whose beams are its samples; see `requests/beams.py`.
+    """Beam search of a request, whose beams are its samples; see `requests/beams.py`.
 
     Attributes:
         rule: of the search, as far as the request says.
-        texts: that turn tokens into text, one for each text that is answered.
+        texts: decoders of tokens, one for each text that is answered.
         search: from the first turn on.
     """
 
@@ -31,11 +31,11 @@ class RequestBeams:
 
 @dataclass(slots=True, eq=False)
 class Beam:
-    """What makes a sample one of the beams of its request.
+    """Slot of a sample that is one of the beams of its request.
 
     Attributes:
-        continuation_count: likeliest next tokens that are told of it, where none is drawn.
-        continuations: what was told, until beams are chosen by it.
+        continuation_count: likeliest next tokens that are returned for it. None is drawn.
+        continuations: these tokens, until beams are chosen from them.
     """
 
     continuation_count: int
@@ -67,7 +67,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class BranchTask:
-    """What is asked of a sample of a branch; see `resting.py`.
+    """Task of a branch's sample; see `resting.py`.
 
     Attributes:
         rests: whether it keeps its blocks when it has ended in good order.
@@ -93,25 +93,25 @@ class Swapped(NamedTuple):
 
 
 class Draft(Protocol):
-    """What is known of the tokens that may follow those of a sample; see `drafts.py`."""
+    """Draft of the tokens that may follow those of a sample; see `drafts.py`."""
 
     def following(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """Returns up to `count` tokens that may follow all of a sample's; may be none."""
         ...
 
     def may_follow_next(self, tokens: Sequence[int]) -> bool:
-        """Tells whether anything can be following once there is one more token, whatever that is."""
+        """Tells whether `following` can return anything once the sample has one more token, whatever that is."""
         ...
 
 
 class Proposal(NamedTuple):
-    """What a draft model says may follow a sample's first `length` tokens, which were all there were."""
+    """Proposal of a draft model: tokens that may follow a sample's first `length` tokens, all that it had then."""
 
     length: int
     tokens: tuple[int, ...]
 
     def following(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        """Returns up to `count` of the proposed tokens; none if there are others than those that were read by then."""
+        """Returns up to `count` of the proposed tokens; none if the sample has other tokens by now."""
         return self.tokens[:count] if self.length == len(tokens) else ()
 
     def may_follow_next(self, tokens: Sequence[int]) -> bool:

@@ -45,13 +45,13 @@ class SwapOut(NamedTuple):
 
 @dataclass(slots=True)
 class SwapCost:
-    """What swapping has cost so far: blocks moved, out or in, and seconds."""
+    """Cost of swapping so far: blocks moved, out or in, and seconds."""
 
     block_count: int = 0
     seconds: float = 0.0
 
     def seconds_for(self, block_count: int) -> float:
-        """Returns what so many blocks will take; 0 while nothing is known."""
+        """Returns the seconds that so many blocks will take; 0 while nothing is known."""
         return block_count * self.seconds / self.block_count if self.block_count else 0.0
 
 

@@ -1,4 +1,4 @@
-"""How tokens are drafted: what the command line asks for, and the draft model that it names."""
+"""Drafting of tokens, as the command line asks for it, and the draft model that it names."""
 
 from __future__ import annotations
 

@@ -45,11 +45,11 @@ class Proposals:
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup:
-    """How drafts are made.
+    """Prompt lookup: drafts out of a sample's own text.
 
     Attributes:
         token_count: of a draft, at most.
-        ngram_min, ngram_max: last tokens that have to occur before; the longest n-gram that does counts.
+        ngram_min, ngram_max: number of last tokens that must occur earlier; the longest n-gram that does counts.
     """
 
     token_count: int
@@ -65,7 +65,7 @@ class PromptLookup:
         return self.speculates(sample) and self._seen(sample).may_follow_next(sample.tokens)
 
     def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
-        """Returns what is drafted behind a sample's tokens; may be nothing."""
+        """Returns the draft behind a sample's tokens; may be empty."""
         return tuple(self._seen(sample).following(sample.tokens, min(count_max, self.token_count)))
 
     def _seen(self, sample: Sample) -> Draft:
@@ -76,7 +76,7 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class Seen:
-    """Where each n-gram of a text ended first, those that are one token too short for a draft among them. A text only
+    """First end of each n-gram of a text, including n-grams that are one token too short for a draft. A text only
     grows, and is read once."""
 
     ngram_min: int
@@ -85,8 +85,8 @@ class Seen:
     _read_count: int = 0
 
     def following(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        """Returns up to `count` tokens that followed the longest n-gram at the end of a text where it occurred first,
-        be it that it overlaps with the end; nothing if none did."""
+        """Returns up to `count` tokens after the first occurrence of the longest n-gram that ends the text. That may
+        overlap with the end. Nothing if no n-gram occurs earlier."""
         self._read(tokens)
         length = len(tokens)
         for size in range(min(self.ngram_max, length - 1), self.ngram_min - 1, -1):
@@ -96,8 +96,8 @@ class Seen:
         return ()
 
     def may_follow_next(self, tokens: Sequence[int]) -> bool:
-        """Tells whether anything can be following once there is one more token: if not even the end without it was
-        there before, no n-gram that ends with it was."""
+        """Tells whether there can be a draft after one more token: an n-gram that ends with that token can only occur
+        earlier if the n-gram without it does."""
         self._read(tokens)
         size = self.ngram_min - 1
         return size == 0 or tuple(tokens[len(tokens) - size :]) in self._ends

@@ -1,4 +1,4 @@
-"""What an adapter consists of, and which tokens of a pass are its."""
+"""An adapter's tensors, and the tokens of a pass that use it."""
 
 from __future__ import annotations
 

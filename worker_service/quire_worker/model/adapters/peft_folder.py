@@ -55,12 +55,12 @@ class AdapterError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """What a worker takes.
+    """Limits of the adapters that a worker loads.
 
     Attributes:
         count_max: adapters at a time.
         rank_max: of each.
-        byte_count_max: of all together, as they are in memory.
+        byte_count_max: of all together, in memory.
     """
 
     count_max: int
@@ -211,7 +211,7 @@ def _pairs_of(entries: Mapping[str, TensorEntry], sites: Mapping[str, Site], ran
 
 
 def _check_targets(targets: str | list[object], pairs: Mapping[str, object]) -> None:
-    """Refuses targets of which there is no tensor: the model lacks them, or the file was not written whole."""
+    """Refuses targets that have no tensor: the model lacks them, or the file is incomplete."""
     for target in [] if isinstance(targets, str) else targets:
         if not any(layer == target or layer.endswith(f".{target}") for layer in pairs):
             raise AdapterError(f"{_CONFIG} targets {target!r:.200}, of which {_WEIGHTS} has no layer")

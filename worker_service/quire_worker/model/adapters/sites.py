@@ -1,15 +1,15 @@
-"""Where a model takes adapters in: linear layers that see all tokens of a flat batch in order.
+"""Sites of adapters in a model: linear layers that see all tokens of a flat batch in order.
 
 Life of a model's sites:
 
-    1. found      in the model's first pass: layers that are called with `[1, tokens, inputs]`. One that is never
-                  called, or sees the tokens in another shape, as routers and experts do, has no site
-    2. passed on  to the kernels that take a layer's place (`rewrites`), which call `add` themselves
-    3. hooked     into layers that are still transformers' own, when the first pass with an adapter comes. Until then
-                  nothing of a pass knows of adapters
+    1. found      in the model's first pass: layers that are called with `[1, tokens, inputs]`. A layer has no site if
+                  it is never called, or sees the tokens in another shape (routers, experts)
+    2. passed on  to the kernels that replace a layer (`rewrites`). They call `add` themselves
+    3. hooked     into layers that are still transformers' own, before the first pass with an adapter. Passes before it
+                  run without hooks
 
-A pass says which tokens are whose in `during`; passes do not run at once. A layer adds two products for each adapter of
-the pass, over that adapter's tokens together.
+A pass says in `during` which adapter each token uses. Passes do not overlap. A layer adds two products for each adapter
+of the pass, over that adapter's tokens together.
 """
 
 from __future__ import annotations

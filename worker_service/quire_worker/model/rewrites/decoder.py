@@ -74,7 +74,7 @@ class Decoder(torch.nn.Module):
 
 
 class LayersInC:
-    """What `quire_decoder` reads of layers of one shape."""
+    """Descriptions of layers of one shape, as `quire_decoder` reads them."""
 
     def __init__(self, layers: list[DecoderLayer], described: ctypes.Array[interface.Layer]) -> None:
         self._layers = layers
@@ -84,7 +84,7 @@ class LayersInC:
 
     @classmethod
     def of(cls, layers: list[DecoderLayer]) -> LayersInC | None:
-        """Returns None where their shapes differ."""
+        """Returns the description of these layers, or None if their shapes differ."""
         shapes = {
             (a.qkv.outputs, a.query_heads, a.kv_heads, a.head_dim, layer.mlp.gate_up.outputs)
             for layer in layers

@@ -39,7 +39,7 @@ class GatedMlp(torch.nn.Module):
         return self._adapted(x, residual)
 
     def _adapted(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Computes the same from the gates and the values themselves, to which adapters add before they meet."""
+        """Computes the MLP from its gates and values, after adapters have added to both."""
         panels = self._apart(x).view(-1, self._apart.outputs // PANEL, 2, PANEL // 2)
         gate, up = (panels[:, :, part].flatten(1)[:, : self.down.inputs] for part in (0, 1))
         for site, result in zip(self.sites, (gate, up), strict=False):

@@ -1,4 +1,4 @@
-"""What a rewrite is."""
+"""Interface of a rewrite."""
 
 from __future__ import annotations
 

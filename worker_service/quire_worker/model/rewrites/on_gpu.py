@@ -1,13 +1,13 @@
-"""The same patterns for a GPU: merged products of cuBLAS, and one Triton kernel for what lies between two of them.
+"""Rewrites of decoding layers for a GPU: merged products of cuBLAS, and one Triton kernel between each two of them.
 
 A decoding layer of Llama's kind makes some 30 launches in transformers' modules, and these 10:
 
     norm | q/k/v product | turn and append | attend, merge its parts | product + residual
     norm | gate/up product | activation | product + residual
 
-Products are added to the residual where it lies: elsewhere, cuBLAS would have it copied first.
+Products are added to the residual in place: into another tensor, cuBLAS would copy the residual first.
 
-What the kernels cannot do (pages of fp8, layers that read another layer's keys) takes the parts one by one.
+The kernels support neither pages of fp8 nor layers that read another layer's keys. Such layers run part by part.
 """
 
 from __future__ import annotations

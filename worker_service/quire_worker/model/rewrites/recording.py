@@ -1,4 +1,4 @@
-"""What the modules of a model were given, and gave, in one forward pass: what their replacements are tried on."""
+"""Recording of modules' inputs and outputs in one forward pass. Their replacements are tried on these."""
 
 from __future__ import annotations
 

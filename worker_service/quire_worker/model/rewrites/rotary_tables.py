@@ -17,7 +17,7 @@ STEADY = {"default", "linear", "llama3", "yarn"}
 
 
 class Turns(NamedTuple):
-    """How the tokens of a pass are turned.
+    """Rotary angles of the tokens of a pass.
 
     Attributes:
         cosine: `[rows, rotary_dim]`.

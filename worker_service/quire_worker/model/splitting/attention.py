@@ -115,5 +115,5 @@ def _of_heads(linear: torch.nn.Linear, heads: range | tuple[int, ...], count: in
 
 
 def _elements(heads: range | tuple[int, ...], dim: int) -> torch.Tensor:
-    """Where the elements of heads lie, int64 `[heads * dim]`."""
+    """Returns the indices of the elements of heads, int64 `[heads * dim]`."""
     return (torch.tensor(list(heads)).unsqueeze(1) * dim + torch.arange(dim)).flatten()

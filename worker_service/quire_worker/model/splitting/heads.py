@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 
 class Heads(NamedTuple):
-    """What one rank has.
+    """Heads of one rank.
 
     Attributes:
         query: its query heads.
-        kv: its KV heads, in the order in which its query heads read them; one may come twice.
+        kv: its KV heads, in the order in which its query heads read them; a head may occur twice.
     """
 
     query: range

@@ -11,7 +11,7 @@ from quire_worker.ranks.crew import Crew
 
 
 class Summed(torch.nn.Module):
-    """A module of which each rank has a part: the result, or the first of several, is the sum of the parts."""
+    """A split module: its result, or the first of several results, is the sum of the ranks' results."""
 
     def __init__(self, inner: torch.nn.Module, crew: Crew) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class Summed(torch.nn.Module):
 
 @dataclass(slots=True)
 class Split:
-    """What becomes of a module that a rank has a part of: other children and parameters, other numbers."""
+    """Changes that make a module one rank's part: other children and parameters, other numbers."""
 
     parts: dict[str, torch.nn.Module | torch.nn.Parameter] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
 
     def apply(self, module: torch.nn.Module) -> Split:
-        """Changes the module, and returns what changes it back."""
+        """Changes the module, and returns the `Split` that restores it."""
         before = Split()
         for name, part in self.parts.items():
             before.parts[name] = getattr(module, name)

@@ -71,7 +71,7 @@ def within_limits(mixer: Any, inner: Callable[..., Any], *arguments: Any, **keyw
         step = softplus(projected + bias)        step >= least where projected >= softplus^-1(least) - bias
 
     Args:
-        mixer: whose `in_proj` ends with one element for each head, of which time steps are made.
+        mixer: its `in_proj` ends with one element for each head; time steps are computed from these.
         inner: its own forward.
         arguments: of that.
         keywords: likewise.

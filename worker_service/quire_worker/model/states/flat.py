@@ -31,14 +31,14 @@ CONVOLUTION, RECURRENT = StateKey("conv", 0), StateKey("recurrent", 0)
 
 
 class Flat(NamedTuple):
-    """What the tokens of a flat batch are, on the host."""
+    """Description of a flat batch's tokens, on the host."""
 
-    starts: torch.Tensor  # int64 [chunks + 1], where the tokens of each begin
-    has_limits: torch.Tensor  # bool [tokens], whether requests began with them
+    starts: torch.Tensor  # int64 [chunks + 1], index of each chunk's first token
+    has_limits: torch.Tensor  # bool [tokens], whether the token is one that its request began with
 
 
 class FlatStates(Protocol):
-    """Where the states of a pass come from and go to, of all its chunks at once."""
+    """Source and destination of a pass's states, for all its chunks at once."""
 
     @property
     def flat(self) -> Flat:
@@ -46,11 +46,11 @@ class FlatStates(Protocol):
         ...
 
     def read_all(self, layer: int, key: StateKey) -> torch.Tensor:
-        """Returns a tensor of the states before the chunks, `[chunks, ...]`; zeros of those that begin."""
+        """Returns a tensor of the states before the chunks, `[chunks, ...]`; zeros for chunks that begin a sequence."""
         ...
 
     def keep_all(self, layer: int, key: StateKey, value: torch.Tensor) -> None:
-        """Takes the same after them."""
+        """Takes the tensor of the states after the chunks, `[chunks, ...]`."""
         ...
 
 

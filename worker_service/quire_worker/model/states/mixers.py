@@ -25,10 +25,10 @@ _CACHE_NAMES = ("cache_params", "past_key_values")
 
 
 class CacheView:
-    """What a model may ask its cache outside of mixers: nothing of states.
+    """A cache as a model sees it outside of mixers: it gives no states.
 
     Attributes:
-        states: of the pass; None where the model keeps none.
+        states: of the pass; None if the model keeps none.
     """
 
     def __init__(self, states: States | None) -> None:
@@ -36,11 +36,11 @@ class CacheView:
         self.states = states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Tells that no state is kept to go back to."""
+        """Returns False: no state is kept to return to."""
         return False
 
     def get_conv_state(self, layer_idx: int, *_: object, **__: object) -> torch.Tensor:
-        """Refuses: whoever asks here is no mixer that we know.
+        """Refuses the call: only mixers that Quire does not support make it.
 
         Raises:
             UnsupportedModelError: always.

@@ -1,7 +1,7 @@
 """The states of one forward pass: which tokens go through a mixer together, and where their states are kept.
 
 Most recurrent layers cannot take a flat batch (`flat` has those that can): they would run on from one sequence into the
-next. So a pass is cut into segments, each of which goes through a mixer as a batch of its own:
+next. So a pass is cut into segments. Each goes through a mixer as a batch of its own:
 
     chunks      A: 3 tokens from position 0     B: 1 token at 40     C: 1 token at 16     D: 2 tokens from 8
     segments    B and C as [2, 1, hidden]; A as [1, 3, hidden], which has no state before it; D as [1, 2, hidden]
@@ -44,24 +44,24 @@ class Segment(NamedTuple):
 
 
 class States(Protocol):
-    """Where the states of a pass come from and go to."""
+    """Source and destination of a pass's states."""
 
     @property
     def segments(self) -> list[Segment]:
-        """Returns what goes through a mixer together."""
+        """Returns the pass's segments. The tokens of a segment go through a mixer together."""
         ...
 
     def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
-        """Returns a tensor of the states before the tokens of a segment, `[sequences, ...]`; only of one that is
-        begun."""
+        """Returns a tensor of the states before the tokens of a segment, `[sequences, ...]`. The segment must continue
+        sequences that have states."""
         ...
 
     def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
-        """Takes the same after these tokens."""
+        """Takes the tensor of the states after these tokens, `[sequences, ...]`."""
         ...
 
     def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
-        """Is the call of a mixer with these tokens, for whoever changes what layers inside of it give."""
+        """Surrounds the call of a mixer with these tokens, for code that changes the results of layers inside of it."""
         ...
 
 
@@ -78,7 +78,7 @@ class StatePass:
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """Returns what goes through a mixer together."""
+        """Returns the pass's segments. The tokens of a segment go through a mixer together."""
         return segments_of(self._batch)
 
     @cached_property
@@ -143,11 +143,11 @@ class StateProbe:
         return nullcontext()
 
     def finish(self) -> None:
-        """Ends the pass, of which nothing is kept."""
+        """Ends the pass; nothing of it is kept."""
 
 
 def segments_of(batch: ForwardBatch) -> list[Segment]:
-    """Cuts a batch into what goes through a mixer together."""
+    """Cuts a batch into segments. The tokens of a segment go through a mixer together."""
     device = batch.input_ids.device
     segments, place = [], 0
     single: dict[bool, list[tuple[int, int]]] = {}

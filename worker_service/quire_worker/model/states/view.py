@@ -1,4 +1,4 @@
-"""What a recurrent layer may ask its cache: transformers' interface, over the states of one segment."""
+"""A cache as a recurrent layer sees it: transformers' interface, over the states of one segment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ByNumber(Generic[T]):
-    """What is read when it is asked for, by its number."""
+    """A sequence whose items are read by number when they are asked for."""
 
     def __init__(self, read: Callable[[int], T]) -> None:
         """Reads nothing as yet."""
@@ -53,7 +53,7 @@ class SegmentView:
 
     @property
     def layers(self) -> ByNumber[LayerView]:
-        """Gives the layers, each of which gives its states: `view.layers[3].conv_states[0]`."""
+        """Returns the layers; each gives its states: `view.layers[3].conv_states[0]`."""
         return ByNumber(
             lambda layer: LayerView(
                 ByNumber(partial(self.get_conv_state, layer)), ByNumber(partial(self.get_recurrent_state, layer))

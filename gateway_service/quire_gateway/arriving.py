@@ -87,10 +87,10 @@ class Bodies:
             del self._arriving[body]
 
     def _charge(self, body: _Arriving, byte_count: int) -> None:
-        """Counts some bytes of a body, in the place of the oldest ones of the same caller where there is no more room.
+        """Counts some bytes of a body. Without room, the caller's oldest arriving bodies are dropped.
 
         Raises:
-            ApiError: there is none.
+            ApiError: there is still no room.
         """
         while not self._shares.take(body.caller, byte_count):
             oldest = next((other for other in self._arriving if _may_make_room(other, body)), None)

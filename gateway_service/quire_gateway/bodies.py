@@ -1,4 +1,4 @@
-"""What callers send, field by field, as OpenAI and vLLM name it. A field that nobody knows is refused by its name."""
+"""Bodies of requests, field by field, with the names of OpenAI and vLLM. An unknown field is refused by its name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-CHOICES_MAX = 64  # of one prompt; like most limits here it is the workers', which refuse by it whoever asks them
+CHOICES_MAX = 64  # of one prompt; most limits here are the workers', which enforce them for every caller
 PROMPTS_MAX = 64
 MESSAGES_MAX = 8_192
 PARTS_MAX = 4_096  # of one message
 STOPS_MAX = 16
 STOP_TOKENS_MAX = 64
-TOKENS_MAX = 1 << 16  # of those that may or may not be chosen
+TOKENS_MAX = 1 << 16  # allowed or banned ones
 BIASES_MAX = 1_024
 CHOICE_TEXTS_MAX = 1_024
 TOOLS_MAX = 1_024
@@ -23,10 +23,10 @@ _PROMPTS = "must be a text, an array of token ids, or an array of either"
 
 
 def _is_number(given: object) -> object:
-    """Returns what may be a number. Pydantic would take a text, and true, for one.
+    """Returns a value that may be a number. Pydantic would also accept a text, and true.
 
     Raises:
-        PydanticCustomError: it is none.
+        PydanticCustomError: the value is a text, true or false.
     """
     if isinstance(given, bool | str):
         shown = "a text" if isinstance(given, str) else "true" if given else "false"
@@ -98,7 +98,7 @@ def _read_logprobs(given: object) -> object:
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside its text."""
+    """Options of a stream: what it sends beside its text."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -108,14 +108,14 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What both endpoints take."""
+    """Parameters that both endpoints take."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
     def _without_unknown_nulls(cls, given: Any) -> Any:
-        """Takes a parameter of null for one that is not given, whoever knows it: clients write all of theirs down."""
+        """Drops unknown parameters that are null: clients also send parameters that they leave unset."""
         if not isinstance(given, dict) or None not in given.values():
             return given
         return {name: value for name, value in given.items() if value is not None or name in cls.model_fields}
@@ -155,7 +155,7 @@ class Body(BaseModel):
     use_beam_search: Flag | None = None  # its beams are `n`
     length_penalty: Number | None = None
 
-    # vLLM's, of which only what changes nothing is taken
+    # vLLM's; only values that change nothing are accepted
     bad_words: Texts | None = None
     include_stop_str_in_output: Flag | None = None
     logprob_token_ids: Annotated[list[Token], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)] | None = None
@@ -182,7 +182,7 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
-    """What POST /v1/completions takes."""
+    """Body of POST /v1/completions."""
 
     prompt: Annotated[Prompts, PlainValidator(read_prompts), WithJsonSchema(_PROMPTS_SCHEMA)]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31), _NUMBER] | None = None  # 0 with an echo alone
@@ -203,7 +203,7 @@ class Message(BaseModel):
 
 
 class ChatBody(Body):
-    """What POST /v1/chat/completions takes."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
     max_tokens: Count | None = None

@@ -152,7 +152,7 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Notes that a request goes on."""
+        """Notes that a request continues."""
         if self.parser.should_upgrade() or self._is_broken:
             return
         self._unframed_bytes = 0
@@ -166,7 +166,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Goes on with the next request, or waits for it."""
+        """Continues with the next request, or waits for it."""
         super().on_response_complete()
         if self.pipeline:
             self.flow.pause_reading()  # there is enough to do
@@ -200,7 +200,7 @@ class BoundedHttp(HttpToolsProtocol):
                     cycle.transport.abort()
                     return
             if message["type"] == "http.response.start":
-                if cycle.more_body:  # what is left of it is for nobody
+                if cycle.more_body:  # the rest of the body is read and dropped
                     cycle.transport.is_unread = True  # type: ignore[attr-defined]
                     message["headers"] = [*message["headers"], (b"connection", b"close")]
                 if version == "1.0" and all(name != b"content-length" for name, _ in message["headers"]):

@@ -1,4 +1,4 @@
-"""How many connections there are at a time, and which one makes room for the next."""
+"""Limits the number of idle connections: at the limit, the oldest one makes room for the next."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Waiting(Protocol):
 class Connections:
     """The connections that wait for a request, the longest first.
 
-    Beyond the limit, the one that waits longest is ended: clients send their requests at once, and open idle
-    connections again. A connection whose request is being read or answered is none of these; requests have limits of
+    Beyond the limit, the connection that has waited longest is ended: clients send their requests at once, and reopen
+    idle connections. A connection whose request is being read or answered does not count here: requests have limits of
     their own.
 
     Args:
-        waiting_max: that may wait.
+        waiting_max: connections that may wait.
     """
 
     def __init__(self, waiting_max: int) -> None:
@@ -28,7 +28,7 @@ class Connections:
         self._waiting_max = waiting_max
 
     def add(self, connection: Waiting) -> None:
-        """Lets it wait, behind the others."""
+        """Adds a connection behind the others."""
         self._waiting[connection] = None
         if len(self._waiting) > self._waiting_max:
             longest = next(iter(self._waiting))
@@ -36,5 +36,5 @@ class Connections:
             longest.make_room()
 
     def discard(self, connection: Waiting) -> None:
-        """Forgets one that does not wait any more."""
+        """Removes a connection that no longer waits."""
         self._waiting.pop(connection, None)

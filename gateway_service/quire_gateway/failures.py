@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`, and what Quire's mean there."""
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`, and Quire's errors in that form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RATE: Final = "rate_limit_error"
 TOO_LARGE: Final = "request_too_large"  # a code, as the next one
 MODEL_NOT_FOUND: Final = "model_not_found"
 
-# Status, type and code by canonical code; what a reason says more precisely stands below.
+# Status, type and code by canonical code; more precise ones by reason follow below.
 _BY_CODE: Final = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, INVALID, None),
     grpc.StatusCode.OUT_OF_RANGE: (400, INVALID, None),
@@ -38,12 +38,12 @@ _TOO_LONG: Final = (
     "the answer was not whole in the time that this gateway gives a request: ask for less at a time, or have it started"
     " with a larger --request-timeout"
 )
-# What no server of ours has said: its words name workers, which callers cannot reach, and options of other programs.
+# For errors that no Quire server wrote: their texts name workers and options that callers cannot reach or use.
 _UNEXPLAINED: Final = {
     grpc.StatusCode.UNAVAILABLE: "a worker cannot be reached",
     grpc.StatusCode.DEADLINE_EXCEEDED: _TOO_LONG,
 }
-# What a server of ours has said to its own callers, whose options these callers do not have.
+# For errors of Quire servers that name options which callers of the gateway do not have.
 _REWORDED: Final = {Reason.DEADLINE: _TOO_LONG}
 _OTHERWISE: Final = (500, SERVER, "internal_error")
 PROMPT: Final = "prompt"  # fields of a worker's request
@@ -54,11 +54,11 @@ RETRY_AFTER_S: Final = 1.0  # where the error itself does not say
 
 
 class ApiError(Exception):
-    """What a caller is told instead of an answer.
+    """An error that the caller gets instead of an answer.
 
     Attributes:
-        status: of HTTP.
-        body: as JSON.
+        status: the HTTP status.
+        body: the error as JSON.
         headers: beyond those of every answer.
     """
 
@@ -83,18 +83,18 @@ class ApiError(Exception):
 
 
 def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
-    """Returns what a worker's error is to the caller of the gateway.
+    """Returns a worker's error as the gateway's caller gets it.
 
     Args:
-        error: of the worker, or of the way to it.
-        names: what the workers' fields are called in the request, and `prompt` its prompt.
+        error: from the worker, or from the connection to it.
+        names: the caller's names of the workers' fields; `prompt` is among the fields.
     """
     by_code = _BY_CODE.get(error.code, _OTHERWISE)
     status, kind, code = by_code if error.reason is None else _BY_REASON.get(error.reason, by_code)
     message = _UNEXPLAINED.get(error.code, "a worker failed")
     if error.reason is not None:
         message = _REWORDED.get(error.reason, error.message)
-    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # the gateway's own token: nothing that its caller could mend
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # the gateway's own token: its caller cannot fix that
         message = "a worker refuses the gateway's credentials"
     field = (
         PROMPT if error.reason in _ABOUT_THE_PROMPT else ADAPTER if error.reason in _ABOUT_THE_MODEL else error.field
@@ -121,5 +121,5 @@ def missing(name: str | None) -> ApiError:
 
 
 def unavailable(message: str) -> ApiError:
-    """Says that nobody is there to answer, now."""
+    """Returns the error of a request that no worker can answer now."""
     return ApiError(503, message, kind=SERVER, code="unavailable")

@@ -1,10 +1,10 @@
-"""The workers behind the gateway: which of them serve, what they serve, how busy they are, what their pools have.
+"""The workers behind the gateway: their readiness, their models, their load, and the prefixes in their pools.
 
-    1. unknown   nothing was heard of it yet
-    2. ready     it answered the last time, a second ago at most
-    3. away      it did not; nobody is sent there, and it is asked again
+    1. unknown   it has not answered yet
+    2. ready     it answered the last poll, at most a second ago
+    3. away      it did not: it gets no requests, and is polled again
 
-Each pool is watched only where there is a choice: with one worker of a model, its prefixes decide nothing.
+A pool is watched only if several workers serve its model: with a single worker, prefixes decide nothing.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ log = structlog.get_logger()
 
 POLL_S: Final = 1.0
 POLL_TIMEOUT_S: Final = 5.0
-SILENT_S: Final = 15.0  # of a worker, after which its answers are not waited for any more
+SILENT_S: Final = 15.0  # of a worker, after which its answers are given up
 WATCH_AGAIN_S: Final = 1.0
 NAME_SHOWN: Final = 128  # characters of a name that somebody made up
 
 
 class Model(NamedTuple):
-    """What some of the workers serve: a checkpoint, or an adapter on one."""
+    """A model that some of the workers serve: a checkpoint, or an adapter on one."""
 
     name: str
     created_s: int  # when the gateway first saw it
-    sequence_tokens_max: int  # of the worker that holds the longest ones
-    base: str  # name of the checkpoint, which is the model's own where there is no adapter
+    sequence_tokens_max: int  # the largest limit among its workers
+    base: str  # name of the checkpoint; equals `name` without an adapter
     adapter: str  # name of the adapter, or empty
 
 
@@ -52,13 +52,13 @@ class Backend:
     """One worker.
 
     Attributes:
-        status: what it said last; None before it has said anything.
-        is_ready: whether it answered the last time.
-        adapters: digests of those that it has loaded, by name.
-        in_flight: requests of this gateway that it has.
-        chosen_count: requests that were ever sent to it.
-        mirror: what its pool has; None where nobody watches.
-        answers: that are on their way; one that was given up is there no more.
+        status: its latest status; None before the first.
+        is_ready: whether it answered the last poll.
+        adapters: digests of its loaded adapters, by name.
+        in_flight: requests of this gateway that it is answering.
+        chosen_count: requests ever sent to it.
+        mirror: copy of its pool's prefix index; None while the pool is not watched.
+        answers: in progress; an answer that was given up is removed.
     """
 
     def __init__(self, client: AsyncClient) -> None:
@@ -81,11 +81,11 @@ class Backend:
 
     @property
     def load(self) -> int:
-        """Returns how many requests it has: ours as of now, those of others as of its last answer."""
+        """Returns how many requests it has: this gateway's as of now, those of others as of its last answer."""
         return self.in_flight + self._load_of_others
 
     def heard(self, status: WorkerStatus) -> None:
-        """Takes in what it says of itself."""
+        """Stores its new status."""
         if not self.is_ready:
             log.info("worker is there", address=self.client.address, model=status.model)
         self.status, self.is_ready, self._is_missed, self._silent_since_s = status, True, False, None
@@ -98,8 +98,8 @@ class Backend:
         self.is_ready, self._is_missed = False, True
 
     async def miss(self, error: QuireError, asked_s: float) -> None:
-        """Notes that it did not answer what it was asked at that time. One that is silent has its answers given up: a
-        proxy may keep up connections, and answer their pings, behind which nobody lives."""
+        """Notes that it did not answer a poll of that time. Gives up the answers of a silent worker: a proxy may keep
+        the connections of a dead worker open, and answer their pings."""
         self.lost(error)
         if not isinstance(error, DeadlineExceededError):
             self._silent_since_s = None
@@ -138,11 +138,11 @@ class Fleet:
 
     Args:
         workers: one client each.
-        allocators: whose pools are watched.
-        written: what options say of how a model writes calls and reasoning, by its name.
+        allocators: clients of the allocators whose pools are watched.
+        written: returns the formats of calls and reasoning that options give for a model, by its name.
 
     Attributes:
-        spelled: what tokens of each model are, as far as it was asked; never more than the vocabulary.
+        spelled: bytes of the tokens of each model, as far as requested; at most the whole vocabulary.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class Fleet:
             await client.close()
 
     def models(self) -> list[Model]:
-        """Returns what the ready workers serve: checkpoints, then adapters, each by name. Of equal names the first
-        one is meant."""
+        """Returns the models of the ready workers: checkpoints, then adapters, each sorted by name. Of several with one
+        name, requests get the first."""
         longest: dict[tuple[bool, str, str], int] = {}
         for backend in self.backends:
             if backend.is_ready and backend.status is not None:
@@ -208,7 +208,7 @@ class Fleet:
         return found
 
     async def notation(self, model: Model) -> Notation:
-        """Returns how a model writes calls and reasoning, which is found out once.
+        """Returns the formats of a model for calls and reasoning. They are recognized once.
 
         Raises:
             ApiError: no worker of it answers.
@@ -230,10 +230,10 @@ class Fleet:
         return found.notation
 
     def check_ready(self) -> None:
-        """Does nothing where some worker begins at once what it is sent.
+        """Checks that some worker would start a request at once.
 
         Raises:
-            ApiError: none answers, or none of those that do has a session with its allocator.
+            ApiError: no worker answers, or none of those that answer has a session with its allocator.
         """
         self.model(None)
         if not any(backend.is_connected for backend in self.backends):
@@ -242,14 +242,14 @@ class Fleet:
     def backend(
         self, model: Model, tokens: Sequence[int] = (), namespace: str = "", without: Collection[Backend] = ()
     ) -> Backend | None:
-        """Returns the worker to ask; None where nobody is left. Those without an allocator are asked last: they go on
-        with what they have, and let nobody in.
+        """Returns the worker to ask; None if none is left. Workers without an allocator come last: they finish their
+        requests, and admit none.
 
         Args:
-            model: what it has to serve.
+            model: the model that the worker must serve.
             tokens: of the prompt.
             namespace: of the request.
-            without: those that were asked already.
+            without: workers that were asked already.
         """
         candidates = [backend for backend in self.backends if backend.serves(model) and backend not in without]
         candidates = [backend for backend in candidates if backend.is_connected] or candidates
@@ -273,14 +273,14 @@ class Fleet:
         except QuireError as error:
             await backend.miss(error, asked_s)
             return
-        with contextlib.suppress(QuireError):  # it may not tell us; then it has none that we could choose
+        with contextlib.suppress(QuireError):  # without the list, none of its adapters can be chosen
             found = await backend.client.list_adapters(timeout_s=POLL_TIMEOUT_S)
             backend.adapters = {adapter.name: adapter.digest for adapter in found}
         backend.heard(status)
-        self.models()  # notes when each was first seen
+        self.models()  # records when each model was first seen
 
     async def _watch(self, backend: Backend) -> None:
-        """Follows what the worker's pool has, for ever; while it cannot, the worker is chosen by its load alone."""
+        """Mirrors the worker's pool, for ever; while that fails, the worker is chosen by its load alone."""
         while True:
             if backend.status is not None:
                 for allocator in self._allocators:

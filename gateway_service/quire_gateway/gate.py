@@ -1,6 +1,6 @@
-"""What every request passes, before and after its endpoint: ids, keys, limits, and what is counted.
+"""The gate around the endpoints, for every request: its id, the caller's key, limits, and metrics.
 
-Plain ASGI, because a layer of a framework would be paid for with every piece of every stream.
+Plain ASGI, because a layer of a framework would cost time with every piece of every stream.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from quire_gateway.shares import Shares
 
 log = structlog.get_logger()
 
-OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # probes know no key, and no name
+OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # probes send no key, and no known host name
 METRICS_PATH: Final = "/metrics"
 ROUTES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})  # labels of metrics; else "other"
 WORK: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
-BODIES_BYTES: Final = 64 << 20  # that the bodies of all requests under way take, or
-BODIES_PER_BODY: Final = 8  # so many of the largest ones
-BODY_BYTES_EXPECTED: Final = 32 << 10  # or all requests that may be answered, of so many bytes each, if that is more
+BODIES_BYTES: Final = 64 << 20  # all bodies in flight may take the largest of: this,
+BODIES_PER_BODY: Final = 8  # this many bodies of the largest size,
+BODY_BYTES_EXPECTED: Final = 32 << 10  # and this many for each request that may be in flight
 _DEFECT: Final = "the gateway has a defect; its log has a line with the X-Request-Id of this answer"
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,64}")
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
 
 class Gate:
-    """Lets a request in, or answers it.
+    """Admits a request to the endpoints, or refuses it.
 
     Args:
         app: the endpoints. They find `namespace` and `request_id` in `scope["state"]`.
-        telemetry: what is counted.
-        keys: who may call; None lets everybody in, with the nameless namespace.
-        operator_token: what /metrics asks for; None with keys shows it to nobody.
-        names: for which requests may be; None answers to any.
-        body_bytes_max: of a request.
-        in_flight_max: requests being answered at a time. Of several namespaces, each has its share of them.
+        telemetry: the metrics to update.
+        keys: of the callers; None admits everybody, with the nameless namespace.
+        operator_token: required by /metrics; None with `keys` closes /metrics to everybody.
+        names: host names that requests may have; None admits any.
+        body_bytes_max: largest body of a request.
+        in_flight_max: requests in flight at a time. With several namespaces, each has its share.
 
     Attributes:
         is_draining: whether new work is refused.
@@ -89,7 +89,7 @@ class Gate:
         if scope["type"] != "http":
             return  # no WebSockets
         started_s = time.monotonic()
-        headers = dict(scope["headers"])  # of a name that comes twice, the last
+        headers = dict(scope["headers"])  # the last one of a repeated name
         given_id = headers.get(b"x-request-id", b"")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex.encode()
         answer = _Answer(send, request_id)
@@ -106,7 +106,7 @@ class Gate:
             await answer.refuse(error)
         except LeftError:
             self._telemetry.left_count += 1
-        except Exception as error:  # its text may hold what a caller has sent
+        except Exception as error:  # its text may contain data of the caller
             log.error("request failed", request_id=request_id.decode(), error=type(error).__name__, where=_where(error))
             await answer.refuse(ApiError(500, _DEFECT, kind="server_error", code="internal_error"))
         finally:
@@ -116,10 +116,10 @@ class Gate:
                 self._telemetry.whole.observe(time.monotonic() - started_s)
 
     async def _work(self, scope: Scope, receive: Receive, answer: _Answer, headers: dict[bytes, bytes]) -> None:
-        """Has a request answered once its body is there, and there is a place for it.
+        """Has a request answered once its body is complete and a place is free.
 
         Raises:
-            ApiError: its body is too large or too slow, there is no place, or the gateway is stopping.
+            ApiError: its body is too large or too slow, no place is free, or the gateway is stopping.
             LeftError: its caller has gone.
         """
         namespace = scope["state"]["namespace"]
@@ -142,20 +142,20 @@ class Gate:
                     self.idle.set()
 
     def _check_name(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Refuses a request for another server, which a page may have made a browser send here.
+        """Refuses a request for another server: a web page may have made a browser send it here.
 
         Raises:
-            ApiError: it is one, or it is for none or two of them.
+            ApiError: its Host header names another server, or it has none or two of them.
         """
         hosts.check_count(sum(name == b"host" for name, _ in scope["headers"]), scope["http_version"])
         if self._names is not None and scope["path"] not in OPEN_PATHS:
             self._names.check(headers.get(b"host", b""))
 
     def _namespace(self, path: str, headers: dict[bytes, bytes]) -> str:
-        """Returns what the caller's key opens.
+        """Returns the namespace of the caller's key.
 
         Raises:
-            ApiError: it shows none, or a wrong one.
+            ApiError: the request has no key, or a wrong one.
         """
         given = headers.get(b"authorization", b"")
         if path in OPEN_PATHS:
@@ -183,7 +183,7 @@ class Gate:
 
 
 def _with_body(receive: Receive, body: bytes) -> Receive:
-    """Returns what an application receives: the body at once, then what comes after it."""
+    """Returns a `receive` that yields the body at once, then the messages after it."""
     left = [body]
 
     async def receive_again() -> Message:
@@ -198,10 +198,10 @@ def _where(error: BaseException) -> str:
 
 
 def let_in(gate: Gate, origins: Sequence[str]) -> ASGIApp:
-    """Returns the gate as pages of these origins may call it, too.
+    """Returns the gate with CORS, so that pages of these origins may call it.
 
-    CORS stands around the gate, because a browser asks without a key whether it may show one, and what the gate refuses
-    is for the page to read.
+    CORS is outside the gate for two reasons: a browser's preflight request has no key, and the page must be able to
+    read refusals of the gate.
     """
     if not origins:
         return gate
@@ -211,7 +211,7 @@ def let_in(gate: Gate, origins: Sequence[str]) -> ASGIApp:
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
         expose_headers=("retry-after", "x-request-id"),
-        allow_private_network=True,  # of a page on the internet, a browser asks whether it may reach this network, too
+        allow_private_network=True,  # a browser also asks whether an internet page may reach this network
     )
 
 
@@ -221,7 +221,7 @@ class _Answer:
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
         self._request_id = request_id
-        self.status = 0  # nothing was answered: the caller left
+        self.status = 0  # no answer was sent: the caller left
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -238,7 +238,7 @@ class _Answer:
 
 
 def refusal(error: ApiError) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the messages of an answer that is an error."""
+    """Returns the two ASGI messages of an error."""
     body = orjson.dumps(error.body)
     headers: Headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]

@@ -1,7 +1,7 @@
 """API keys, and the namespace that each of them opens.
 
-A key is known by its SHA-256 alone: looking it up takes no time that depends on how much of a guess is right, and a
-dump of the process does not hold it.
+Only the SHA-256 of a key is kept. The time of a lookup does not depend on how much of a guess is right, and a dump of
+the process does not contain the key.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ KEYS_MAX: Final = 10_000
 
 
 class ApiKeys:
-    """Who may call, and in which namespace.
+    """The keys of callers, and the namespace of each key.
 
     Args:
         text: one key a line, or between commas: `KEY` or `KEY NAMESPACE`; what follows `#` is a comment.
-        source: what to name in an error.
+        source: where the text comes from, for error messages.
 
     Raises:
-        UsageError: a line is no key, a key comes twice, several have no namespace, or there is none. The message names
-            the line, not its text.
+        UsageError: a line is not a key, a key occurs twice, several have no namespace, or there is no key. The message
+            gives the number of the line, not its text.
     """
 
     def __init__(self, text: str, source: str) -> None:

@@ -1,4 +1,4 @@
-"""What the gateway counts, and the collector that Prometheus asks."""
+"""Metrics of the gateway, and the collector that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Telemetry:
     """Plain integers, for the event loop alone.
 
     Attributes:
-        answers: how many, by route and status.
+        answers: number of answers, by route and status.
         in_flight: requests that are being answered.
-        left_count: callers that went before their answer was whole.
+        left_count: callers that left before their answer was whole.
         first_token: seconds to the first piece of a text.
         whole: seconds to the end of an answer.
         taken: tokens of all answers.

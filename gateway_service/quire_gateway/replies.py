@@ -1,4 +1,4 @@
-"""What callers get, as OpenAI has it: whole answers, and the events of streams. Pure."""
+"""Answers in OpenAI's form: whole ones, and the events of streams. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Taken(NamedTuple):
     prompt_token_count: int = 0
     cached_token_count: int = 0
     output_token_count: int = 0
-    reasoning_token_count: int | None = None  # of the output's; None where none can be told apart
+    reasoning_token_count: int | None = None  # among the output tokens; None if they cannot be told apart
 
     def plus(self, usage: Usage) -> Taken:
-        """Returns the sum with what one more prompt took."""
+        """Returns the sum with the usage of one more prompt."""
         return Taken(
             self.prompt_token_count + usage.prompt_token_count,
             self.cached_token_count + usage.cached_token_count,
@@ -46,7 +46,7 @@ class Taken(NamedTuple):
         return usage
 
     def so_far(self) -> dict[str, int]:
-        """Returns what is known of it before the end."""
+        """Returns the part of `usage` that is known before the end of an answer."""
         return {
             "prompt_tokens": self.prompt_token_count,
             "completion_tokens": self.output_token_count,
@@ -55,13 +55,13 @@ class Taken(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What is told beside a text, or a piece of it. Each is None where it was not asked for.
+    """Optional data beside a text, or beside a piece of it. Each field is None if it was not requested.
 
     Attributes:
-        logprobs: of its tokens.
-        token_ids: those of a piece, or of all of it, without one that ends the text.
-        prompt_token_ids: of what it follows; of pieces, with the first.
-        taken: by its choice so far.
+        logprobs: of the tokens of the text or piece.
+        token_ids: of the text or piece, without a token that ends the text.
+        prompt_token_ids: of the prompt; in a stream, only with the first piece.
+        taken: usage of its choice so far.
     """
 
     logprobs: Mapping[str, Any] | None = None
@@ -79,9 +79,9 @@ class Answer(NamedTuple):
     Attributes:
         text: its content.
         finish_reason: why it ended.
-        beside: what is told beside it.
-        prompt_logprobs: where they were asked for.
-        reasoning: what the model thought; None where it cannot be told from the text.
+        beside: optional data beside it.
+        prompt_logprobs: of the prompt; None if not requested.
+        reasoning: text of the reasoning; None if it cannot be told from the content.
         calls: of functions.
     """
 
@@ -100,7 +100,7 @@ class Form(Protocol):
         """Returns the answer to a request that is not streamed."""
 
     def opening(self, index: int, beside: Beside) -> bytes:
-        """Returns the event that a choice begins with; nothing where it needs none."""
+        """Returns the event that a choice begins with; empty if it needs none."""
 
     def piece(self, index: int, delta: Delta, finish_reason: str | None, beside: Beside) -> bytes:
         """Returns the event of a piece of one choice."""
@@ -108,10 +108,10 @@ class Form(Protocol):
     def logprobs(
         self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]
     ) -> Mapping[str, Any]:
-        """Returns what is told of tokens, each with its place in the text, in characters."""
+        """Returns `logprobs` of tokens, each with its place in the text, in characters."""
 
     def usage(self, taken: Taken) -> bytes:
-        """Returns the last event of a stream that is to end with what it took."""
+        """Returns the event with `usage`, the last one of a stream that asked for it."""
 
 
 def reason_of(finish_reason: FinishReason | None, *, has_called: bool = False) -> str | None:
@@ -126,7 +126,7 @@ def event(body: Mapping[str, Any]) -> bytes:
 
 
 class _Form:
-    """What both endpoints have in common."""
+    """Base of the forms of both endpoints."""
 
     def __init__(
         self, *, identity: str, kind: str, piece_kind: str, created_s: int, model: str, with_usage: bool
@@ -134,7 +134,7 @@ class _Form:
         head = {"id": identity, "object": kind, "created": created_s, "model": model}
         self._head = head
         self._piece_head = {**head, "object": piece_kind}
-        # A stream's events differ in their choice alone: what stands before it is written once.
+        # A stream's events differ only in their choice: the bytes before it are made once.
         self._before = b"data: " + orjson.dumps(self._piece_head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
@@ -218,7 +218,7 @@ class ChatForm(_Form, Form):
             }
             for index, answer in enumerate(answers)
         )
-        # A chat has one prompt, so that what is told of it stands beside the choices.
+        # A chat has one prompt, so data about the prompt is beside the choices, not in them.
         of_prompt = {"prompt_logprobs": answers[0].prompt_logprobs, **_prompt_ids(answers[0].beside)}
         return self._whole(choices, taken, {name: value for name, value in of_prompt.items() if value is not None})
 
@@ -232,7 +232,7 @@ class ChatForm(_Form, Form):
 
 
 def _message(answer: Answer) -> dict[str, Any]:
-    """Returns the message of a whole choice; beside calls, no text is none at all."""
+    """Returns the message of a whole choice; with calls, an empty text becomes null."""
     text = None if answer.calls and not answer.text else answer.text
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if answer.reasoning is not None:
@@ -287,12 +287,12 @@ def _prompt_ids(beside: Beside) -> dict[str, Any]:
 
 
 def models(served: Iterable[tuple[str, int, int, str, str]]) -> bytes:
-    """Returns the answer of /v1/models, from what `model` takes of each."""
+    """Returns the answer of /v1/models; `served` has the arguments of `model` for each."""
     return orjson.dumps({"object": "list", "data": [model(*each) for each in served]})
 
 
 def model(name: str, created_s: int, sequence_tokens_max: int, base: str, adapter: str) -> dict[str, Any]:
-    """Returns one model as callers know it: an adapter's parent is the checkpoint that it changes."""
+    """Returns one model in OpenAI's form: an adapter's parent is the checkpoint that it changes."""
     return {
         "id": name,
         "object": "model",

@@ -34,7 +34,7 @@ _ID_CHARACTERS: Final = string.ascii_letters + string.digits
 
 
 class CallerGoneError(Exception):
-    """Nobody reads the answer any more."""
+    """The caller has gone, so the answer is not read any more."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Choice:
 
 
 class Served(Response):
-    """One answer. Whatever way it ends, what was not finished at the workers is cancelled.
+    """One answer. However it ends, unfinished work at the workers is cancelled.
 
     Args:
         fleet: the workers.

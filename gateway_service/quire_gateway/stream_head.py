@@ -1,4 +1,4 @@
-"""When a stream begins, and what its caller hears before there is a piece."""
+"""The head of a stream, and the signs of life before its first piece."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Final
 
 from starlette.types import Send
 
-HEAD_AFTER_S: Final = 0.2  # in which a worker refuses what it refuses; a stream that has begun has no other status
-BEAT_S: Final = 15.0  # between signs of life before the first piece: proxies end what is silent for 60 s
-_BEAT: Final = b": waiting\n\n"  # a comment, which clients of server-sent events leave out
+HEAD_AFTER_S: Final = 0.2  # workers refuse sooner than that; a stream that has begun cannot change its status
+BEAT_S: Final = 15.0  # between signs of life before the first piece: proxies end connections that are silent for 60 s
+_BEAT: Final = b": waiting\n\n"  # a comment: clients of server-sent events ignore it
 _STREAM_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -18,14 +18,15 @@ _STREAM_HEADERS: Final = [
 
 
 class StreamHead:
-    """The head of a stream. It is sent with the first piece, or before it, once no worker has refused the request for a
-    moment: clients and proxies wait for a head only so long, and a first piece may need all of a long prompt.
+    """The head of a stream. It is sent with the first piece, or after 0.2 s if no worker has refused the request.
+
+    Clients and proxies wait for a head only so long, and a first piece may need all of a long prompt.
 
     Args:
-        send: to the caller.
+        send: sends messages to the caller.
 
     Attributes:
-        is_sent: whether the answer has begun.
+        is_sent: whether the head was sent.
         waits_for_piece: whether no piece has come.
     """
 
@@ -42,7 +43,7 @@ class StreamHead:
         self._stop_waiting()
 
     async def piece_came(self) -> None:
-        """Sends the head, if it is not sent."""
+        """Sends the head, unless it was sent."""
         self.waits_for_piece = False
         self._stop_waiting()
         await self._send()

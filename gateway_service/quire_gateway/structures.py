@@ -1,4 +1,4 @@
-"""What a text has to be, in the words of OpenAI and of vLLM: pure."""
+"""The structure that a text must have, from the parameters of OpenAI and of vLLM: pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _KINDS: Final = {"json": "json_schema", "regex": "regex", "choice": "choice", "g
 
 
 def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
-    """Returns what the text has to be, in any of the forms in which it is asked for: (option, value) by parameter.
+    """Returns the structure that the text must have, in each of its forms: (option, value) by parameter.
 
     Raises:
-        ApiError: none of the forms is asked for as it has to be, or several are.
+        ApiError: a form is malformed, or several are given.
     """
     found: dict[str, tuple[str, Any]] = {}
     structured = _structured_outputs(body)
@@ -57,10 +57,10 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
 
 
 def _check_numbers(name: str, schema: Any) -> None:
-    """Refuses a schema with a number that JSON has and no float holds, as 1e999: it would travel as infinity.
+    """Refuses a schema with a number beyond the range of a float, such as 1e999: it would become infinity.
 
     Raises:
-        ApiError: there is one.
+        ApiError: the schema has one.
     """
     try:
         json.dumps(schema, allow_nan=False)
@@ -69,10 +69,10 @@ def _check_numbers(name: str, schema: Any) -> None:
 
 
 def _check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-    """Refuses what nobody would look at.
+    """Refuses keys that would have no effect.
 
     Raises:
-        ApiError: there is a key that is not known, or a known one in the place of another format.
+        ApiError: a key is unknown, or belongs to another format.
     """
     for name in sorted(name for name, value in given.items() if value is not None and name not in known):
         shown = f"{where}.{name}"[:128]
@@ -80,10 +80,10 @@ def _check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> 
 
 
 def _of_an_object(schema: Any) -> Any:
-    """Returns the schema that some clients of llama.cpp's server write beside `json_object`.
+    """Returns the schema that some clients of llama.cpp's server put beside `json_object`.
 
     Raises:
-        ApiError: it is no JSON schema.
+        ApiError: it is not a JSON schema.
     """
     if schema is None:
         return {"type": "object"}
@@ -96,7 +96,7 @@ def _schema_of(format_: Mapping[str, Any]) -> Any:
     """Returns the schema of a response format.
 
     Raises:
-        ApiError: it has none, or one that is no JSON schema.
+        ApiError: it has no schema, or one that is not a JSON schema.
     """
     name = "response_format.json_schema"
     given = format_.get("json_schema")
@@ -112,10 +112,10 @@ def _schema_of(format_: Mapping[str, Any]) -> Any:
 
 
 def _structured_outputs(body: Body) -> dict[str, Any]:
-    """Returns the one structure that vLLM's parameter asks for, if it is there; what has no effect there has none here.
+    """Returns the one structure of vLLM's parameter, if given; keys without effect in vLLM have none here.
 
     Raises:
-        ApiError: it is none of ours, or there are several, or none.
+        ApiError: the structure is not supported, or there are several, or none.
     """
     if body.structured_outputs is None:
         return {}

@@ -23,7 +23,7 @@ _NAMES: Final = {
 
 
 class TokenizeBody(BaseModel):
-    """What POST /tokenize takes: a text, or a chat."""
+    """Body of POST /tokenize: a text or a chat."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,7 +39,7 @@ class TokenizeBody(BaseModel):
 
 
 class DetokenizeBody(BaseModel):
-    """What POST /detokenize takes."""
+    """Body of POST /detokenize."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -51,9 +51,9 @@ class Tokenizing(NamedTuple):
     """A text or a chat, to be tokenized.
 
     Attributes:
-        model: that is named, if one is.
+        model: name of the model; None if the request names none.
         prompt: the text, or the chat.
-        with_texts: whether it is wanted what each token is.
+        with_texts: whether the answer has the text of each token, too.
     """
 
     model: str | None

@@ -88,31 +88,21 @@ class Pool:
 
     def allocate(
         self,
-        sequence_id: int,
-        token_count: int,
-        digests: bytes = b"",
-        namespace: str = "",
+        sequence_id: int,  # higher than every earlier one
+        token_count: int,  # tokens to hold; the sequence holds more if more of a longer prompt is matched
+        digests: bytes = b"",  # of the full blocks of `digest_tokens` tokens that may be shared, concatenated
+        namespace: str = "",  # prefixes are shared inside it
         *,
-        prompt_token_count: int = 0,
-        priority: int = 0,
-        defer_token_count: int = 0,
-        is_return: bool = False,
+        prompt_token_count: int = 0,  # given if `token_count` is only the first chunk of a prompt
+        priority: int = 0,  # sequences of a higher priority are never named to be preempted for this one
+        defer_token_count: int = 0,  # PENDING if others are computing at least so many tokens of its prefix
+        is_return: bool = False,  # a preempted request returns: its tokens count as returned, not as queried
     ) -> GrowResult:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
 
-        The shared prefix is the longest published one that leaves at least one token to compute. It counts as
-        committed. Answers OK, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or NO_SPACE.
-
-        Args:
-            sequence_id: higher than every earlier one.
-            token_count: tokens to hold; more where more of a longer prompt is matched.
-            digests: of its full blocks of `digest_tokens` tokens, as far as they may be shared; concatenated.
-            namespace: prefixes are shared inside it.
-            prompt_token_count: given if `token_count` is only the first chunk. The prompt is admitted only if all of it
-                would fit, and the blocks for its rest are kept free from later admissions.
-            priority: sequences of a higher one are never named to be preempted for it.
-            defer_token_count: answer PENDING instead if others are computing at least so many tokens of its prefix.
-            is_return: a preempted request returns: its tokens count as returned, not as queried.
+        It shares the longest published prefix that leaves a token to compute; that prefix counts as committed. A prompt
+        in chunks is admitted only if all of it would fit, and the blocks for its rest are kept free from later
+        admissions. Answers OK, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or NO_SPACE.
         """
         if sequence_id <= self.last_sequence_id:
             return GrowResult(Result.EXISTS if sequence_id in self.sequences else Result.ID_TOO_LOW)
@@ -131,8 +121,8 @@ class Pool:
             applicant = Applicant(space, hits, matched, chunk, prompt_token_count, priority, pending, defer_token_count)
             refused = self.admission.refuse_new(applicant, needed, revived)
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
-                # The pool is idle, and only the hit does not fit: a state takes one block more, to be copied into. No
-                # other sequence will free one, so the prompt is computed without the hit.
+                # Idle pool, but the hit does not fit: a state needs one more block for its copy, and no other sequence
+                # will free one. So the prompt is computed without the hit.
                 return self.allocate(
                     sequence_id,
                     chunk,

@@ -1,4 +1,4 @@
-"""What a reader finds in the text of an answer, piece by piece and as a whole. Pure."""
+"""Content, reasoning and calls that a reader finds in the text of an answer, in pieces and as a whole. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class CallDelta(NamedTuple):
     Attributes:
         number: of the call in its answer, from 0.
         arguments: the next part of their JSON text.
-        call_id: of the call, with its first piece alone.
-        function: that is called, likewise.
+        call_id: of the call; only in its first piece.
+        function: name of the called function; only in the first piece.
     """
 
     number: int

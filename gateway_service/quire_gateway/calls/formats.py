@@ -1,4 +1,4 @@
-"""How models write calls and reasoning, as declarations.
+"""Declarations of how models write calls and reasoning.
 
 An answer consists of *runs* of calls, *marks*, and the text around them:
 
@@ -40,7 +40,7 @@ Elements: TypeAlias = "tuple[Element, ...]"
 
 
 class Place(enum.Enum):
-    """Where in an answer something is."""
+    """A part of an answer in which a run or a mark can begin."""
 
     START = "start"  # of its content
     CONTENT = "content"
@@ -58,13 +58,13 @@ class Run:
     """Calls that follow each other.
 
     Attributes:
-        opening: what the first call stands behind.
+        opening: precedes the first call.
         head: of each call, which ends where its arguments begin.
         tail: of each call.
         separator: between two calls; None where a run is one call.
         closing: behind the last one.
         places: where a run may begin.
-        function: what is called, where the head does not say it.
+        function: name of the called function, if the head does not name it.
     """
 
     head: Elements
@@ -78,12 +78,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What parts an answer.
+    """A boundary between parts of an answer, such as reasoning and content.
 
     Attributes:
-        elements: that it consists of.
-        then: what follows it; None where that is what was before it.
-        places: where it may be.
+        elements: the text of the mark.
+        then: the part that follows it; None if the part before it continues.
+        places: parts in which the mark may occur.
     """
 
     elements: Elements
@@ -93,14 +93,14 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a model writes what is no plain text.
+    """The notation of a model for calls, reasoning and other text that is not plain.
 
     Attributes:
-        runs: of calls.
-        marks: around reasoning and content.
-        call_id: of a call, with `{random}`, `{name}` and `{index}`.
-        id_characters: how many random ones.
-        answer: the mark of the channel in which the answer is, where there are channels; it is one of `marks`.
+        runs: the forms in which it writes calls.
+        marks: boundaries of reasoning and content.
+        call_id: template of the id of a call, with `{random}`, `{name}` and `{index}`.
+        id_characters: number of random characters in an id.
+        answer: one of `marks`, which opens the channel of the answer; None without channels.
     """
 
     runs: tuple[Run, ...] = ()
@@ -184,7 +184,7 @@ CALL_FORMATS: Final[Mapping[str, Format]] = {
                 ("<|tool_calls_section_end|>",),
             ),
         ),
-        call_id="functions.{name}:{index}",  # which its template writes down again
+        call_id="functions.{name}:{index}",  # its template repeats this id
     ),
     "openai": Format(
         (
@@ -214,10 +214,10 @@ REASONING_FORMATS: Final[Mapping[str, Format]] = {
 }
 
 
-# How an answer is written that has to call some function: as a JSON array of calls.
+# An answer that must call some function is a JSON array of calls.
 REQUIRED: Final = Run(_object('"parameters"'), ("}",), ("[",), (",",), ("]",), AT_START)
 
 
 def only_arguments(name: str) -> Run:
-    """Returns how an answer that has to call one function is written: as its arguments."""
+    """Returns the run of an answer that must call one given function: only its arguments are written."""
     return Run((), places=AT_START, function=name)

@@ -1,8 +1,7 @@
-"""What an answer is held to, in the Lark syntax of llguidance: free text, in which a call that has begun fits its
-schema.
+"""Grammars for answers, in the Lark syntax of llguidance: free text, but a call that has begun must fit its schema.
 
-A text that opens a call is a *trigger*: a lazy lexeme, which ends the free text as soon as it is there. Where the
-tokenizer has a token for it, the token is a trigger, too: a special one is no part of any text.
+A text that opens a call is a *trigger*: a lazy lexeme that ends the free text as soon as it occurs. If the tokenizer
+has one token for it, that token is a trigger, too, because a special token is not part of any text.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _SLOTS: Final = {Slot.INDEX: "/[0-9]{1,6}/", Slot.QUOTED: '/"[^"\\\\\\n]{0,64}"/
 
 
 class Function(NamedTuple):
-    """What can be called.
+    """A function that an answer can call.
 
     Attributes:
         name: of the function.
         schema: of its arguments.
-        is_strict: whether a schema that cannot be held to is refused; else what is not known of it has no effect.
+        is_strict: whether a schema that cannot be enforced is refused; else its unknown parts have no effect.
     """
 
     name: str
@@ -39,14 +38,14 @@ class Function(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What an answer is held to beside its calls.
+    """Constraints on an answer beside the schemas of its calls.
 
     Attributes:
         is_reasoning: whether it begins within its reasoning.
-        is_called: whether it has to call a function.
+        is_called: whether it must call a function.
         has_many: whether it may call several.
-        content: the schema of its content, where that is no free text.
-        is_compact: whether calls are written without spaces, and not as their model would write them.
+        content: the schema of its content; None for free text.
+        is_compact: whether calls are written without spaces, even if the model would write some.
     """
 
     is_reasoning: bool = False
@@ -60,10 +59,10 @@ def grammar_of(form: Format, functions: Sequence[Function], tokens: Mapping[str,
     """Returns the grammar of an answer.
 
     Args:
-        form: how the model writes what is no plain text.
+        form: the notation of the model.
         functions: that can be called.
-        tokens: ids of the texts of the format that are one token.
-        held: what it is held to beside its calls.
+        tokens: ids of the texts of the format that are single tokens.
+        held: further constraints on the answer.
     """
     return _Writer(form, functions, tokens, held).written()
 
@@ -75,8 +74,8 @@ class _Writer:
         self._form, self._functions, self._tokens, self._held = form, functions, tokens, held
         self._rules: list[str] = []
         self._space = "" if held.is_compact else "SPACE?"
-        self._triggers: dict[tuple[str, str], str] = {}  # rules, by what is before the text and the text
-        # In front of what has to come, nothing but whitespace is written; with channels, text of other ones.
+        self._triggers: dict[tuple[str, str], str] = {}  # rules, by the rule before a trigger and its text
+        # Only whitespace may precede a required part; with channels, text of other channels, too.
         is_due = held.is_called or held.content is not None
         self._before = "PADDING" if is_due and form.answer is None else "TEXT"
 
@@ -99,7 +98,7 @@ class _Writer:
             bodies = [_sequence(_any(marks, "*"), _any([content, *runs]))]
         elif held.content is None:
             bodies = [_sequence(_any([*marks, *runs], "*"), content)]
-        else:  # which is not there behind calls
+        else:  # an answer with calls has no such content
             bodies = [_sequence(_any(marks, "*"), content), _sequence(_any([*marks, *runs], "*"), _any(runs))]
         start = _sequence(self._reasoned(), _any([*at_start, *bodies]))
         return "\n".join((_HEAD.rstrip(), f"start: {start}", *self._rules, ""))
@@ -145,7 +144,7 @@ class _Writer:
             first, *rest = run.head
             assert isinstance(first, str)
             return _sequence(self._trigger(first, self._before), self._call(run, index, tuple(rest)))
-        # Nothing but its head tells it from a text: where the function is named, it is a call.
+        # Only its head distinguishes it from text: once the function is named, it is a call.
         named = next(
             place for place, element in enumerate(run.head, start=1) if element in (Slot.NAME, Slot.QUOTED_NAME)
         )
@@ -180,7 +179,7 @@ class _Writer:
         return f"({written} | <[{self._tokens[text]}]>)" if text in self._tokens else written
 
     def _trigger(self, text: str, before: str) -> str:
-        """Returns the rule of a text that ends what is before it."""
+        """Returns the rule of a trigger, a text that ends the one before it."""
         if (before, text) not in self._triggers:
             number = len(self._rules)
             self._rules.append(f"text_{number}[lazy]: {before} {json.dumps(text, ensure_ascii=False)}")

@@ -19,7 +19,7 @@ _DIGITS: Final = re.compile("[0-9]{0,9}", re.ASCII)
 
 
 class Status(enum.Enum):
-    """How far elements are there."""
+    """Whole, begun or absent: the state of elements at a place of a text."""
 
     WHOLE = "whole"
     BEGUN = "begun"  # the text ends before them
@@ -27,13 +27,13 @@ class Status(enum.Enum):
 
 
 class Found(NamedTuple):
-    """What is there of elements.
+    """The result of looking for elements at a place of a text.
 
     Attributes:
-        status: how far they are there.
-        end: the place behind them.
-        function: that they name.
-        number: of the call, where they give it.
+        status: whole, begun or absent.
+        end: the place behind the elements.
+        function: name of a function in the elements; empty if they have none.
+        number: of the call, as the elements give it; empty if they do not.
     """
 
     status: Status
@@ -52,11 +52,11 @@ def find(elements: Elements, text: str, place: int, functions: Collection[str], 
     """Looks for elements at a place of a text, with whitespace before each but the first.
 
     Args:
-        elements: that are looked for.
+        elements: the elements to look for.
         text: as far as it has come.
         place: in the text.
-        functions: that can be named.
-        before: what has to stand behind the elements, and is none of them.
+        functions: names that the elements may have.
+        before: a text that must follow the elements; it is not part of them.
     """
     function = number = ""
     for count, element in enumerate(elements):
@@ -87,7 +87,7 @@ def _literal(literal: str, text: str, place: int) -> Found:
 
 
 def _slot(slot: Slot, text: str, place: int, functions: Collection[str]) -> Found:
-    """Looks for what differs between calls. What reaches the end of the text may go on."""
+    """Looks for a part that differs between calls. A part that reaches the end of the text may continue."""
     is_quoted = slot in (Slot.QUOTED_NAME, Slot.QUOTED)
     if is_quoted:
         opening = _literal('"', text, place)

@@ -1,4 +1,4 @@
-"""How one answer is held and read: of what its caller wants, and of how its model writes. Pure."""
+"""Plans for one answer, made of the caller's request and the model's notation: its grammar and its reader. Pure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from quire_gateway.calls.tools import Choice, Tools
 from quire_gateway.failures import invalid, unsupported
 
 _THINKS: Final = re.compile(r"<think>\s*\Z")
-TAIL_TOKENS: Final = 16  # of a prompt, which say whether it ends where reasoning begins
+TAIL_TOKENS: Final = 16  # of a prompt; enough to see whether reasoning begins at its end
 
 
 class Notation(NamedTuple):
-    """How a model writes.
+    """The formats of a model.
 
     Attributes:
-        calls: its calls; None where nobody knows.
-        reasoning: what it thinks; None where it does not, or where `calls` has that, too.
-        tokens: ids of the texts of both that are one token.
+        calls: format of its calls; None if unknown.
+        reasoning: format of its reasoning; None if it has none, or if `calls` covers reasoning, too.
+        tokens: ids of the texts of both formats that are single tokens.
     """
 
     calls: Format | None = None
@@ -40,14 +40,14 @@ class Notation(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How an answer is held and read.
+    """The constraints on an answer, and the way to read it.
 
     Attributes:
-        form: what is no plain text in it.
-        functions: that can be called.
-        grammar: that it is held to; None where it is free, or held to something else.
+        form: the notation of its calls and reasoning.
+        functions: names of the functions that it can call.
+        grammar: constrains the answer; None if it is free, or constrained by other means.
         is_reasoning: whether it begins within its reasoning.
-        tells_calls: whether an answer with calls says that it ended for them.
+        tells_calls: whether the finish reason of an answer with calls says so.
         tells_reasoning: whether the caller gets the reasoning.
     """
 
@@ -60,11 +60,11 @@ class Plan(NamedTuple):
 
     @property
     def has_reasoning(self) -> bool:
-        """Tells whether reasoning is told from the content."""
+        """Tells whether the reader separates reasoning from content."""
         return any(mark.then is Place.REASONING for mark in self.form.marks)
 
     def reader(self, new_id: Callable[[int], str]) -> AnswerReader:
-        """Returns what reads one answer."""
+        """Returns a reader for one answer."""
         return AnswerReader(self.form, self.functions, new_id, is_reasoning=self.is_reasoning)
 
 
@@ -73,7 +73,7 @@ def reasoning_token_count(plan: Plan, spelled: Iterable[bytes]) -> int:
 
     Args:
         plan: how the answer is read.
-        spelled: what each of its tokens is.
+        spelled: the bytes of each of its tokens.
     """
     reader, decoder = plan.reader(lambda count: "0" * count), codecs.getincrementaldecoder("utf-8")("replace")
     found = 0
@@ -104,16 +104,16 @@ def _read(schema: Any) -> Any:
 
 
 def plan_of(tools: Tools | None, content: Any, notation: Notation, *, is_reasoning: bool) -> Plan | None:
-    """Returns how an answer is held and read; None where all of it is text.
+    """Returns the plan for an answer; None if all of it is text.
 
     Args:
         tools: that can be called.
-        content: the schema of its content, where that is no free text.
+        content: the schema of its content; None for free text.
         notation: of the model.
         is_reasoning: whether it begins within its reasoning.
 
     Raises:
-        ApiError: nobody knows how the model writes calls, and it may make some.
+        ApiError: the answer may have calls, and the model's format of calls is unknown.
     """
     content = _read(content)
     marks = notation.reasoning.marks if notation.reasoning is not None else ()

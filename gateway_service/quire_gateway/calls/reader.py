@@ -5,8 +5,8 @@
                    they are handed on as they come
     3. behind      the tail of the call, then another call of the run, or its end
 
-What only looks like a call is text: a head that is not whole, a function that nobody offers, arguments that are no
-object. Pieces, put together, do not depend on how the text was cut.
+Anything that only looks like a call is text: an incomplete head, a function that the caller does not offer, arguments
+that are not an object. Pieces, put together, do not depend on how the text was cut.
 """
 
 from __future__ import annotations

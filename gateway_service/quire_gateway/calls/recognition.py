@@ -1,7 +1,7 @@
-"""How a model writes, by what its chat template makes of conversations that have a call, or reasoning, in them.
+"""Recognizes the formats of a model: renders conversations with a call or reasoning through its chat template.
 
-A template writes calls of the conversation so far as its model was trained to write them. The format that reads the one
-call back, with its function and arguments, is the model's. Where none does, nobody knows how it writes calls.
+A template writes the calls of a conversation as its model was trained to write them. The model's format is the one that
+reads such a call back, with its function and arguments. If no format does, the model's format of calls is unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire_gateway.calls.reader import AnswerReader
 
 AUTO: Final = "auto"
 NONE: Final = "none"
-_LATER: Final = {  # what may be otherwise in a second
+_LATER: Final = {  # errors that may be gone in a second
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -48,7 +48,7 @@ _IDS: Final = ("quirecall", f"functions.{_FUNCTION}:0")
 
 
 class Named(NamedTuple):
-    """What options say of how a model writes; `auto` is recognized, `none` is not there.
+    """The formats of a model that options name; `auto` is recognized from its template, `none` means it has none.
 
     Attributes:
         calls: name of the format of its calls.
@@ -60,7 +60,7 @@ class Named(NamedTuple):
 
 
 class Recognized(NamedTuple):
-    """A notation, and what the log says of it."""
+    """A notation, and the names of its formats for the log."""
 
     notation: Notation
     calls: str
@@ -68,7 +68,7 @@ class Recognized(NamedTuple):
 
 
 async def recognize(worker: AsyncClient, named: Named, *, timeout_s: float) -> Recognized:
-    """Returns how a worker's model writes.
+    """Returns the notation of a worker's model.
 
     Raises:
         QuireError: the worker does not answer.
@@ -78,7 +78,7 @@ async def recognize(worker: AsyncClient, named: Named, *, timeout_s: float) -> R
     if calls == AUTO:
         calls = await _calls_of(texts)
     if reasoning == AUTO:
-        # Channels have reasoning of their own.
+        # A format with channels covers reasoning, too.
         has_own = calls != NONE and CALL_FORMATS[calls].answer is not None
         reasoning = NONE if has_own else await _reasoning_of(texts)
     forms = [CALL_FORMATS.get(calls), REASONING_FORMATS.get(reasoning)]
@@ -135,7 +135,7 @@ async def _reasoning_of(texts: _Texts) -> str:
 
 
 class _Texts:
-    """What a worker writes down."""
+    """Conversations and texts that a worker writes out as tokens."""
 
     def __init__(self, worker: AsyncClient, timeout_s: float) -> None:
         self._worker, self._timeout_s = worker, timeout_s
@@ -149,7 +149,7 @@ class _Texts:
         return (await self._spelled(messages, **options))[1]
 
     async def tokens_of(self, texts: Sequence[str]) -> dict[str, int]:
-        """Returns the ids of those texts that are one token.
+        """Returns the ids of those texts that are single tokens.
 
         Raises:
             QuireError: the worker does not answer.
@@ -165,7 +165,7 @@ class _Texts:
     async def _spelled(
         self, prompt: str | Sequence[Mapping[str, Any]], **options: Any
     ) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
-        """Returns the tokens of a text or a conversation, and what each is; nothing where the worker refuses it.
+        """Returns the tokens of a text or a conversation, and the bytes of each; nothing if the worker refuses it.
 
         Raises:
             QuireError: the worker does not answer now.

@@ -1,4 +1,4 @@
-"""What a caller offers to be called, and what of it has to be. Pure."""
+"""Functions that a caller offers, and the choice whether the answer must call them. Pure."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperti
 
 
 class Choice(enum.Enum):
-    """Whether something is called."""
+    """The caller's choice whether the answer calls functions."""
 
     AUTO = "auto"  # as the model likes
-    REQUIRED = "required"  # one function or several
-    NAMED = "named"  # the only one that there is, once
+    REQUIRED = "required"  # at least one function
+    NAMED = "named"  # the only function in `Tools`, once
 
 
 class Tools(NamedTuple):
-    """What can be called.
+    """The functions that an answer can call.
 
     Attributes:
-        functions: that can be, in the caller's order.
-        choice: whether they have to be.
+        functions: in the caller's order.
+        choice: whether the answer must call one.
         is_parallel: whether an answer may have several calls.
     """
 
@@ -41,7 +41,7 @@ class Tools(NamedTuple):
 
 
 def tools_of(body: ChatBody) -> Tools | None:
-    """Returns what can be called; None where the answer is text.
+    """Returns the functions that an answer can call; None if the answer is text.
 
     Raises:
         ApiError: a tool is no function, or a choice names none of them.
@@ -74,7 +74,7 @@ def _allowed(choice: Mapping[str, Any], functions: Mapping[str, Function], *, is
     """Returns the tools among which OpenAI's `allowed_tools` lets the model choose.
 
     Raises:
-        ApiError: it is not of that form, or names what there is not.
+        ApiError: it is malformed, or names a function that is not among the tools.
     """
     place = "tool_choice.allowed_tools"
     allowed = choice.get("allowed_tools")
@@ -99,10 +99,10 @@ def _named(given: Any, functions: Mapping[str, Function], place: str) -> Functio
 
 
 def _function(tool: Mapping[str, Any], place: str) -> Function:
-    """Returns the function that a tool is.
+    """Returns the function in a tool.
 
     Raises:
-        ApiError: it is none.
+        ApiError: the tool is not a function.
     """
     if tool.get("type", "function") != "function":
         raise unsupported(f"{place}.type", f"is {tool['type']!r}: this server calls functions alone")
@@ -121,10 +121,10 @@ def _function(tool: Mapping[str, Any], place: str) -> Function:
 
 
 def _schema(given: Any, place: str) -> Mapping[str, Any]:
-    """Returns the schema of arguments, which are an object.
+    """Returns the schema of arguments; it must describe an object.
 
     Raises:
-        ApiError: they are none.
+        ApiError: it does not.
     """
     if given is None:
         return _NO_PARAMETERS

@@ -1,4 +1,4 @@
-"""All groups of a pool as one: what each manager finds, needs and grants, put together.
+"""All groups of a pool as one: combines the hits, needs and grants of its managers.
 
 Managers come in the order in which prefixes are searched, groups in the order of the pool's specification; block counts
 include all groups.
@@ -29,8 +29,8 @@ class Coordinator:
     Attributes:
         in_place: some group keeps a state that forward passes overwrite.
         settles: some group gives blocks back while its sequences live.
-        in_step: all groups have one block size and none keeps state: they need their next block at the same token.
-        group_count: how many groups there are; `append_rows` takes so many blocks.
+        in_step: all groups have one block size and none keeps state, so they need their next block at the same token.
+        group_count: number of groups; `append_rows` takes so many blocks for each sequence.
         history: the latest prompts, where no group keeps whole prefixes; else None.
         retention: where hits can end, and what stays cached for them.
     """
@@ -49,17 +49,17 @@ class Coordinator:
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
         order = [group for manager in self.managers for group in manager.groups]
         self.group_count = len(order)
-        # For each group, where its block stands among those that `append_rows` takes; none where that is as they come.
+        # For each group, the place of its block among those of `append_rows`; empty if the groups are in that order.
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         states = [number for number, m in enumerate(self.managers) if m.spec.kind is GroupKind.STATE]
-        self._ending = states[0] if states else 0  # the manager that says where hits can end at last
+        self._ending = states[0] if states else 0  # its `last_end` is the last edge at which hits can end
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
         # The nameless namespace of a pool without quotas: forgotten, it is empty again and serves as the next new one.
         self._unnamed: Namespace | None = None
 
     def new_namespace(self, name: str) -> Namespace:
-        """Returns a namespace that has nothing yet; the caller files it."""
+        """Returns an empty namespace; the caller files it."""
         if not name and self._unnamed is not None and "" not in self._blocks.namespaces:
             # A pool that uses no other namespace forgets and makes this one with each last sequence.
             return self._unnamed
@@ -72,9 +72,11 @@ class Coordinator:
         return space
 
     def find(self, space: Namespace, digests: bytes, token_limit: int) -> tuple[list[Hit], int, int]:
-        """Returns each manager's hit; their common length in tokens, the fixed point of all hit rules; and the
-        junction: up to where full attention alone would serve the prompt (or another prompt goes along, where there is
-        none), if that is more, else 0."""
+        """Returns the hits, their common length in tokens (the fixed point of all hit rules), and the junction.
+
+        The junction is the length that full attention alone would serve or, without full attention, the length that
+        another prompt shares. It is 0 unless it is above the common length.
+        """
         if len(self.managers) == 1:
             (manager,) = self.managers
             hit = manager.find(space.scopes[0], digests, token_limit)
@@ -97,10 +99,10 @@ class Coordinator:
         return hits, length, self._junction(space, digests, kept, length)
 
     def _junction(self, space: Namespace, digests: bytes, kept: int, matched: int) -> int:
-        """Returns the last edge before `kept` tokens that is behind `matched` ones, or 0.
+        """Returns the last edge in (matched, kept] tokens, or 0.
 
-        With blocks of 16 and 64 tokens, 200 that full attention has and no state before them, it is 192: a sequence
-        that makes a checkpoint there makes the next one hit.
+        Example: blocks of 16 and 64 tokens, 200 tokens in full attention, and no state give 192. A sequence that makes
+        a checkpoint there lets the next one hit.
         """
         if not self.settles:
             return 0
@@ -112,8 +114,8 @@ class Coordinator:
     def note_prompt(
         self, space: Namespace, hits: Sequence[Hit], digests: bytes, prompt_token_count: int, junction: int
     ) -> None:
-        """Notes the prompt of a sequence that is let in, before it takes its hits: where it parts from those before it,
-        and what the next one may part from."""
+        """Notes the prompt of an admitted sequence, before it takes its hits: the place where it parts from earlier
+        prompts, and its digests for the next ones."""
         self._note_parting(space, hits, digests, prompt_token_count, junction)
         if self.history is not None:
             self.history.note(space.name, digests[: prompt_token_count // self.digest_tokens * DIGEST_BYTES])
@@ -124,7 +126,7 @@ class Coordinator:
     def _note_parting(
         self, space: Namespace, hits: Sequence[Hit], digests: bytes, prompt_token_count: int, junction: int
     ) -> None:
-        """A new prompt parts after its junction or, where there is none, after its hits."""
+        """Counts the parting of a new prompt: after its junction or, without one, after its hits."""
         end = junction or hits[0].token_count
         if not end or self.retention.is_even:
             return
@@ -138,7 +140,7 @@ class Coordinator:
     def open(
         self, space: Namespace, hits: Sequence[Hit], token_count: int, stops: Stops, priority: int
     ) -> SequenceState:
-        """Makes a sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
+        """Makes a sequence that holds only its hits; they have `token_count` tokens in common."""
         space.sequence_count += 1  # or it would be forgotten with its last cached block
         parts = tuple([m.open(scope, hit) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts, stops)
@@ -148,7 +150,7 @@ class Coordinator:
         return sequence
 
     def fork(self, parent: SequenceState) -> SequenceState:
-        """Makes a sequence that shares what another one has committed."""
+        """Makes a sequence that shares the committed tokens of another one."""
         self.end_turn(parent)
         length = parent.committed_token_count
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
@@ -157,7 +159,7 @@ class Coordinator:
         return child
 
     def end_turn(self, sequence: SequenceState) -> None:
-        """Makes a stop where later hits can end at last in what a sequence has committed, unless it has one there."""
+        """Makes a stop at the last committed edge where later hits can end, unless the sequence has one there."""
         if self.retention.is_even:
             return
         last = living(sequence.stops.last)
@@ -167,7 +169,7 @@ class Coordinator:
             self._stop_at(sequence, end)
 
     def _stop_at(self, sequence: SequenceState, token_count: int) -> None:
-        """Makes a stop after so many tokens of a sequence, if all groups can serve them from what it has."""
+        """Makes a stop after so many tokens of a sequence, if all groups can serve them from its blocks."""
         digest = self.managers[0].digest_at(sequence.parts[0], token_count)
         if not digest:
             return
@@ -190,10 +192,10 @@ class Coordinator:
         self.retention.passed(sequence.stops, stop)
 
     def grant(self, sequence: SequenceState, needs: Sequence[int], until: int, copies: list[Copy]) -> list[array[int]]:
-        """Takes what each manager needs and hands it out; the caller has checked that there is room.
+        """Takes the blocks that each manager needs, and grants them; the caller has checked that there is room.
 
         Returns:
-            What each manager got, which is the manager's from now on.
+            The blocks of each manager, which owns them from now on.
         """
         blocks = self._blocks.take(sum(needs))
         if len(self.managers) == 1:
@@ -211,8 +213,8 @@ class Coordinator:
         return granted
 
     def append_rows(self, sequences: Sequence[SequenceState]) -> array[int]:
-        """Takes one more block for every group of each sequence, at a block edge of groups in step: nothing can be
-        shared there. The caller has raised their limits.
+        """Takes one more block for every group of each sequence, at a block edge of groups in step. Nothing can be
+        shared there. The caller has raised the limits of the sequences.
 
         Returns:
             The blocks, group fastest.
@@ -229,8 +231,8 @@ class Coordinator:
         return blocks
 
     def commit(self, sequence: SequenceState, until: int, digests: bytes, granted: int) -> list[Swap]:
-        """Counts a sequence's tokens up to `until` as committed, publishes what became full as far as it has digests,
-        and gives back what is not needed to hold `granted` tokens; returns what was published before by others."""
+        """Counts a sequence's tokens up to `until` as committed, publishes full blocks with digests, and gives back
+        blocks beyond `granted` tokens. Returns swaps for blocks that others had published before."""
         committed = sequence.committed_token_count
         ends = sequence.stops.reached(committed, until)
         new = Commit(committed, until, digests, ends)
@@ -259,8 +261,8 @@ class Coordinator:
                 manager.commit(part, new)
 
     def settle(self, sequence: SequenceState) -> None:
-        """Gives back what no token from the committed ones on reads, and notes from which commit on there is something
-        to publish or to give back."""
+        """Gives back the blocks that no token after the committed ones reads. Notes the next token count at which a
+        commit has something to publish or to give back."""
         committed = sequence.committed_token_count
         quiet = (committed // self.digest_tokens + 1) * self.digest_tokens
         for number, manager in self._settling:
@@ -268,18 +270,18 @@ class Coordinator:
         sequence.quiet_until = quiet
 
     def note_limit(self, sequence: SequenceState) -> None:
-        """Notes from which grow on something has to be granted or copied."""
+        """Notes the token count beyond which a grow must grant or copy blocks."""
         limit = NEVER
         for manager, part in zip(self.managers, sequence.parts):
             limit = min(limit, manager.room(part, sequence.token_count))
         sequence.limit = limit
 
     def tables(self, sequence: SequenceState) -> tuple[array[int], ...]:
-        """Returns one table for each group; `NULL_BLOCK` stands where a block was given back."""
+        """Returns one table for each group, with `NULL_BLOCK` where a block was given back."""
         return self._by_group([m.tables(part) for m, part in zip(self.managers, sequence.parts)])
 
     def added(self, sequence: SequenceState, granted: Sequence[array[int]]) -> tuple[array[int], ...]:
-        """Returns for each group the last entries of its table, where `granted` was just handed out."""
+        """Returns for each group the last entries of its table, those of the newly granted blocks."""
         return self._by_group(
             [m.added(part, blocks) for m, part, blocks in zip(self.managers, sequence.parts, granted)]
         )

@@ -1,18 +1,18 @@
-"""At which positions a namespace has something of any prefix: where hits are looked for, and nowhere else."""
+"""The positions at which a namespace has something published, of any prefix: only these are searched for hits."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from typing import Final
 
-_NEAR: Final = 4_096  # most positions that count are among the first ones: those are counted without a table
+_NEAR: Final = 4_096  # most positions are below this, and are counted in a list
 
 
 class Depths:
-    """Positions, each with how often it counts.
+    """Positions, each with a count.
 
     Attributes:
-        positions: those that count, each once; rising.
+        positions: those with a count above 0, each once; rising.
     """
 
     __slots__ = ("_far", "_near", "positions")
@@ -23,7 +23,7 @@ class Depths:
         self._far: dict[int, int] = {}
 
     def add(self, position: int) -> None:
-        """One more stands there."""
+        """Adds one to the count of a position."""
         near = self._near
         if position < len(near):
             count = near[position]
@@ -38,7 +38,7 @@ class Depths:
             insort(self.positions, position)
 
     def remove(self, position: int) -> None:
-        """One fewer stands there."""
+        """Subtracts one from the count of a position."""
         if position < _NEAR:
             self._near[position] = left = self._near[position] - 1
         else:
@@ -51,13 +51,13 @@ class Depths:
             del self.positions[bisect_left(self.positions, position)]
 
     def has(self, position: int) -> bool:
-        """Tells whether anything stands there."""
+        """Tells whether the count of a position is above 0."""
         if position < _NEAR:
             return position < len(self._near) and self._near[position] > 0
         return position in self._far
 
     def between(self, first: int, end: int) -> list[int]:
-        """Returns those from `first` on and before `end`."""
+        """Returns the positions in [first, end)."""
         positions = self.positions
         return positions[bisect_left(positions, first) : bisect_left(positions, end)]
 

@@ -1,6 +1,6 @@
-"""Which manager keeps which kind of group; the pool knows none of them by name.
+"""The manager for each kind of group; the pool knows none of them by name.
 
-What else there is for each kind stands in tables of the same keys: `rebuild.BUILDERS` and `group_invariants.CHECKS`.
+Two more tables have the same keys: `rebuild.BUILDERS` and `group_invariants.CHECKS`.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What fell out of the tables of windowed groups, and is cached: stretches that nobody has or needs.
+"""Cached stretches: published blocks that fell out of the tables of windowed groups, held by no sequence.
 
-A prompt of a million tokens leaves 62,500 blocks of 16 behind a window, of which nobody may ever ask for one. So what
-falls out of a table together, and that no hit is to take, is one object.
+A prompt of a million tokens leaves 62,500 blocks of 16 tokens behind a window, and perhaps no request ever needs one.
+Blocks that fall out of a table together, and that no expected hit takes, are therefore one object.
 
 Lifecycle of a stretch here:
 
     1. fallen      published by the commit that lets it fall out, or made of units that fell out together; cached
-    2. cut         a prompt hits or computes some of its positions: these are units again; the part behind them stays
-                   the same object
+    2. cut         a prompt hits or computes some of its positions: these become units again; the part behind them
+                   stays the same object
     3. trimmed     eviction takes blocks from its deep end, until nothing is left
 
-A stretch is found by its first position and digest. Digests stand for whole prefixes, so a prompt that has this one
-agrees with the stretch from there up to where it parts, and what it agrees with is found by halves.
+A stretch is found by its first position and digest. A digest stands for a whole prefix. A prompt with that digest
+therefore agrees with the stretch from there up to one point, and a binary search finds that point.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Path:
     """The digests of consecutive blocks of one prefix.
 
     Attributes:
-        digests: `step` bytes for each block, of which the last are its digest.
+        digests: `step` bytes for each block; the last `DIGEST_BYTES` of them are its digest.
         begin: position of the first block.
     """
 
@@ -54,7 +54,7 @@ class Path:
         return self.digests[(first - self.begin) * self.step : (end - self.begin) * self.step]
 
     def agreed(self, stretch: Stretch, end: int) -> int:
-        """Returns the position before `end` up to which a stretch agrees that begins with a digest of the path."""
+        """Returns the position, at most `end`, up to which a stretch agrees; it begins with a digest of the path."""
         low, high = stretch.first_position + 1, min(end, stretch.end_position)
         while low < high:
             middle = (low + high + 1) // 2
@@ -79,11 +79,11 @@ def spans_between(positions: range, apart: list[range]) -> list[range]:
 
 
 class WindowScope(UnitScope):
-    """What a namespace has in a manager of windows.
+    """The units and stretches of a namespace in a manager of windows.
 
     Attributes:
-        stretches: by their first positions and digests.
-        starts: their first positions.
+        stretches: cached ones, by their first positions and digests.
+        starts: first positions of the stretches.
     """
 
     __slots__ = ("starts", "stretches")
@@ -94,7 +94,8 @@ class WindowScope(UnitScope):
         self.starts = Depths()
 
     def file(self, stretch: Stretch) -> bool:
-        """Makes a stretch findable, unless another one begins with the same digest: an owner made it up."""
+        """Makes a stretch findable, and returns True. Returns False if another stretch begins with the same digest: an
+        owner made it up."""
         key = stretch.first_position, stretch.first_digest
         if key in self.stretches:
             return False
@@ -118,7 +119,7 @@ class WindowScope(UnitScope):
         return found
 
     def through(self, position: int, digest: bytes) -> Stretch | None:
-        """Returns the stretch that has this position behind its first one, wherever it begins; looks at all of them."""
+        """Returns the stretch that has this position behind its first one. Looks at every stretch."""
         for stretch in self.stretches.values():
             is_inside = stretch.first_position < position < stretch.end_position
             if is_inside and stretch.digest_at(position) == digest:
@@ -127,7 +128,7 @@ class WindowScope(UnitScope):
 
 
 class Fallen:
-    """Everything that fell out of the tables of one manager, and is cached."""
+    """All cached stretches of one manager: makes, cuts and evicts them."""
 
     def __init__(self, width: int, log: EventLog, retention: Retention) -> None:
         self._width = width
@@ -148,7 +149,7 @@ class Fallen:
         return Stretch(scope, first, b"".join(digests), blocks)
 
     def cache(self, scope: WindowScope, stretch: Stretch) -> None:
-        """Takes a published stretch that nobody has any more."""
+        """Caches a published stretch that no sequence holds any more."""
         if not scope.file(stretch):
             self._log.removed(scope, stretch.first_position, stretch.digests, 0, stretch.size)
             scope.held -= stretch.block_count
@@ -158,8 +159,8 @@ class Fallen:
         self._retention.cached_stretch(stretch)
 
     def evict(self, scope: WindowScope, stretch: Stretch, wanted: int) -> int:
-        """Puts positions from the deep end of a cached stretch on the empty stack: so many blocks, or all it has.
-        Returns how many blocks."""
+        """Evicts positions from the deep end of a cached stretch: at least `wanted` blocks, or all that it has. Their
+        blocks go to the empty stack. Returns how many blocks."""
         size = stretch.size
         positions = min(size // DIGEST_BYTES, -(-wanted // self._width))
         self._blocks.policy.evicted(stretch, positions * self._width)
@@ -174,8 +175,8 @@ class Fallen:
         return len(blocks)
 
     def cut(self, scope: WindowScope, stretch: Stretch, first: int, end: int) -> list[Unit]:
-        """Makes units of the positions [first, end) of a cached stretch, about to be held. What is left of it keeps its
-        place among the candidates for eviction."""
+        """Makes units of the positions [first, end) of a cached stretch; the caller is about to hold them. The rest of
+        the stretch keeps its place among the candidates for eviction."""
         begin, width = stretch.first_position, self._width
         above, size = (first - begin) * DIGEST_BYTES, (end - begin) * DIGEST_BYTES
         digests, blocks = bytes(stretch.digests[:size]), stretch.blocks[: (end - begin) * width]
@@ -210,13 +211,13 @@ class Fallen:
         return units
 
     def _file_again(self, scope: WindowScope, stretch: Stretch) -> None:
-        """Files what is left of a cached stretch; it is lost where it begins as another one does."""
+        """Files the rest of a cached stretch; drops it if another stretch begins with the same digest."""
         if not scope.file(stretch):
             self._blocks.queue.discard(stretch)
             self._lose(stretch, stretch.first_position, stretch.digests, stretch.blocks)
 
     def _lose(self, stretch: Stretch, position: int, digests: bytes | bytearray, blocks: array[int]) -> None:
-        """Empties blocks of a cached stretch whose digests name others, too."""
+        """Empties blocks of a cached stretch whose digests also name other blocks."""
         scope = stretch.scope
         self._log.removed(scope, position, digests, 0, len(digests))
         self._blocks.give_back(blocks)
@@ -224,9 +225,9 @@ class Fallen:
         self._blocks.dropped(scope, len(blocks))
 
     def take_out(self, scope: WindowScope, path: Path, first: int, end: int, *, is_linked: bool) -> list[Unit]:
-        """Makes units of what stretches have of positions [first, end) of a path.
+        """Makes units of all positions [first, end) of a path that are in stretches.
 
-        If the sequence has the block before them (`is_linked`), no stretch that has the first begins before it.
+        If the sequence has the block before `first` (`is_linked`), a stretch with `first` cannot begin before it.
         """
         if first >= end or not scope.stretches:
             return []
@@ -240,5 +241,5 @@ class Fallen:
 
 
 def is_idle(entry: Scoped) -> bool:
-    """Tells whether one sequence has a published unit, and nobody else has, needs or ever asked for it."""
+    """Tells whether one sequence holds a published unit that nothing needs and no prompt has hit."""
     return isinstance(entry, Unit) and entry.live == 1 and entry.is_published and not (entry.is_needed() or entry.hits)

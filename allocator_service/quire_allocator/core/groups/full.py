@@ -32,14 +32,14 @@ from quire_allocator.core.stretches import common_positions, every, filled
 
 
 class RunPart(Part):
-    """What one sequence has here.
+    """The blocks of one sequence in this manager.
 
     Attributes:
         run: the deepest run of its prefix.
         published: positions from the root to the end of that run.
         tail: blocks behind them, `width` for each position.
-        borrowed: the run that its half-filled first position of the tail was published as, by another sharer; or None.
-        kept: blocks of its own that stand in its table in the place of published ones; None while there were none.
+        borrowed: the run as which another sharer published the half-filled first position of this tail; or None.
+        kept: its own blocks that replace published ones in its table; None before the first.
     """
 
     __slots__ = ("borrowed", "kept", "published", "run", "scope", "tail")
@@ -81,7 +81,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return self.tree.find(scope.root, digests, token_limit)
 
     def goes_on(self, hit: RunHit) -> None:
-        """Cuts the run in which the hit ends: the prompt leaves nothing behind there."""
+        """Cuts the run in which the hit ends, without counting its lower part as left behind by the prompt."""
         if hit.cut:
             hit.runs[-1], hit.cut = self.tree.cut(hit.runs[-1], hit.cut), 0
 
@@ -147,7 +147,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         digests = filled(new.digests, self._stride, committed, self.block_size)
         if not digests:
             return
-        if part.published < committed // self.block_size:  # a block before them had no digest: they have no parent
+        if part.published < committed // self.block_size:  # a block before them has no digest, so they have no parent
             return
         width = self.width
         count = len(digests) // DIGEST_BYTES
@@ -167,7 +167,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             self._publish(part, digests, blocks, count)
 
     def settle(self, part: RunPart, committed: int) -> int:
-        """Nothing falls out of full attention."""
+        """Gives nothing back: no block falls out of full attention."""
         return NEVER
 
     def settled_until(self, part: RunPart, committed: int) -> int:
@@ -216,8 +216,8 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
 
     def shared_token_count(self, part: RunPart) -> int:
         run, position = part.run, part.published
-        # How often this sequence alone holds its run: once, and once more through the child of it that it borrows,
-        # unless another sequence holds that child too.
+        # This sequence alone holds its run once, and once more through the child that it borrows, unless another
+        # sequence holds that child, too.
         own = 2 if part.borrowed is not None and part.borrowed.live == 1 else 1
         while run.parent is not None and run.live == own:
             position = run.first_position
@@ -227,7 +227,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     # -- publishing ----------------------------------------------------------------------------------------------------
 
     def _publish(self, part: RunPart, digests: bytes, blocks: array[int], count: int) -> None:
-        """Publishes new blocks below the sequence's run, of which no child begins with their first digest."""
+        """Publishes new blocks below the sequence's run; no child of it begins with their first digest."""
         if self.tree.is_extendable(part.run):
             self.tree.extend(part.run, digests, blocks, part.published)
         else:
@@ -237,8 +237,8 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def _adopt(self, part: RunPart, digests: bytes, swaps: list[Swap]) -> int:
         """Moves the sequence down the tree along blocks that are published already; returns how many positions.
 
-        It gives its own copies of them back, so that no child is ever published under a private parent. In an
-        append-only pool its copies stay in its table: in the place of those that nobody holds, beside those of others.
+        It gives its own copies back, so that no child is ever published under a private parent. In an append-only pool
+        its copies stay in its table: they replace blocks that no sequence holds, and are kept beside held ones.
         """
         width, taken, returned = self.width, 0, NO_BLOCKS[:]
         count = len(digests) // DIGEST_BYTES
@@ -290,7 +290,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         """
         width, count = self.width, 1
         child = part.run.children.get(digests[:DIGEST_BYTES])
-        if child is not None:  # the digest is published already: this sequence leaves its sharers for that block
+        if child is not None:  # the digest is published already: this sequence takes that block, and leaves its sharers
             if child.size > DIGEST_BYTES:
                 child = self.tree.cut(child, 1)
             if not child.live:
@@ -315,7 +315,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     # -- sharing -------------------------------------------------------------------------------------------------------
 
     def _must_copy(self, part: RunPart, token_count: int) -> bool:
-        """Tells whether the next token falls into a block that is shared or published, and so not to be written."""
+        """Tells whether the next token falls into a shared or published block, which must not be written."""
         position, offset = divmod(token_count, self.block_size)
         if not offset or position != part.published:
             return False
@@ -340,7 +340,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     # -- where hits can end -------------------------------------------------------------------------------------------
 
     def run_at(self, part: RunPart, token_count: int) -> Run:
-        """Returns the run of a sequence in which the block that ends after so many tokens stands; it is published."""
+        """Returns the run with the published block of a sequence that ends after so many tokens."""
         run, position = part.run, token_count // self.block_size - 1
         while run.first_position > position:
             assert run.parent is not None, "it is not published"
@@ -352,7 +352,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return self.run_at(part, token_count).digest_at(token_count // self.block_size - 1)
 
     def units_at(self, part: RunPart, token_count: int, digest: bytes) -> list[Unit] | None:
-        """Returns none: a hit takes whole runs."""
+        """Returns no units: a hit takes whole runs."""
         return []
 
     def other_way_count(self, part: RunPart, token_count: int) -> int:

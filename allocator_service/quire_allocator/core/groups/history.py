@@ -1,7 +1,7 @@
-"""What recent prompts begin with, in pools without full attention.
+"""The beginnings of recent prompts, in pools without full attention.
 
-Full attention keeps whole prefixes, so its tree of runs knows what two prompts have in common. Windows and states keep
-the end of a prefix only: two prompts that part early would have nothing in common there.
+Full attention keeps whole prefixes, so its tree of runs shows what two prompts have in common. Windows and states keep
+only the end of a prefix: they would show nothing in common for two prompts that part early.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DIGESTS_MAX: Final = 32_768  # 6 MiB
 
 
 class PromptHistory:
-    """The digests of the latest prompts of one pool. A prompt's first digests are the last ones to be forgotten."""
+    """The digests of the latest prompts of one pool. The first digests of a prompt are forgotten last."""
 
     def __init__(self, digest_count_max: int = DIGESTS_MAX) -> None:
         self._digest_count_max = digest_count_max
@@ -26,7 +26,7 @@ class PromptHistory:
     def common_count(self, namespace: str, digests: bytes) -> int:
         """Counts the leading digests that another prompt of the namespace had. Changes nothing."""
         low, high = 0, len(digests) // DIGEST_BYTES
-        while low < high:  # a digest stands for all before it, which is known as long as it is
+        while low < high:  # a digest stands for all before it, and they are known as long as it is
             middle = (low + high + 1) // 2
             if (namespace, digests[(middle - 1) * DIGEST_BYTES : middle * DIGEST_BYTES]) in self._seen:
                 low = middle
@@ -35,7 +35,7 @@ class PromptHistory:
         return low
 
     def note(self, namespace: str, digests: bytes) -> None:
-        """Remembers a prompt; beyond the limit its end is cut off, and the oldest digests are forgotten."""
+        """Remembers a prompt. Beyond the limit, it cuts the end off the prompt and forgets the oldest digests."""
         seen = self._seen
         for count in range(min(len(digests) // DIGEST_BYTES, self._digest_count_max), 0, -1):
             key = namespace, digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]

@@ -1,15 +1,15 @@
-"""Blocks of a sequence's own that stand in its table in the place of published ones, in an append-only pool.
+"""Own blocks of a sequence that replace published ones in its table, in an append-only pool.
 
-An engine that cannot replace an entry of a table cannot follow a swap. Where a commit finds a digest published already,
-by a block that another sequence holds, the sequence therefore
+An engine that cannot replace an entry of a table cannot follow a swap. If a commit finds that another sequence holds a
+published block of the same digest, its sequence therefore
 
-    1. keeps     its own block, and holds the published one beside it, its *twin*: so what follows can be published
+    1. keeps     its own block, and also holds the published one, its *twin*: blocks after it can then be published
                  below a published parent, and hit by others
-    2. takes over: once nobody else holds the twin and somebody needs its block, the own block is published in its place
+    2. takes over: once no other sequence holds the twin and its block is needed, the own block replaces it
     3. frees     both
 
-Where nobody holds the published block, the own one takes its place at once, and there are never two. In a windowed
-group both fall out of the window together.
+If no sequence holds the published block, the own one replaces it at once, and there are never two. In a windowed group
+both fall out of the window together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 
 class KeptBlocks:
-    """What one sequence keeps: stretches of positions, rising, as first position and blocks, `width` a position."""
+    """The kept blocks of one sequence: rising stretches, each a first position and `width` blocks for each position."""
 
     __slots__ = ("_stretches",)
 
@@ -30,7 +30,7 @@ class KeptBlocks:
         return iter(self._stretches)
 
     def add(self, position: int, blocks: array[int], width: int) -> None:
-        """Keeps blocks from a position on that is behind all others; the array is this object's from now on."""
+        """Keeps blocks from a position on, which is behind all kept ones. Takes ownership of the array."""
         if self._stretches:
             first, before = self._stretches[-1]
             if first + len(before) // width == position:
@@ -39,12 +39,12 @@ class KeptBlocks:
         self._stretches.append((position, blocks))
 
     def lay_over(self, blocks: array[int], width: int) -> None:
-        """Writes what is kept into a table that names the published blocks."""
+        """Writes the kept blocks over the published ones in a table."""
         for position, own in self._stretches:
             blocks[position * width : position * width + len(own)] = own
 
     def take_from(self, first: int, width: int) -> list[tuple[int, array[int]]]:
-        """Takes out what is kept from a position on, the deepest stretch first."""
+        """Takes out the kept blocks from a position on, the deepest stretch first."""
         taken: list[tuple[int, array[int]]] = []
         while self._stretches:
             position, own = self._stretches[-1]
@@ -60,7 +60,7 @@ class KeptBlocks:
         return taken
 
     def take_before(self, end: int, width: int) -> list[array[int]]:
-        """Takes out what is kept before a position, the deepest stretch first."""
+        """Takes out the kept blocks before a position, the deepest stretch first."""
         taken: list[array[int]] = []
         while self._stretches and self._stretches[0][0] < end:
             position, own = self._stretches.pop(0)

@@ -1,7 +1,7 @@
-"""What the pool asks of the groups of one specification: one interface, whatever the type of attention.
+"""The interface between the pool and the groups of one specification, the same for each type of attention.
 
-A pool of many layers has several groups of one specification (say five of sliding windows): they need, share and give
-back blocks at the same positions, so one manager decides once for all of them. Its `width` is their number.
+A pool of many layers has several groups of one specification (say five of sliding windows). They need, share and give
+back blocks at the same positions, so one manager decides for all of them. Its `width` is their number.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from quire_allocator.core.spec import Copy, GroupSpec, Swap
 
 
 class Hit:
-    """What one manager found of a prefix. Valid until the pool changes.
+    """A prefix that one manager found. Valid until the pool changes.
 
     Attributes:
-        token_count: tokens that it can serve.
+        token_count: tokens that the manager can serve.
         block_count: blocks that a sequence holds by taking it.
-        cached_block_count: blocks of it that nobody holds: taking it leaves so many fewer to grant.
+        cached_block_count: blocks of it that no sequence holds; taking the hit leaves that many fewer to grant.
     """
 
     __slots__ = ("block_count", "cached_block_count", "token_count")
@@ -37,13 +37,13 @@ class Hit:
 
 
 class Commit:
-    """What a sequence has computed just now.
+    """The tokens that a sequence has just computed.
 
     Attributes:
         committed, until: its committed tokens before and after.
         digests: of the digest blocks in [committed, until).
-        ends: token counts in (committed, until] at which later hits are to end; rising.
-        swaps: gets what others had published before.
+        ends: token counts in (committed, until] at which later hits should be able to end; rising.
+        swaps: filled with replacements of blocks that others published before.
     """
 
     __slots__ = ("committed", "digests", "ends", "swaps", "until")
@@ -75,13 +75,12 @@ PartT = TypeVar("PartT", bound=Part)
 class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     """Tables and published blocks of all groups of one specification.
 
-    Each manager has classes of its own for what a namespace has in it, for what `find` finds, and for what a sequence
-    has in it. Block counts include all its groups. A prefix that is served always ends at a block edge of every manager
-    but those of states.
+    Each manager has its own classes for the scope of a namespace, the hits of `find`, and the part of a sequence. Block
+    counts include all its groups. A served prefix ends at a block edge of every manager, except those of states.
 
     Attributes:
         groups: their numbers in the pool.
-        in_place: forward passes overwrite what was committed before, so that a fork needs everything committed.
+        in_place: forward passes overwrite committed state, so a fork needs all tokens committed.
         settles: `settle` may have something to give back.
     """
 
@@ -91,7 +90,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def new_scope(self, namespace: Namespace) -> ScopeT:
-        """Returns what a new namespace has here: nothing yet."""
+        """Returns the empty scope of a new namespace."""
 
     @abstractmethod
     def find(self, scope: ScopeT, digests: bytes, token_limit: int) -> HitT:
@@ -103,7 +102,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def open(self, scope: ScopeT, hit: HitT) -> PartT:
-        """Takes references on a hit, and returns what a new sequence has here."""
+        """Takes references on a hit, and returns the part of a new sequence."""
 
     @abstractmethod
     def needed(self, part: PartT, token_count: int, until: int) -> int:
@@ -111,11 +110,11 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def footprint(self, part: PartT, token_count: int) -> int:
-        """Counts the blocks in a sequence's tables when it holds so many tokens and no more has fallen out."""
+        """Counts the blocks in a sequence's tables when it holds so many tokens and nothing further has fallen out."""
 
     @abstractmethod
     def peak(self, token_count: int, pass_token_count: int) -> int:
-        """Returns the admission bound: the most blocks that a sequence of so many tokens ever holds, where a forward
+        """Returns the admission bound: the most blocks that a sequence of so many tokens ever holds, if each forward
         pass computes at most `pass_token_count` of them."""
 
     @abstractmethod
@@ -126,12 +125,12 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     def grow(self, part: PartT, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
         """Adds the blocks that `needed` counted, and returns the new `room`.
 
-        Where the sequence shares the block that it writes next, the first of the blocks take its place, and `copies`
-        says what to copy. The manager may keep the array: the caller may still read it, and never changes it.
+        If the sequence shares the block that it writes next, the first of the blocks replace it, and `copies` gets the
+        copies to make. The manager may keep the array: the caller may still read it, and never changes it.
         """
 
     def append_row(self, part: PartT, blocks: array[int], first: int) -> None:
-        """Adds one block for each of its groups at a block edge, where nothing is shared: those from number `first`."""
+        """Adds one block for each group, from `blocks[first]` on, at a block edge, where nothing is shared."""
         self.grow(part, 0, 0, blocks[first : first + self.width], [])
 
     @abstractmethod
@@ -140,8 +139,8 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def give_up(self, part: PartT) -> None:
-        """Unpublishes a block that the next forward pass would overwrite, if no other sequence holds it: the sequence
-        goes on in it, and needs no copy."""
+        """Unpublishes a block that the next forward pass would overwrite, if no other sequence holds it. The sequence
+        continues in that block, and needs no copy."""
 
     @abstractmethod
     def added(self, part: PartT, blocks: array[int]) -> list[array[int]]:
@@ -149,30 +148,30 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def commit(self, part: PartT, new: Commit) -> None:
-        """Publishes what became full."""
+        """Publishes the blocks that became full."""
 
     def take_over(self, part: PartT) -> int | None:
-        """Publishes blocks that the sequence keeps in the place of their twins, and gives those back, as far as nobody
-        else holds them. Returns the first position of those; None where there are none, as in all but append-only
-        pools."""
+        """Publishes kept blocks of the sequence in place of their twins, as far as no other sequence holds the twins,
+        and gives the twins back. Returns the first position that it replaced; None if there is none, as in all but
+        append-only pools."""
         return None
 
     @abstractmethod
     def drop_path(self, scope: ScopeT, digests: bytes, kept_digest_count: int) -> None:
-        """Empties the cached blocks of a path that stand behind so many of its digests, and the whole subtree there
-        where whole prefixes are kept; what sequences hold stays."""
+        """Empties the cached blocks of a path after its first `kept_digest_count` digests. If whole prefixes are kept,
+        it empties the whole subtree there. Blocks that sequences hold stay."""
 
     @abstractmethod
     def settle(self, part: PartT, committed: int) -> int:
-        """The skip rule: gives back what no token from `committed` on reads. Returns `settled_until`."""
+        """The skip rule: gives back the blocks that no token from `committed` on reads. Returns `settled_until`."""
 
     @abstractmethod
     def settled_until(self, part: PartT, committed: int) -> int:
-        """Returns committed tokens up to which nothing more falls out."""
+        """Returns the count of committed tokens up to which nothing further falls out."""
 
     @abstractmethod
     def fork(self, part: PartT, committed: int) -> PartT:
-        """Returns what another sequence has that shares what is committed."""
+        """Returns the part of another sequence that shares the committed tokens."""
 
     @abstractmethod
     def shrink(self, part: PartT, until: int) -> None:
@@ -188,52 +187,52 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def shared_token_count(self, part: PartT) -> int:
-        """Counts leading tokens that need not be computed again if the sequence is freed, since others hold them
-        too."""
+        """Counts the leading tokens that other sequences hold, too: they need not be computed again if this sequence is
+        freed."""
 
     # -- where hits can end -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def digest_at(self, part: PartT, token_count: int) -> bytes:
-        """Returns the digest of so many tokens of a sequence, an edge; empty where that is not known here."""
+        """Returns the digest of so many tokens of a sequence, at an edge; empty if unknown here."""
 
     @abstractmethod
     def units_at(self, part: PartT, token_count: int, digest: bytes) -> list[Unit] | None:
-        """Returns the units that a hit of so many tokens of a sequence would take; None if one lacks."""
+        """Returns the units that a hit of so many tokens of a sequence would take; None if one is missing."""
 
     def last_end(self, part: PartT, committed: int) -> int:
-        """Returns after how many tokens of a sequence, an edge, a hit can end at last."""
+        """Returns the last edge of a sequence, in tokens, at which a hit can end."""
         return committed // self._edge_tokens * self._edge_tokens
 
     def run_at(self, part: PartT, token_count: int) -> Run | None:
-        """Returns the run of a sequence in which so many tokens end; None where whole prefixes are not kept."""
+        """Returns the run of a sequence in which so many tokens end; None if whole prefixes are not kept."""
         return None
 
     def other_way_count(self, part: PartT, token_count: int) -> int:
-        """Counts the ways, beside that of the sequence, on which prefixes go on right after so many tokens of it."""
+        """Counts the other continuations right after so many tokens of a sequence, beside its own."""
         return 0
 
     def behind(self, scope: ScopeT, hit: HitT, digests: bytes, token_count: int) -> Behind | None:
-        """Returns what follows after so many tokens of a prompt, at least those of its hit; None where that is not
+        """Returns the continuations after so many tokens of a prompt, at least those of its hit; None if they are not
         known."""
         return None
 
     def goes_on(self, hit: HitT) -> None:
-        """Prepares a hit of a prompt that goes on along what is published after it, which other groups do not serve."""
+        """Prepares a hit whose prompt continues along published blocks here that other groups cannot serve."""
 
     # -- for readers --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def walk(self, scope: ScopeT) -> Iterator[IndexedStretch]:
-        """Yields what can be hit in a namespace, parents before children, while the pool goes on changing.
+        """Yields the stretches of a namespace that can be hit, parents before children, while the pool keeps changing.
 
-        What is published from the beginning of the walk to its end is yielded; what comes or goes meanwhile may be.
+        A block that is published during the whole walk is yielded; a block that comes or goes meanwhile may be.
         """
 
     @abstractmethod
     def mark(self, states: BlockStates, scopes: Sequence[ScopeT], parts: Sequence[PartT]) -> None:
-        """Adds to `states` in how many tables each block is; of all namespaces and all live sequences."""
+        """Adds to `states` in how many tables each block is, of all namespaces and all live sequences."""
 
 
-# What a pool has: it hands every manager only the scopes, hits and parts that this manager made.
+# The managers of a pool: it passes each manager only the scopes, hits and parts that this manager made.
 AnyManager: TypeAlias = Manager[Scope, Hit, Part]

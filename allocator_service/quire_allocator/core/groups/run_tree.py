@@ -1,4 +1,4 @@
-"""Full attention: the radix trees of runs (`runs.py`), one for each namespace of a manager, and what changes them."""
+"""Full attention: the radix trees of runs (`runs.py`), one for each namespace of a manager, and their changes."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class RunTree:
         return RunHit(positions * self.block_size, positions * self.width, cached * self.width, runs, cut)
 
     def add_child(self, parent: Run, digests: bytes, blocks: array[int], position: int) -> Run:
-        """Publishes blocks below a run, of which no child begins with their first digest; returns the new child.
+        """Publishes blocks below a run and returns the new child. No child may begin with their first digest yet.
 
-        The sequence that ends in the parent ends in the child from now on. The parent's count of holders stays: instead
-        of the sequence it counts the child.
+        The sequence that ended in the parent ends in the child from now on. The parent's count of holders stays: it
+        counts the child instead of the sequence.
         """
         self._log.stored(parent.scope, parent.last_digest, digests, position)
         return self._attach(parent, digests, blocks, position)
@@ -62,7 +62,7 @@ class RunTree:
         """Publishes blocks as `add_child` does, the first position as a run of its own, which forks can borrow.
 
         Returns:
-            That run, and the one in which the sequence ends now: the same where there is only one position.
+            The run of the first position, and the run in which the sequence ends now: one run if there is one position.
         """
         self._log.stored(parent.scope, parent.last_digest, digests, position)
         first = self._attach(parent, digests[:DIGEST_BYTES], blocks[: self.width], position)
@@ -79,7 +79,7 @@ class RunTree:
         return child
 
     def is_extendable(self, run: Run) -> bool:
-        """Tells whether a run has one history with what the sequence that ends in it publishes next."""
+        """Tells whether a run can take in the next blocks of the sequence that ends in it: they share one history."""
         return run.live == 1 and not run.children and not run.hits and run.parent is not None
 
     def extend(self, run: Run, digests: bytes, blocks: array[int], position: int) -> None:
@@ -88,7 +88,7 @@ class RunTree:
         run.extend(digests, blocks)
 
     def hold(self, run: Run) -> None:
-        """Adds a holder; runs that come back from the cache hold their parents."""
+        """Adds a holder. A run that leaves the cache holds its parent again."""
         while run.parent is not None:
             run.live += 1
             if run.live > 1:
@@ -107,14 +107,15 @@ class RunTree:
             run = run.parent
 
     def split(self, run: Run, positions: int) -> Run:
-        """Cuts a run in two where a prompt takes another way; returns the upper part, of so many positions."""
+        """Cuts a run in two where a prompt diverges from it. Returns the upper part, of so many positions."""
         upper = self._halve(run, positions)
         if self._blocks.policy.split(upper, run) and run.ticket:
             self._blocks.push(run)
         return upper
 
     def cut(self, run: Run, positions: int) -> Run:
-        """Does the same where the prompt goes on along the lower part, and takes the upper one first."""
+        """Cuts a run in two where a prompt follows both parts, the upper one first. Returns the upper part, of so many
+        positions."""
         upper = self._halve(run, positions)
         self._blocks.policy.cut(upper, run)
         return upper
@@ -133,8 +134,8 @@ class RunTree:
         return upper
 
     def cut_at(self, root: Run, digests: bytes, position: int) -> Run | None:
-        """Returns the run that begins at a position of a path, split off where it stands inside of one; None where
-        nothing is published there."""
+        """Returns the run that begins at a position of a path; splits the run around that position if necessary.
+        Returns None if nothing is published there."""
         run, offset, end = root, 0, (position + 1) * DIGEST_BYTES
         while end <= len(digests):
             child = run.children.get(digests[offset : offset + DIGEST_BYTES])
@@ -153,8 +154,8 @@ class RunTree:
         return None
 
     def exchange(self, run: Run, position: int, blocks: array[int]) -> array[int]:
-        """Puts blocks with the same content in the place of published ones, from a position on, in a run and those
-        above it; returns what stood there."""
+        """Replaces published blocks, from a position on, by blocks with the same content, in a run and in those above.
+        Returns the replaced blocks."""
         width, returned = self.width, blocks[:]
         first, end = position * width, position * width + len(blocks)
         while True:
@@ -168,8 +169,8 @@ class RunTree:
             run = run.parent
 
     def evict(self, entry: Scoped, wanted: int) -> int:
-        """Puts positions from the deep end of a cached run without children on the empty stack: at least `wanted`
-        blocks, or as many as leave at once. Returns how many blocks."""
+        """Evicts positions from the deep end of a cached run without children: at least `wanted` blocks, or as many as
+        leave at once. Their blocks go to the empty stack. Returns how many blocks."""
         assert isinstance(entry, Run)
         run, retention = entry, self._retention
         positions = retention.leaving(run, wanted)
@@ -193,10 +194,10 @@ class RunTree:
         return count
 
     def walk(self, root: Run) -> Iterator[Run]:
-        """Yields every run below a root, parents before children, while the tree goes on changing.
+        """Yields every run below a root, parents before children, while the tree keeps changing.
 
-        A run that was noted may have been split before the walk gets to it: its upper parts are new runs, and it may
-        have been evicted itself. So the walk goes from its deep end up, to the position at which it began when noted.
+        A noted run may be split before the walk reaches it: its upper parts are new runs. It may also be evicted. The
+        walk therefore goes up from its deep end to the position at which it began when noted.
         """
         noted = [(child, 0) for child in root.children.values()]
         while noted:
@@ -213,7 +214,7 @@ class RunTree:
             noted += [(child, end) for child in run.children.values()]
 
     def runs(self, root: Run) -> Iterator[Run]:
-        """Yields every run below a root, parents before children, of a tree that does not change meanwhile."""
+        """Yields every run below a root, parents before children. The tree must not change meanwhile."""
         pending = [root]
         while pending:
             run = pending.pop()
@@ -236,7 +237,7 @@ class RunTree:
 
 
 def holders_of_runs(runs: Iterable[Run], ends: Iterable[Run]) -> Counter[Run]:
-    """Counts the sequences that hold each run; `ends` are the runs that they end in, `runs` has parents first."""
+    """Counts the sequences that hold each run. They end in the runs of `ends`; `runs` has parents first."""
     holders = Counter(ends)
     for run in reversed(list(runs)):
         if run.parent is not None and run.parent.parent is not None:
@@ -245,14 +246,14 @@ def holders_of_runs(runs: Iterable[Run], ends: Iterable[Run]) -> Counter[Run]:
 
 
 def behind_hit(hit: RunHit, positions: int) -> Behind:
-    """Returns what full attention has behind a hit; an edge is so many positions."""
+    """Returns the continuations of a hit in full attention; an edge is so many positions."""
     run = hit.runs[-1]
     left = run.size // DIGEST_BYTES - hit.cut if hit.cut else 0
     return Behind(1 if hit.cut else len(run.children), _goes_on(run, left, positions))
 
 
 def _goes_on(run: Run, left: int, positions: int) -> bool:
-    """Tells whether at least so many positions follow on some path, of which the run itself has `left`."""
+    """Tells whether at least so many positions follow on some path; the first `left` of them are in the run itself."""
     if left >= positions:
         return True
     return any(_goes_on(child, child.size // DIGEST_BYTES, positions - left) for child in run.children.values())

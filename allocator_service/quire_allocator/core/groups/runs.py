@@ -1,4 +1,4 @@
-"""Full attention: what a lookup finds in the radix tree of runs (`run_tree.py`), and the tree of a namespace."""
+"""Full attention: the hit of a lookup in the radix tree of runs (`run_tree.py`), and the tree of a namespace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RunHit(Hit):
 
     Attributes:
         runs: from the root down; all but the last are part of it as a whole.
-        cut: positions of the last run that are part of it; 0 where the whole run is.
+        cut: positions of the last run that are part of it; 0 if the whole run is.
     """
 
     __slots__ = ("cut", "runs")
@@ -26,7 +26,7 @@ class RunHit(Hit):
 
 
 class RunScope(Scope):
-    """What a namespace has in a manager of runs: the tree below `root`."""
+    """The published runs of a namespace in a manager of runs: the tree below `root`."""
 
     __slots__ = ("root",)
 

@@ -1,14 +1,14 @@
 """Groups of recurrent state (mamba, linear attention): one running block, and checkpoints that can be hit.
 
 The running block holds the state after the committed tokens; every forward pass overwrites it in place. It becomes a
-checkpoint by being published. A commit does that where no granted token is left to compute, whose pass would overwrite
-the state without a grow that copies it, and where the commit ends exactly at
+checkpoint when a commit publishes it. That requires that no granted token is left to compute: its pass would overwrite
+the state without a grow that copies it. It also requires that the commit ends exactly at
 
     a multiple of the group's block size, or
-    a place where later hits are to end.
+    a stop, where later hits should be able to end.
 
-As a published block never changes, the next grow replaces it by a copy; where there is no room for one, a checkpoint
-that no other sequence holds is given up instead. So a hit is one block: the deepest checkpoint of the prefix.
+A published block never changes, so the next grow replaces it by a copy. Without room for a copy, a checkpoint that no
+other sequence holds is given up instead. A hit is one block: the deepest checkpoint of the prefix.
 
 A table here has one entry, the running block.
 """
@@ -28,11 +28,11 @@ from quire_allocator.core.spec import DIGEST_BYTES, NEVER, Copy
 
 
 class StatePart(Part):
-    """What one sequence has here.
+    """The state of one sequence in this manager.
 
     Attributes:
         unit: the running block of each group; None before the first grow.
-        last: the one that it made or hit last; None before the first.
+        last: the checkpoint that it made or hit last; None before the first.
     """
 
     __slots__ = ("last", "scope", "unit")
@@ -128,7 +128,7 @@ class StateManager(UnitManager[StatePart]):
         return NEVER
 
     def fork(self, part: StatePart, committed: int) -> StatePart:
-        """Shares the running block, which both sequences copy before they go on."""
+        """Shares the running block. Both sequences copy it before they continue."""
         if part.unit is not None:
             part.unit.live += 1
         child = StatePart(part.scope, part.unit)
@@ -136,7 +136,7 @@ class StateManager(UnitManager[StatePart]):
         return child
 
     def shrink(self, part: StatePart, until: int) -> None:
-        """A state takes the same room at every length."""
+        """Does nothing: a state takes the same room at every length."""
 
     def free(self, part: StatePart) -> None:
         if part.unit is not None:
@@ -184,7 +184,7 @@ class StateManager(UnitManager[StatePart]):
         return count if count % self._edge_tokens == 0 else 0
 
     def units_at(self, part: StatePart, token_count: int, digest: bytes) -> list[Unit] | None:
-        """Returns the checkpoint after so many tokens of that digest, whoever made it."""
+        """Returns the checkpoint after so many tokens of that digest, of any sequence."""
         unit = self.checkpoint_at(part.scope, token_count, digest)
         return None if unit is None else [unit]
 
@@ -193,11 +193,11 @@ class StateManager(UnitManager[StatePart]):
         return scope.find(token_count // self._digest_tokens, digest)
 
     def checkpoints(self, scope: UnitScope) -> list[tuple[int, bytes]]:
-        """Returns after how many tokens of which digest there are checkpoints."""
+        """Returns the token count and digest of each checkpoint."""
         return [(self._token_count(unit), unit.first_digest) for unit in scope.units()]
 
     def replaced(self, entry: Scoped) -> None:
-        """Drops a checkpoint that nobody has asked for."""
+        """Drops a checkpoint that no request has hit."""
         assert isinstance(entry, Unit)
         if entry.is_published and not entry.live and not entry.was_hit and not entry.is_needed():
             self._drop(entry)

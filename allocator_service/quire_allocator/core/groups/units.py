@@ -1,8 +1,7 @@
 """Windowed attention and recurrent state: published blocks one position at a time.
 
-A *unit* is one position of all groups of one specification. Runs would not do
-here: these groups give blocks back at the head. What windows give back together, and nobody needs, is a stretch
-instead (`fallen.py`).
+A *unit* is one position of all groups of one specification. These groups give blocks back at the head, so runs do not
+fit. Units that windows give back together, and that nothing needs, become a stretch (`fallen.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, PoolSpec, Swap
 
 
 class UnitScope(Scope):
-    """What a namespace has in a manager of units.
+    """The published units of a namespace in a manager of units.
 
-    A unit is found by position and digest. A digest stands for a whole prefix, and so for one position: units are filed
-    by the digest alone, which is hashed faster. Only an owner that makes digests up repeats one at another position.
+    A unit is found by position and digest. A digest stands for a whole prefix, and so for one position. Units are
+    therefore filed by the digest alone, because it hashes faster. A digest occurs at two positions only if an owner
+    makes digests up.
 
     Attributes:
-        depths: positions at which there are published ones, of whatever prefix.
+        depths: positions of the published units, of all prefixes.
     """
 
     __slots__ = ("_by_digest", "_repeated", "depths")
@@ -36,22 +36,22 @@ class UnitScope(Scope):
     def __init__(self, namespace: Namespace, manager: Evictor) -> None:
         super().__init__(namespace, manager)
         self._by_digest: dict[bytes, Unit] = {}
-        self._repeated: dict[UnitKey, Unit] = {}  # those whose digest was filed for another position; most often none
+        self._repeated: dict[UnitKey, Unit] = {}  # units whose digest is filed for another position; usually none
         self.depths = Depths()
 
     def find(self, position: int, digest: bytes) -> Unit | None:
-        """Returns the unit that is published as this; None where there is none."""
+        """Returns the published unit of this position and digest; None if there is none."""
         unit = self._by_digest.get(digest)
         if unit is not None and unit.first_position == position:
             return unit
         return self._repeated.get((position, digest)) if self._repeated else None
 
     def units(self) -> list[Unit]:
-        """Returns all that are published."""
+        """Returns all published units."""
         return [*self._by_digest.values(), *self._repeated.values()]
 
     def add(self, unit: Unit, key: UnitKey) -> Unit:
-        """Publishes a unit, unless another one is published as that; returns the one that is."""
+        """Publishes a unit, unless another one is published with this key. Returns the published one."""
         if self._repeated and key in self._repeated:
             return self._repeated[key]
         published = self._by_digest.setdefault(key[1], unit)
@@ -64,7 +64,7 @@ class UnitScope(Scope):
         return unit
 
     def remove(self, unit: Unit) -> None:
-        """Forgets what a unit is published as: no prompt can hit it any more."""
+        """Removes a unit from the index: no prompt can hit it any more."""
         position, digest = unit.first_position, unit.first_digest
         if self._by_digest.get(digest) is unit:
             del self._by_digest[digest]
@@ -75,7 +75,7 @@ class UnitScope(Scope):
 
 
 class UnitHit(Hit):
-    """Published units that serve a prefix; the first stands at position `first`."""
+    """Published units that serve a prefix; the first one is at position `first`."""
 
     __slots__ = ("first", "units")
 
@@ -94,7 +94,7 @@ PartT = TypeVar("PartT", bound=Part)
 
 
 class UnitManager(Manager[UnitScope, UnitHit, PartT]):
-    """What managers of units share: references, publication, eviction."""
+    """Base of the managers of units: references, publication, eviction."""
 
     def __init__(
         self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, log: EventLog, retention: Retention
@@ -133,18 +133,18 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def _places(self, digests: bytes, kept_digest_count: int) -> Iterator[UnitKey]:
-        """Yields what positions behind so many digests of a path are published as."""
+        """Yields the keys of the positions of a path after its first `kept_digest_count` digests."""
         stride = self.block_size // self._digest_tokens
         for position in range(kept_digest_count // stride, len(digests) // (stride * DIGEST_BYTES)):
             yield position, self._digest_at(digests, (position + 1) * self.block_size)
 
     def _drop(self, unit: Unit) -> None:
-        """Empties the blocks of a cached unit, though nobody needs their room."""
+        """Empties the blocks of a cached unit, although no grant needs the room."""
         self._unpublish(unit)
         self._blocks.dropped(unit.scope, self.width)
 
     def _new_units(self, scope: UnitScope, blocks: array[int]) -> list[Unit]:
-        """Makes private units of blocks that were just granted; a single one keeps the array itself."""
+        """Makes private units of newly granted blocks; a single unit keeps the array itself."""
         width = self.width
         scope.held += len(blocks)
         if len(blocks) == width:  # the usual case, while decoding
@@ -176,8 +176,8 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         self._blocks.give_back(unit.blocks)
 
     def _publish(self, scope: UnitScope, unit: Unit, key: UnitKey, swaps: list[Swap], position: int) -> Unit:
-        """Gives a private unit its key, of which the caller tells the log. Returns the unit to use from now on: another
-        one where the key was published before."""
+        """Publishes a private unit with its key; the caller tells the log. Returns the unit to use from now on: another
+        one if the key was published before."""
         other = scope.add(unit, key)
         if other is unit:
             self._blocks.policy.stored(unit, None)

@@ -1,4 +1,4 @@
-"""What one sequence has of a windowed group."""
+"""The part of one sequence in a windowed group."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from quire_allocator.core.spec import NEVER, NO_BLOCKS, NULL_BLOCK
 
 
 class WindowPart(Part):
-    """What one sequence has here.
+    """The blocks of one sequence in a manager of windows.
 
     Attributes:
-        units: those in its table, from position `first` on.
+        units: the units in its table, from position `first` on.
         tail: blocks behind them, `width` for each position.
-        falling: what a commit lets fall out, rising; only until it is settled.
-        needed: units that fell out, which a hit at the last edge before the committed tokens would take.
-        kept: blocks of its own that stand in its table in the place of published ones; None while there were none.
+        falling: units and stretches that a commit lets fall out, rising; empty once that is settled.
+        needed: units that fell out, and that a hit at the last edge before the committed tokens would take.
+        kept: its own blocks that replace published ones in its table; None before the first.
     """
 
     __slots__ = (
@@ -37,17 +37,17 @@ class WindowPart(Part):
         self.scope = scope
         self.first = first
         self.units = units
-        self.tail = NO_BLOCKS  # which nobody adds to
+        self.tail = NO_BLOCKS  # shared, never changed
         self.falling: tuple[Scoped, ...] = ()
         self.needed: tuple[Unit, ...] = ()
         self.kept: KeptBlocks | None = None
 
     def end(self, width: int) -> int:
-        """Returns the position behind the last one of the table, where each has so many blocks."""
+        """Returns the position behind the last one of the table; each position has `width` blocks."""
         return self.first + len(self.units) + len(self.tail) // width
 
     def add(self, blocks: array[int]) -> None:
-        """Adds blocks that are the part's from now on: while decoding they are all of a tail."""
+        """Adds blocks, and takes ownership of the array: while decoding it becomes the tail."""
         self.scope.held += len(blocks)
         if self.tail:
             self.tail.extend(blocks)
@@ -55,14 +55,14 @@ class WindowPart(Part):
             self.tail = blocks
 
     def is_shared(self, position: int) -> bool:
-        """Tells whether the block at a position, which is half filled, is shared or published."""
+        """Tells whether the half-filled block at a position is shared or published."""
         if self.tail or position != self.first + len(self.units) - 1:
             return False
         unit = self.units[-1]
         return unit.live > 1 or unit.is_published
 
     def published(self, positions: range) -> list[Unit]:
-        """Returns the units at these positions, as far as they are published and the sequence has or remembers them."""
+        """Returns the published units at these positions that the sequence has or remembers."""
         first, units, found = self.first, self.units, list[Unit]()
         if positions and positions.start < first:
             found = [unit for unit in self.fallen() if unit.first_position in positions]
@@ -70,13 +70,13 @@ class WindowPart(Part):
         return [unit for unit in found if unit.is_published]
 
     def fallen(self) -> list[Unit]:
-        """Returns published units that fell out, or are about to, and that the sequence still knows."""
+        """Returns the published units that fell out, or are about to, and that the sequence still remembers."""
         known = [*self.needed, *[entry for entry in self.falling if isinstance(entry, Unit)]]
         return [unit for unit in known if unit.is_published]
 
     def first_alone(self, width: int) -> int:
-        """Returns the first of the last kept positions whose published block no other sequence holds; `NEVER` where
-        there is none."""
+        """Returns the first of the last kept positions whose published block no other sequence holds; `NEVER` if there
+        is none."""
         first = NEVER
         for position, own in reversed(list(self.kept or ())):
             alone, start = 0, position - self.first
@@ -91,7 +91,7 @@ class WindowPart(Part):
         return first
 
     def tables(self, width: int) -> list[array[int]]:
-        """Returns one table for each of so many groups."""
+        """Returns one table for each of `width` groups."""
         nulls = array("I", [NULL_BLOCK]) * self.first
         tables = [
             nulls + array("I", [unit.blocks[column] for unit in self.units]) + self.tail[column::width]

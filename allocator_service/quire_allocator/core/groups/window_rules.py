@@ -1,11 +1,11 @@
-"""What each type of attention still needs of the past: one small class per type, behind one interface.
+"""Rules for the earlier tokens that each type of attention still reads: one small class per type, one interface.
 
-A token at position `t` (0 is the first) reads keys of earlier tokens, but none before `first_needed(t)`; nor does any
-token after it. From that alone follow the other two rules of windowed groups:
+The token at position `t` (0 is the first) and all tokens after it read no key before `first_needed(t)`. The other two
+rules of windowed groups follow from that:
 
     hit        a prefix of `t` tokens can be served if the blocks from `first_needed(t)` up to `t` are published
     admission  a sequence of `n` tokens, computed at most `p` at a time, holds at most the blocks of `window - 1 + p`
-               tokens: of a window wherever they begin, of a chunk only where chunks do
+               tokens: a window can begin at any token, a chunk only at multiples of its length
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from quire_allocator.core.spec import GroupKind, GroupSpec
 
 
 class WindowRule(ABC):
-    """Which earlier tokens the tokens of one windowed group read."""
+    """The rule for the earlier tokens that tokens of one windowed group read."""
 
     @abstractmethod
     def first_needed(self, token_count: int) -> int:
-        """Returns the first token that the token after `token_count` others reads; it never falls as that grows."""
+        """Returns the first token that the token after `token_count` others reads; never falls as the count grows."""
 
     @abstractmethod
     def needs_less_at(self, token_count: int, token: int) -> int:
@@ -33,15 +33,15 @@ class WindowRule(ABC):
 
     @abstractmethod
     def start_tokens(self) -> int:
-        """Returns what the first token that is read is always a multiple of."""
+        """Returns a number that always divides the position of the first token that is read."""
 
     @abstractmethod
     def reset_token_count(self) -> int:
-        """Returns after every how many tokens the next one reads none before it; 0 where each reads some."""
+        """Returns the period, in tokens, after which a token reads none before it; 0 if every token reads some."""
 
     def block_count_max(self, pass_token_count: int, block_size: int) -> int:
         """Counts the blocks that a pass of so many tokens reads and writes, at most."""
-        before = block_size - math.gcd(block_size, self.start_tokens())  # in the block of the first one that is read
+        before = block_size - math.gcd(block_size, self.start_tokens())  # in the block of the first read token
         return -(-(before + self.past_token_count() + pass_token_count) // block_size)
 
 

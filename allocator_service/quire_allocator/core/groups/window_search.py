@@ -1,8 +1,8 @@
 """Finds the longest prefix of a prompt whose window is published; searches from the right.
 
-It goes on from one position at which anything is published to the one before. Of each window the first position is
-looked at first: where it lacks, no window that has it is complete. So a prompt of 62,500 blocks of which the namespace
-has nothing takes a look for each place at which stretches begin and, with 64 blocks in a window, at most 977 at units.
+The search moves from one position with anything published to the one before. It looks at the first position of each
+window first: if that is missing, no window with it is complete. A prompt of 62,500 blocks without a hit thus costs one
+look for each place at which stretches begin and, with 64 blocks in a window, at most 977 looks at units.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class WindowHit(UnitHit):
     """Published positions that serve a prefix.
 
     Attributes:
-        units: those that are units.
-        places: those of stretches, as positions [first, end) of each.
+        units: the units among them.
+        places: the positions [first, end) of each stretch among them.
     """
 
     __slots__ = ("places",)
@@ -36,7 +36,7 @@ class WindowHit(UnitHit):
 
 
 class WindowSearch:
-    """Looks for one prompt in one namespace, at its positions before `end`."""
+    """Searches one namespace for one prompt, at positions before `end`."""
 
     __slots__ = ("_end", "_path", "_places", "_scope", "_stretches")
 
@@ -48,7 +48,7 @@ class WindowSearch:
         self._places: list[tuple[Stretch, int, int]] = []
 
     def find(self, rule: WindowRule, block_size: int, reset_positions: int) -> WindowHit:
-        """Returns the longest hit. Every `reset_positions` no token needs an earlier one, unless it is 0."""
+        """Returns the longest hit. At multiples of `reset_positions`, unless 0, no token needs an earlier position."""
         scope, path = self._scope, self._path
         while self._end > 0:
             end = self._end = self._last_end(reset_positions)
@@ -81,7 +81,7 @@ class WindowSearch:
         return False
 
     def _last_end(self, reset_positions: int) -> int:
-        """Returns the last position behind one where anything is published, or at which nothing has to be."""
+        """Returns the last position that follows a published one, or at which no earlier position is needed."""
         end, depths, stretches = self._end, self._scope.depths, self._stretches
         count = depths.count_before(end)
         last = depths.positions[count - 1] + 1 if count else 0

@@ -1,4 +1,4 @@
-"""Sliding-window and chunked-local groups: blocks that fell out are given back, and leave null entries in the table.
+"""Sliding-window and chunked-local groups give back blocks that fell out, and leave null entries in the table.
 
 Who owns which part of a sequence's table, in positions:
 
@@ -6,11 +6,11 @@ Who owns which part of a sequence's table, in positions:
     [first, tail)      `units`: published and shareable; the last one may be half-filled, and shared with forks
     [tail, end)        `tail`: granted, this sequence's alone to write
 
-In an append-only pool some published positions stand in the table with blocks of the sequence's own (`kept.py`).
-Of what fell out, the sequence remembers what a hit at its last edge would take.
+In an append-only pool the table has the sequence's own blocks at some published positions (`kept.py`).
+A sequence remembers the fallen units that a hit at its last edge would take.
 
-A commit may publish far more than the window holds. Of that it makes units only where hits are to end or something
-is published already; all else is stretches, which nobody holds when the commit is done (`fallen.py`).
+A commit may publish far more than the window holds. It makes units only where hits should end, or where a unit is
+published already. The rest becomes stretches, which no sequence holds after the commit (`fallen.py`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class WindowManager(UnitManager[WindowPart]):
         self._stride = spec.block_size // pool.block_size
         self._append_only = pool.append_only
         self._fallen = Fallen(self.width, log, retention)
-        self._remembers = not retention.is_even  # what a hit at the last edge would take, when it falls out
-        # Every so many positions no token needs an earlier one; 0 where there is always one that does.
+        self._remembers = not retention.is_even  # fallen units that a hit at the last edge would take
+        # Every so many positions no token needs an earlier one; 0 if one always does.
         reset = self._rule.reset_token_count()
         self._reset_positions = math.lcm(reset, spec.block_size) // spec.block_size
 
@@ -105,14 +105,14 @@ class WindowManager(UnitManager[WindowPart]):
         part.add(blocks[first : first + self.width])
 
     def let_go(self, part: WindowPart, token_count: int) -> int:
-        """Counts the half-filled block where another sequence has filled, published and left it."""
+        """Counts the half-filled block if another sequence has filled, published and left it."""
         return self.width if self._must_copy(part, token_count) and part.units[-1].live == 1 else 0
 
     def give_up(self, part: WindowPart) -> None:
         """Forward passes never overwrite a published block here."""
 
     def commit(self, part: WindowPart, new: Commit) -> None:
-        """Publishes the positions that became full, and tells the log of new ones that follow one another at once."""
+        """Publishes the positions that became full. Consecutive new ones are one event of the log."""
         size, width, scope = self.block_size, self.width, part.scope
         committed, until, swaps = new.committed, new.until, new.swaps
         begin, end = committed // size, until // size
@@ -165,14 +165,14 @@ class WindowManager(UnitManager[WindowPart]):
         self._tell(scope, path, told, named)
 
     def _take_out(self, part: WindowPart, path: Path, end: int) -> None:
-        """Makes units of what stretches have of a path, whose positions before `end` are about to be published."""
+        """Makes units of the positions of a path before `end` that are in stretches; they are about to be published."""
         begin = path.begin
         for unit in self._fallen.take_out(part.scope, path, begin, end, is_linked=part.first < begin):
             if unit.first_digest != path.at(unit.first_position):  # only where the owner made digests up
                 self._blocks.push(unit)
 
     def _commit_next(self, part: WindowPart, position: int, digest: bytes, swaps: list[Swap]) -> None:
-        """Publishes one position behind others of the sequence, as decoding does, where no stretch begins."""
+        """Publishes one position after others of the sequence, as decoding does. No stretch may begin there."""
         units, blocks, width, scope = part.units, part.tail, self.width, part.scope
         if position - part.first < len(units):  # half-filled until now
             unit = units.pop()
@@ -190,7 +190,7 @@ class WindowManager(UnitManager[WindowPart]):
             self._log.stored(scope, b"", digest, position)
 
     def _idle_spans(self, part: WindowPart, path: Path, new: range, ends: tuple[int, ...]) -> list[range]:
-        """Returns what of the `new` positions no hit needs that is to end there, and is not published yet."""
+        """Returns the `new` positions that no expected hit needs and that are not published yet, as ranges."""
         size, scope = self.block_size, part.scope
         apart = [
             range(position, position + 1)
@@ -209,8 +209,8 @@ class WindowManager(UnitManager[WindowPart]):
             self._log.stored(scope, b"", path.between(first, end), first)
 
     def _publish_own(self, part: WindowPart, unit: Unit, key: UnitKey, swaps: list[Swap]) -> Unit:
-        """Gives a private unit its key. Returns the unit to use from now on: another one where the key was published
-        before. In an append-only pool that one gets the blocks if nobody holds it, or they are kept beside it."""
+        """Publishes a private unit with its key. Returns the unit to use from now on: the other one if the key has one.
+        In an append-only pool a cached other one gets the blocks; beside a held one, the blocks are kept."""
         other = part.scope.find(key[0], key[1]) if self._append_only else None
         if other is None:
             return self._publish(part.scope, unit, key, swaps, key[0])
@@ -245,7 +245,7 @@ class WindowManager(UnitManager[WindowPart]):
         self._blocks.give_back(blocks)
 
     def _let_fall(self, scope: WindowScope, fallen: Sequence[Scoped]) -> None:
-        """Counts one fewer table that has these units and stretches, which follow one another."""
+        """Counts one fewer table for these consecutive units and stretches."""
         if len(fallen) == 1 and isinstance(fallen[0], Unit):  # while decoding
             self._release(fallen[0])
             return
@@ -265,7 +265,7 @@ class WindowManager(UnitManager[WindowPart]):
                 self._fallen.cache(scope, entry)
 
     def settle(self, part: WindowPart, committed: int) -> int:
-        """Gives back what fell out, the deepest block first, for short prefixes serve most prompts."""
+        """Gives back blocks that fell out, the deepest first, because short prefixes serve most prompts."""
         first = part.first
         gone = self._rule.first_needed(committed) // self.block_size - first
         falling = part.falling
@@ -343,7 +343,7 @@ class WindowManager(UnitManager[WindowPart]):
         return self._remembers and position in self.needed_at(self.last_end(part, committed))
 
     def _remember(self, part: WindowPart, committed: int) -> None:
-        """Notes what a hit at the last edge would take of what is about to fall out, and of what fell out before."""
+        """Notes the units, fallen or about to fall out, that a hit at the last edge would take."""
         needed, before = self.needed_at(self.last_end(part, committed)), part.needed
         part.needed = tuple([unit for unit in part.fallen() if unit.first_position in needed])
         self._retention.need(part.needed, before)
@@ -351,7 +351,7 @@ class WindowManager(UnitManager[WindowPart]):
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         assert isinstance(scope, WindowScope)
         noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
-        # Units and stretches become each other meanwhile: what was noted is yielded, and is in the log if it went.
+        # Units and stretches become each other meanwhile. All noted ones are yielded; the log has those that went.
         noted += [(unit.first_position, unit.first_digest) for unit in scope.units()]
         for position, digests in noted:
             yield IndexedStretch(scope.namespace.name, self.groups, self.spec, b"", digests, position)
@@ -396,5 +396,5 @@ class WindowManager(UnitManager[WindowPart]):
         return 0
 
     def _must_copy(self, part: WindowPart, token_count: int) -> bool:
-        """Tells whether the next token falls into a block that is shared or published, and so not to be written."""
+        """Tells whether the next token falls into a shared or published block, which must not be written."""
         return token_count % self.block_size > 0 and part.is_shared(token_count // self.block_size)

@@ -1,24 +1,25 @@
-"""Makes and ends the stops of a pool, and tells the queue what that makes blocks worth (`worth.py`).
+"""Makes and ends the stops of a pool, and tells the queue the resulting worth of blocks (`worth.py`).
 
-A stop is made if every group can serve it from what the sequence has or remembers:
+A stop is made if every group can serve it from blocks that the sequence has or remembers:
 
-    a hit ends there                  somebody asked for just this
-    a commit has reached a stop       `stops.py` says where these are; a junction replaces an early stop, and each stop
+    a hit ends there                  a request has asked for exactly this prefix
+    a commit has reached a stop       `stops.py` computes these; a junction replaces an early stop, and each stop
                                       of an answer replaces the one before
     the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
-                                      checkpoint): a turn has ended, and most prompts that go on do so from here
+                                      checkpoint): a turn has ended, and most prompts that continue do so here
 
-Nothing is kept for a hit that cannot come: when a block before a stop leaves, in whatever group, the stop is gone, and
-what it alone needed is spare in all groups; the next victim is only chosen when that is used up.
+No block is kept for an impossible hit: when a block before a stop is evicted, in any group, the stop is gone. Blocks
+that it alone needed are then spare in all groups, and are evicted before the next victim is chosen.
 
-Of one path the stops where paths part stay, and of the others the last three (what a chat's last two turns leave: the
-end of the turn before, that of the last prompt and of its answer). While many prompts part from cached ones before
-their end, further stops stand before the ends of prompts, and as many more stay (`partings.py`).
+A path keeps all stops where paths part, and the last three of the others. In a chat these are the ends of the previous
+turn, of the last prompt, and of its answer. While many prompts part from cached ones before their end, prompts
+get further stops before their ends, and as many more stay (`partings.py`).
 
-Managers report here what they publish no more and what they cut. The coordinator asks them what a stop needs.
+Managers report here which blocks they no longer publish, and which runs they cut. The coordinator asks them for the
+units and runs of a stop.
 
-Sources: Marconi (MLSys 2025) keeps what the next prompts are likely to end at; SGLang's hybrid tree lets windows leave
-before the prefix they belong to; `docs/decisions/0017-retention.md` has what was measured.
+Sources: Marconi (MLSys 2025) keeps the likely ends of the next prompts; SGLang's hybrid tree evicts windows before the
+prefix that they belong to; `docs/decisions/0017-retention.md` has the measurements.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class Retention:
 
     Attributes:
         blocks: of the pool.
-        worth: what its blocks are worth.
-        is_even: all are worth the same, and no stops are made.
-        partings: where its prompts part.
-        stops: those that are not gone.
+        worth: computes the worth of its blocks.
+        is_even: all blocks have the same worth, and no stops are made.
+        partings: counts the places at which its prompts part.
+        stops: all that are not gone.
     """
 
     def __init__(self, spec: PoolSpec, blocks: Blocks) -> None:
@@ -63,26 +64,26 @@ class Retention:
             blocks.policy.trims = all(group.kind is not GroupKind.FULL_ATTENTION for group in spec.groups)
 
     def stops_of(self, prompt_token_count: int, matched: int, junction: int) -> Stops:
-        """Returns where hits are to end in a new sequence."""
+        """Returns the stops of a new sequence."""
         learned = None if self.is_even else self.partings
         return self.rules.of(prompt_token_count, matched, junction, learned)
 
     # -- when stops are made --------------------------------------------------------------------------------------
 
     def note_parting(self, key: StopKey, behind: Behind, *, is_whole: bool) -> None:
-        """A new prompt parts at an edge; all of it, but for the last tokens, is before that if it `is_whole`."""
+        """Counts a new prompt that parts at an edge. `is_whole`: only its last tokens are behind that edge."""
         stop = self.stops.get(key)
         self.partings.note(behind, is_parting=stop is not None and stop.is_parting, is_whole=is_whole)
 
     def passed(self, stops: Stops, stop: Stop) -> None:
-        """A sequence has come to a stop."""
+        """Notes that a sequence has reached a stop."""
         stops.last = stop
         self.end_old(stop)
 
     def make(
         self, stops: Stops, key: StopKey, needed: Sequence[Unit], runs: Sequence[Run], *, other_way_count: int
     ) -> Stop:
-        """Makes a stop of a sequence, to which it has come; so many ways of others go on right there."""
+        """Makes a stop that a sequence has reached. `other_way_count` other continuations begin right there."""
         parent = living(stops.last)
         early = parent if parent is not None and parent.is_early and not parent.is_parting else None
         stop = self.put(key, needed, runs, parent=parent)
@@ -97,8 +98,8 @@ class Retention:
         return stop
 
     def _take_place_of(self, early: Stop, stop: Stop) -> None:
-        """A new stop after an early one replaces it, if others that were right after that are after the new one now:
-        prompts part there, and no sooner."""
+        """Replaces an early stop by a new one after it, if the other stops right after the early one come after the new
+        one now: prompts part there, and no sooner."""
         moved = [other for other in stop.stops_after() if living(other.parent) is early]
         if not moved:
             return
@@ -109,8 +110,8 @@ class Retention:
         self.end(early)
 
     def _replace(self, before: Stop, stop: Stop) -> None:
-        """An answer has gone on from the end of its prompt, or from a stop of its own: the next stop replaces that,
-        unless paths part there."""
+        """Replaces the end of a prompt, or a stop of its answer, by the answer's next stop, unless paths part at
+        `before`."""
         if not before.is_continued:
             return
         needed = before.needed
@@ -139,7 +140,7 @@ class Retention:
         return stop
 
     def _goes_on(self, stop: Stop, way_count: int) -> None:
-        """So many stops more are right after it."""
+        """Notes that `way_count` more stops are right after a stop."""
         was_aside = stop.is_aside
         stop.way_count += way_count
         stop.is_parting |= stop.way_count > 1
@@ -153,7 +154,7 @@ class Retention:
             self._revalue(unit)
 
     def end_old(self, stop: Stop | None) -> None:
-        """Ends the stops of a path where no paths part, but for the last few."""
+        """Ends all but the last few stops of a path at which no paths part."""
         count, count_max = 0, CONTINUED_MAX + (STEP_COUNT if self.partings.are_inside else 0)
         while stop is not None:
             before = stop.parent = living(stop.parent)
@@ -164,7 +165,7 @@ class Retention:
             stop = before
 
     def end(self, stop: Stop) -> None:
-        """No hit can end there any more."""
+        """Ends a stop: no hit can end there any more."""
         if stop.is_gone:
             return
         stop.is_gone = True
@@ -192,7 +193,7 @@ class Retention:
     # -- what managers report: units and stretches ----------------------------------------------------------------
 
     def need(self, units: tuple[Unit, ...], no_more: tuple[Unit, ...]) -> None:
-        """A live sequence would make a stop that needs these units, and none any more that needs those."""
+        """Notes that a live sequence would make a stop that needs `units`, and no longer one that needs `no_more`."""
         for unit in units:
             unit.needed_count += 1
         for unit in no_more:
@@ -200,20 +201,20 @@ class Retention:
             self._revalue(unit)
 
     def held(self, unit: Unit, count: int) -> None:
-        """A sequence holds a cached unit of so many blocks again."""
+        """Notes that a sequence holds a cached unit of so many blocks again."""
         if unit.worth == SPARE:
             unit.scope.spare -= count
         self.blocks.now_held(unit, count)
 
     def cached(self, unit: Unit, count: int) -> None:
-        """Nobody holds a published unit of so many blocks any more."""
+        """Notes that no sequence holds a published unit of so many blocks any more."""
         unit.worth = self.worth.of_unit(unit)
         if unit.worth == SPARE:
             unit.scope.spare += count
         self.blocks.now_cached(unit, count, is_candidate=True)
 
     def cached_stretch(self, stretch: Stretch) -> None:
-        """Nobody holds what fell out of a window together, and is published."""
+        """Notes a new cached stretch: it is published, fell out of a window, and no sequence holds it."""
         count = stretch.block_count
         stretch.worth = self.worth.of_stretch()
         if stretch.worth == SPARE:
@@ -221,12 +222,12 @@ class Retention:
         self.blocks.now_cached(stretch, count, is_candidate=True)
 
     def shrunk(self, stretch: Stretch, count: int) -> None:
-        """So many blocks of a cached stretch are published no more."""
+        """Notes that so many blocks of a cached stretch are no longer published."""
         if stretch.worth == SPARE:
             stretch.scope.spare -= count
 
     def lost(self, unit: Unit) -> None:
-        """A unit is published no more: no hit can end any more where one would need it."""
+        """Ends the stops that need a unit, which is no longer published."""
         if unit.worth == SPARE and not unit.live:
             unit.scope.spare -= unit.block_count
         if unit.stops:
@@ -234,7 +235,7 @@ class Retention:
                 self.end(stop)
 
     def _revalue(self, unit: Unit) -> None:
-        """A unit is needed more or less than before."""
+        """Updates the worth of a unit whose needs have changed."""
         if unit.live or not unit.ticket:
             return
         worth, before = self.worth.of_unit(unit), unit.worth
@@ -246,16 +247,16 @@ class Retention:
     # -- what managers report: runs -------------------------------------------------------------------------------
 
     def leaving(self, run: Run, wanted: int) -> int:
-        """Returns how many positions leave a run at once where so many blocks are wanted."""
+        """Returns how many positions a run loses at once if so many blocks are wanted."""
         return self.worth.leaving(run, wanted)
 
     def assess(self, run: Run) -> None:
-        """Notes what a run is worth that nobody holds, and what leaves with it."""
+        """Notes the worth of a run that no sequence holds, and the blocks that leave with it."""
         run.worth = self.worth.of_run(run)
         run.burden = self.worth.burden(run)
 
     def divided(self, lower: Run, upper: Run) -> None:
-        """A run was cut in two: stops before the lower part stand in the upper one from now on."""
+        """Notes that a run was cut in two: stops before the lower part are in the upper one from now on."""
         if not lower.stops:
             return
         cut = upper.token_count()
@@ -265,7 +266,7 @@ class Retention:
             stop.runs[stop.runs.index(lower)] = upper
 
     def trimmed(self, run: Run, *, moves: bool) -> None:
-        """A cached run has lost its end, and stops there are gone; it `moves` among those that the policy ranks."""
+        """Ends the stops at the lost end of a cached run. The run `moves` if the policy ranks it anew."""
         if run.stops:
             self._end_after(run, run.token_count())
         worth, burden = run.worth, run.burden
@@ -274,11 +275,11 @@ class Retention:
             self.blocks.reranked(run)
 
     def trimmed_whole(self, run: Run) -> None:
-        """A cached run is published no more."""
+        """Notes that a cached run is no longer published."""
         self._end_after(run, 0)
 
     def now_leaf(self, run: Run) -> None:
-        """A cached run has lost all that hung below it."""
+        """Notes that a cached run has lost all of its children."""
         self.assess(run)
         self.blocks.reranked(run)
 

@@ -1,19 +1,19 @@
-"""Where stops are: token counts of a sequence at which a later prompt's hit is to end.
+"""The places of stops: token counts of a sequence at which a later prompt's hit should be able to end.
 
-A hit ends only where every group can serve it, so windows keep what is before a stop, and states make a checkpoint
+A hit ends only where every group can serve it, so windows keep the blocks before a stop, and states make a checkpoint
 there. An owner that keeps states ends passes at stops.
 
 | stop | where | in which pools |
 | --- | --- | --- |
 | end of the prompt | its last edge that leaves a token to compute | all but those of full attention alone |
 | junction | up to where full attention alone would have served the prompt | the same |
-| steps | 2, 4, ... 256 edges before the end, while many prompts part inside of others (`partings.py`) | the same |
-| early | an eighth of what is new before the end | full attention and states |
-| of the answer | 1, 2, 3, 4, 6, 8, 12, ... edges behind the end, each in the place of the one before | the same |
+| steps | 2, 4, ... 256 edges before the end, while many prompts part inside others (`partings.py`) | the same |
+| early | before the end, by an eighth of the new tokens | full attention and states |
+| of the answer | 1, 2, 3, 4, 6, 8, 12, ... edges behind the end; each replaces the one before | the same |
 
-A state takes a page, so the last two depend on its size. A prompt has an early stop where the attention of its new part
-takes at least a quarter of the blocks of a state, and its answer has stops where the attention of the prompt takes at
-least as many. A fork has no stops of the answer, and its parent none from then on.
+A state takes a page, so the last two depend on its size. A prompt has an early stop if the attention of its new part
+takes at least a quarter of the blocks of a state. Its answer has stops if the attention of the prompt takes at least as
+many. A fork has no stops of the answer, and its parent has none from then on.
 
     prompt of 4,096 tokens, blocks of 16, one group of full attention and 24 of states; its end is 4,080
         all is new           255 blocks of attention, 24 of a state: early at 3,568, and at 4,112, 4,128, 4,144, ...
@@ -35,7 +35,7 @@ from quire_allocator.core.spec import GroupKind, GroupSpec
 _EARLY_PART: Final = 8
 _STATE_PART: Final = 4
 _DISTANCES: Final = tuple(sorted([1, *[2 << each for each in range(11)], *[3 << each for each in range(10)]]))
-_TOKENS_MAX: Final = 2**32 - 1  # that a token count can say
+_TOKENS_MAX: Final = 2**32 - 1  # largest token count
 STOPS_MAX: Final = 3 + STEP_COUNT + 22  # of one sequence: `_DISTANCES` are 22
 
 
@@ -45,9 +45,9 @@ class Stops:
     Attributes:
         token_counts: all of them, rising, each at an edge.
         prompt_end: the end of the prompt; those after it are of the answer. 0 where the prompt has no whole edge.
-        early: the early one; 0 where there is none.
-        are_left: it may still come to one of them, so commits ask for it.
-        last: the deepest stop of its prefix that was made or hit; it may have ended since.
+        early: the early stop; 0 if there is none.
+        are_left: the sequence may still reach one of them, so commits check.
+        last: the deepest stop of its prefix that was made or hit; it may be gone since.
     """
 
     __slots__ = ("are_left", "early", "last", "prompt_end", "token_counts")
@@ -60,7 +60,7 @@ class Stops:
         self.last: Stop | None = None
 
     def reached(self, committed: int, until: int) -> tuple[int, ...]:
-        """Returns those in (committed, until], where the sequence has committed up to `until` tokens just now."""
+        """Returns the stops in (committed, until]; the sequence has just committed `until` tokens."""
         if not self.are_left:
             return ()
         first, end = bisect_right(self.token_counts, committed), bisect_right(self.token_counts, until)
@@ -68,7 +68,7 @@ class Stops:
         return self.token_counts[first:end]
 
     def fork(self) -> Stops:
-        """Returns those of a fork: the same, but for stops of the answer, which neither has from now on."""
+        """Returns the stops of a fork: the same without stops of the answer. The parent loses those, too."""
         if self.token_counts and self.token_counts[-1] > self.prompt_end:
             self.token_counts = tuple([stop for stop in self.token_counts if stop <= self.prompt_end])
         child = Stops(self.token_counts, self.prompt_end, self.early)
@@ -77,7 +77,7 @@ class Stops:
 
 
 class StopRules:
-    """Says where the stops of a new sequence are.
+    """Computes the stops of a new sequence.
 
     Attributes:
         foresees: the pool has early stops and those of answers.
@@ -91,7 +91,7 @@ class StopRules:
         self.foresees = foresees and kinds >= {GroupKind.FULL_ATTENTION, GroupKind.STATE}
 
     def of(self, prompt_token_count: int, matched: int, junction: int, partings: Partings | None) -> Stops:
-        """Returns them for a prompt of which so many tokens were matched; without `partings` nothing was learned."""
+        """Returns the stops of a prompt that hits `matched` tokens; without `partings`, only its end and junction."""
         end = prompt_end(prompt_token_count, self._edge_tokens)
         if not self._has_any:
             return Stops((), end, 0)
@@ -107,7 +107,7 @@ class StopRules:
         return Stops(tuple(sorted(found)), end, early)
 
     def told(self, token_counts: Sequence[int], prompt_token_count: int) -> Stops:
-        """Returns those that the owner of a rebuilt pool was told of a sequence; a fork has no prompt."""
+        """Returns the stops that the owner of a rebuilt pool had got for a sequence; a fork has no prompt."""
         edge = self._edge_tokens
         kept = sorted({count for count in token_counts if count and not count % edge}) if self._has_any else []
         end = prompt_end(prompt_token_count, edge) if prompt_token_count else max(kept, default=0)
@@ -120,7 +120,7 @@ def prompt_end(prompt_token_count: int, edge_tokens: int) -> int:
 
 
 def early_stop(groups: Sequence[GroupSpec], edge_tokens: int, prompt_token_count: int, known_token_count: int) -> int:
-    """Returns the early stop of a prompt of which so many leading tokens were computed before; 0 where it has none."""
+    """Returns the early stop of a prompt; its first `known_token_count` tokens are not new. 0 if it has none."""
     end = prompt_end(prompt_token_count, edge_tokens)
     new = end - known_token_count
     attention = sum([new // group.block_size for group in groups if group.kind is GroupKind.FULL_ATTENTION])

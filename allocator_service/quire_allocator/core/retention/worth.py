@@ -1,14 +1,14 @@
-"""What cached blocks are worth: how early they leave.
+"""The worth of cached blocks, which decides how early they are evicted.
 
 | worth | blocks | order |
 | --- | --- | --- |
 | SPARE | windows and checkpoints that no stop needs; the end of a run after its deepest stop | of release |
-| ASIDE | what only continued stops need, unless prompts part early | of release |
-| RANKED | runs with a stop at their end or with children; without full attention, what a stop needs | of the policy |
-| LED | what a stop needs of windows and states, where full attention has the same prefix | with the run |
+| ASIDE | blocks that only continued stops need, unless prompts part early | of release |
+| RANKED | runs with a stop at their end or with children; without full attention, blocks of a stop | of the policy |
+| LED | blocks of windows and states that a stop needs, if full attention has the same prefix | with the run |
 
-So a block that no hit can need never outlasts one that some hit can. A chat leaves as a whole, or back to an earlier
-stop. In pools whose retention is `dense`, and in those of full attention alone, all blocks are RANKED.
+A block that no hit can need is therefore evicted before any that a hit can need. A chat is evicted as a whole, or back
+to an earlier stop. In pools with `dense` retention, and in pools of full attention alone, all blocks are RANKED.
 
     chat of 8,192 tokens, blocks of 16, full attention and 5 windows of 1,024: 512 blocks are RANKED, 5 x 64 LED, and
     5 x 448 SPARE
@@ -24,7 +24,7 @@ from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 
 
 class Worth:
-    """Says what blocks of one pool are worth.
+    """Computes the worth of blocks of one pool.
 
     Attributes:
         is_even: all are RANKED, and no stops are made.
@@ -47,20 +47,20 @@ class Worth:
         return ASIDE if unit.aside_count else SPARE
 
     def of_stretch(self) -> int:
-        """Returns what blocks that fell out of a window together are worth: no stop needs them."""
+        """Returns the worth of a stretch that fell out of a window: no stop needs it."""
         return self._idle
 
     def of_run(self, run: Run) -> int:
-        """Returns SPARE if no hit can end where a run does, as far as the other groups are concerned; else RANKED."""
+        """Returns SPARE if the other groups cannot serve a hit that ends where a run does; else RANKED."""
         if self.is_even or run.children:
             return RANKED
         return RANKED if run.stops and run.stops[-1].token_count == run.token_count() else SPARE
 
     def burden(self, run: Run) -> int:
-        """Returns `Entry.burden`: log2((own + led) / own) in blocks, rounded down; 0 where no stop stands in the run.
+        """Returns `Entry.burden`: log2((own + led) / own) in blocks, rounded down; 0 if no stop is in the run.
 
-        Own blocks are those of the path since the stop before; led are those that leave with the run. Example: 4 own
-        and 60 led give 4. A stop of an answer counts as if the answer were empty.
+        Own blocks are those of the path since the previous stop; led blocks leave with the run. Example: 4 own and
+        60 led give 4. A stop of an answer counts as if the answer were empty.
         """
         if not run.stops:
             return 0
@@ -72,20 +72,20 @@ class Worth:
         return min(BURDEN_MAX, ((own + led) // own).bit_length() - 1)
 
     def leaving(self, run: Run, wanted: int) -> int:
-        """Returns how many positions leave a run at once where so many blocks are wanted: no more than prompts usually
-        leave behind at its end, and no further than to the next place at which a hit can end."""
+        """Returns how many positions a run loses at once if so many blocks are wanted: at most the number that prompts
+        usually leave behind at its end, and at most up to the next place at which a hit can end."""
         width = run.scope.manager.width
         positions = min(run.size // DIGEST_BYTES, -(-wanted // width))
         if run.left_behind:
             positions = min(positions, max(1, run.left_behind // width))
         if self.is_even:
             return positions
-        # Of a run that ends where hits do the first one alone: the others are spare then.
+        # A RANKED run loses only its last position: the others are spare then.
         return 1 if run.worth == RANKED else min(positions, _positions_to_stop(run))
 
 
 def _positions_to_stop(run: Run) -> int:
-    """Counts the positions of a run after the last stop before its end; all of them where there is none."""
+    """Counts the positions of a run after the last stop before its end; all of them if there is none."""
     block_size, end = run.scope.manager.block_size, run.end_position
     for stop in reversed(run.stops):
         if stop.token_count < end * block_size:

@@ -196,25 +196,8 @@ def test_a_silent_proto_element_would_be_noticed() -> None:
     assert list(undocumented("// A.\nmessage A {\n  // Both.\n  uint32 b = 1;\n  uint32 c = 2;\n}\n")) == []
 
 
-# Folders whose docstrings were read as a whole; the list grows until it is all of `FOLDERS`.
-READ_ONCE = (
-    "client",
-    "allocator_service",
-    "worker_service",
-    "integrations",
-    "scripts",
-    "gateway_service",
-    "benchmarks",
-    "examples",
-    "tests",
-)
 # Beginnings of docstrings without a subject, or with one that the reader has to look for.
 NO_NAMED_SUBJECT = re.compile(r"(?:What|Who|Whom|Whoever|Whose|Those|Does (?:the same|so)|The same) ")
-
-
-def is_read_once(path: Path) -> bool:
-    """Tells whether a file's folder is in `READ_ONCE`."""
-    return path.relative_to(ROOT).as_posix().startswith(tuple(f"{folder}/" for folder in READ_ONCE))
 
 
 def docstrings_in(source: str) -> Iterator[tuple[int, str]]:
@@ -229,7 +212,7 @@ def without_a_named_subject(source: str) -> dict[int, str]:
     return {line: text.splitlines()[0] for line, text in docstrings_in(source) if NO_NAMED_SUBJECT.match(text)}
 
 
-@pytest.mark.parametrize("path", [path for path in PYTHON if is_read_once(path)], ids=name_of)
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
 def test_every_docstring_begins_with_a_thing_or_a_verb(path: Path) -> None:
     assert without_a_named_subject(path.read_text(encoding="utf-8")) == {}
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -230,7 +232,10 @@ def test_a_config_that_is_not_understood_names_its_field(plan: Any, tmp_path: Pa
 # -- model ids ---------------------------------------------------------------------------------------------------------
 
 
-ONLINE = SimpleNamespace(HF_HUB_OFFLINE=False)
+def hub(download: Callable[..., str]) -> SimpleNamespace:
+    """Returns a package of Hugging Face that has nothing in its cache."""
+    online = SimpleNamespace(HF_HUB_OFFLINE=False)
+    return SimpleNamespace(hf_hub_download=download, try_to_load_from_cache=lambda *_: None, constants=online)
 
 
 def test_a_model_id_is_fetched_where_the_hub_package_is_installed(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,10 +245,23 @@ def test_a_model_id_is_fetched_where_the_hub_package_is_installed(plan: Any, mon
         asked.append(arguments)
         return GEMMA
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download, constants=ONLINE))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub(download))
     assert "gemma3_text" in plan("google/gemma-3-27b-it").out
     wanted = {"repo_id": "google/gemma-3-27b-it", "filename": "config.json"}
-    assert asked == [{**wanted, "local_files_only": True}], "what is here already is taken without asking"
+    assert [{name: each[name] for name in wanted} for each in asked] == [wanted]
+
+
+def test_a_model_that_is_here_is_taken_without_asking(tmp_path: Path) -> None:
+    cached = tmp_path / "hub" / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    shutil.copy(GEMMA, cached / "snapshots" / ("0" * 40) / "config.json")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        result = quire("plan", "some/model", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path))
+        tries = connections_to(silent)
+    assert (result.returncode, "gemma3_text" in result.stdout, tries) == (0, True, 0)
 
 
 def test_a_model_id_that_is_not_here_is_asked_for_with_a_time_limit(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,20 +269,18 @@ def test_a_model_id_that_is_not_here_is_asked_for_with_a_time_limit(plan: Any, m
 
     def download(**arguments: Any) -> str:
         asked.append(arguments)
-        if arguments.get("local_files_only"):
-            raise OSError("not here")
         return GEMMA
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download, constants=ONLINE))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub(download))
     assert "gemma3_text" in plan("google/gemma-3-27b-it").out
-    assert asked[1]["etag_timeout"] == 1.5
+    assert asked[0]["etag_timeout"] == 1.5
 
 
 def test_a_model_id_that_cannot_be_fetched_is_one_line(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: str) -> str:
         raise OSError("404\nand much more")
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=fail, constants=ONLINE))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub(fail))
     message = "quire: no file or folder no/model, and no config.json of a model with that id: 404\n"
     assert plan("no/model") == (2, "", message)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

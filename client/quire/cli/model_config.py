@@ -6,7 +6,6 @@ the hub's own package tries again and again where there is no network, and looki
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import logging
@@ -40,8 +39,9 @@ def config_path(model: str) -> Path:
     except ModuleNotFoundError:
         reason = "to take it as a model id of Hugging Face, pip install huggingface_hub"
         raise UsageError(f"no file or folder {model}; {reason}") from None
-    with contextlib.suppress(OSError, ValueError):
-        return Path(hub.hf_hub_download(repo_id=model, filename="config.json", local_files_only=True))
+    cached = hub.try_to_load_from_cache(model, "config.json")  # reads the disk alone, as `hf_hub_download` does not
+    if isinstance(cached, str):
+        return Path(cached)
     if hub.constants.HF_HUB_OFFLINE:
         raise UsageError(
             f"no file or folder {model}, and no model of that id in the cache of Hugging Face's package, which"

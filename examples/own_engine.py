@@ -9,8 +9,9 @@ was granted ahead; the next allocator is told what the pages hold, and every tex
 
 import asyncio
 import hashlib
+import sys
 
-from quire import AsyncAllocator, PoolSpec
+from quire import AsyncAllocator, PoolSpec, QuireError
 from quire.engine import AsyncEngine, EngineSequence
 
 BLOCK_SIZE, BLOCK_COUNT, PREFIX, LENGTH, PASS_S = 16, 128, list(range(40)), 241, 0.02
@@ -45,9 +46,14 @@ async def turn(engine: AsyncEngine) -> int:
     return len(ready)
 
 
+def print_reason(error: QuireError) -> None:
+    """Says why the engine waits: as a rule because there is no allocator yet, or no longer."""
+    print(f"waiting for an allocator: {error}", file=sys.stderr, flush=True)
+
+
 async def main() -> None:
     """Decodes all prompts and compares them with what the model would have said alone."""
-    async with AsyncAllocator() as client, client.engine("mine", SPEC) as engine:
+    async with AsyncAllocator() as client, client.engine("mine", SPEC, on_wait=print_reason) as engine:
         texts, alone = list[EngineSequence](), 0
         for number in range(4):
             texts.append(text := await engine.admit([*PREFIX, number], token_count_max=LENGTH))

@@ -1,7 +1,7 @@
 """transformers' `generate_batch` on Quire's blocks: its cache allocator is a class, and this one asks an allocator.
 
-    quire allocator                                    # in one shell
-    python examples/transformers_cache.py models/demo  # in another one; `quire blocks transformers` shows its blocks
+    quire allocator                        # in one shell
+    python examples/transformers_cache.py  # in another one; it looks for $QUIRE_ALLOCATOR, and takes another folder
 
 Texts are those of transformers' own allocator. Its tables are lists that grow at their end, so the pool is append-only;
 its first two sectors are for padding, so block ids begin above them. What is not here: forks and offloading.
@@ -10,10 +10,11 @@ its first two sectors are for padding, so block ids begin above them. What is no
 import itertools
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from quire import Allocator, PoolSpec
+from quire import Allocator, PoolSpec, QuireError
 from quire.hashing import block_digests, root_digest
 from quire.protocol.outcomes import StepOutcome
 from quire.session import StepBuilder
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 POOL, ANSWER_S = "transformers", 30.0
 
 
@@ -134,8 +136,10 @@ def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> tuple[lis
     return texts, allocator
 
 
-def main(folder: str) -> None:
+def main(folder: str = str(DEMO)) -> None:
     """Writes the same texts with both allocators, and prints what the second round of prompts shared."""
+    with Allocator() as client:
+        client.list_pools()  # raises at once where there is no allocator
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="paged|sdpa").eval()
     prompts = [[*range(1, 49), number, number + 1] for number in range(100, 106)]
     theirs, _ = generate(model, prompts, 24)
@@ -152,4 +156,7 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except QuireError as error:
+        sys.exit(f"{sys.argv[0]}: {error}")

@@ -18,12 +18,11 @@ Calls that fail raise `QuireError`. What is needed less often is in modules of i
     quire.local     both servers on this machine
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
 import quire._transport.grpc_io  # noqa: F401  # before anything else imports grpc
 from quire._async.allocator import AsyncAllocator
 from quire._async.branches import AsyncBranch
 from quire._async.client import AsyncClient
+from quire._distribution import VERSION as __version__
 from quire._sync.allocator import Allocator
 from quire._sync.branches import Branch
 from quire._sync.client import Client
@@ -51,11 +50,6 @@ from quire.sampling import (
 )
 from quire.tls import Tls
 from quire.types import AdapterInfo, GroupKind, GroupSpec, PoolSpec, Quota, Score, WorkerStatus
-
-try:
-    __version__ = version("quire-kv")
-except PackageNotFoundError:  # a source tree on PYTHONPATH
-    __version__ = "0+uninstalled"
 
 __all__ = [
     "AdapterInfo",

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from typing import Final
 
+from quire._distribution import how_to_install
 from quire.errors import UsageError
 
 PACKAGES: Final = {
@@ -34,8 +35,7 @@ def require_extra(server: str) -> None:
     missing = [name for name in PACKAGES[server] if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"the {server} needs packages that are not installed ({', '.join(missing)}): pip install"
-            f" 'quire-kv[{server}]', or in a clone pip install '.[{server}]'"
+            f"the {server} needs packages that are not installed ({', '.join(missing)}): {how_to_install(server)}"
         )
 
 

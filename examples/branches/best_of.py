@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from quire import AsyncBranch, AsyncClient
-
-from examples.branches.stack import run
+from stack import run
 
 PROMPT = "The for statement is used to iterate over the elements of a sequence. "
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from quire import AsyncClient
-
-from examples.branches.stack import run
+from stack import run
 
 SYSTEM = "A helpful assistant answers questions about Python.\n"
 QUESTIONS = ("What is a list?", "And a tuple?", "Which one is faster?")

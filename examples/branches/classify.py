@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire import AsyncClient
-
-from examples.branches.stack import run
+from stack import run
 
 EXAMPLES = "The for statement iterates. Topic: loops\nThe if statement selects. Topic: conditions\n"
 LABELS = (" loops", " conditions", " exceptions")

@@ -9,8 +9,7 @@ import asyncio
 from typing import NamedTuple
 
 from quire import AsyncBranch, AsyncClient
-
-from examples.branches.stack import run
+from stack import run
 
 PROBLEM = "How does a program read a file line by line? Think step by step.\n"
 VERDICT = "\nThis is the way to do it."

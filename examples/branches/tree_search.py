@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from quire import AsyncBranch, AsyncClient
-
-from examples.branches.stack import run
+from stack import run
 
 PROMPT = "An object is an instance of a class, and "
 ROUNDS, CHILDREN, STEP, ROLLOUT = 12, 3, 8, 16

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire import AsyncClient
-
-from examples.branches.stack import run
+from stack import run
 
 DOCUMENT = (
     "The with statement is used to wrap the execution of a block with methods defined by a context manager. " * 20

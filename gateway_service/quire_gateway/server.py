@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import importlib.metadata
 import os
 import re
 import resource
@@ -26,6 +25,7 @@ import structlog
 import uvicorn
 import uvloop
 from quire import AsyncAllocator, AsyncClient
+from quire._distribution import VERSION
 from quire._secret_files import read_token
 from quire._serving import logs
 from quire._serving.process import allow_open_files, collect_garbage_rarely, stop_event, write_ready_file
@@ -145,7 +145,7 @@ async def serve(options: argparse.Namespace) -> None:
         app = make_app(
             fleet,
             telemetry,
-            version=importlib.metadata.version("quire-kv"),
+            version=VERSION,
             request_timeout_s=options.request_timeout,
             is_draining=lambda: gate.is_draining,
         )

@@ -21,6 +21,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from quire import Allocator, GroupKind, GroupSpec, PoolSpec, Quota
+from quire._distribution import how_to_install
 from quire.cli import block_map, watch
 from quire.cli.generate import printable
 from quire.events import BlocksRemoved
@@ -388,7 +389,7 @@ def test_without_its_extra_the_command_says_what_to_install(monkeypatch: pytest.
     with pytest.raises(SystemExit) as raised:
         cli.main()
     assert raised.value.code == 1
-    assert capsys.readouterr().err == "quire: the command needs the package 'typer': pip install 'quire-kv[cli]'\n"
+    assert capsys.readouterr().err == f"quire: the command needs the package 'typer': {how_to_install('cli')}\n"
 
 
 def test_json_of_an_allocator_without_pools_is_an_empty_list(tmp_path: Path) -> None:

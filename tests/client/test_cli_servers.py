@@ -184,7 +184,7 @@ def test_a_server_without_its_packages_says_what_to_install(server: str, tmp_pat
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"quire-{server}: the {server} needs packages that are not installed (")
-    assert f"pip install 'quire-kv[{server}]'" in done.stderr
+    assert f"pip install '.[{server}]'" in done.stderr
 
 
 @pytest.mark.parametrize("server", ["allocator", "worker"])

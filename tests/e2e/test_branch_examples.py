@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 
+import best_of
+import chat
+import classify
 import pytest
+import tree_of_thoughts
+import tree_search
+import two_agents
 from quire import AsyncClient
 from quire.local import LocalStack
 from quire_worker.model.tokenizer import Tokenizer
 
-from examples.branches import best_of, chat, classify, tree_of_thoughts, tree_search, two_agents
 from tests.e2e.stack import DEMO, started
 from tests.worker.test_branches import reference_logprobs
 

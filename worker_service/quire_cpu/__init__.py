@@ -10,3 +10,11 @@ Nothing in the library knows torch: it gets pointers, sizes and strides, so one 
 library picks the instruction set among AVX2, AVX-512, AVX-512 with bfloat16, and the compiler's baseline of the same
 source elsewhere (NEON on ARM).
 """
+
+from importlib.metadata import version
+
+
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return version("quire-kv")

@@ -14,3 +14,7 @@ From the bytes up, each file knowing only those before it:
 
 None of these imports grpc or knows of requests.
 """
+
+from quire._distribution import VERSION as __version__
+
+__all__ = ["__version__"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import structlog
 from google.protobuf.message import Message
 from grpc import aio
+from quire._distribution import VERSION
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.permissions import Permissions
@@ -50,7 +50,7 @@ class WorkerService(AdapterCalls):
         self._pool = pool
         self._model_name = model_name
         self._authorize = authorize
-        self._version = importlib.metadata.version("quire-kv")
+        self._version = VERSION
         self._checks = Checks(engine)
         self._branches = Branches(engine)
         self._branch_calls = BranchCalls(self._branches, self._checks)

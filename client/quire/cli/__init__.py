@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from quire._descriptors import open_missing
+from quire._distribution import how_to_install
 
 
 def main() -> None:
@@ -16,7 +17,7 @@ def main() -> None:
         if error.name not in {"typer", "rich", "click"}:
             raise
         print(
-            f"quire: the command needs the package {error.name!r}: pip install 'quire-kv[cli]'",
+            f"quire: the command needs the package {error.name!r}: {how_to_install('cli')}",
             file=sys.stderr,
         )
         sys.exit(1)

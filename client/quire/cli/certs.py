@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from quire._distribution import how_to_install
 from quire.errors import UsageError
 from quire.protocol.permissions import EVERYTHING_PATTERNS, Patterns, uris_of
 
@@ -68,7 +69,7 @@ def certs(
     try:
         from quire import _certs
     except ModuleNotFoundError as error:
-        raise UsageError(f"the package {error.name!r} is missing: pip install 'quire-kv[cli]'") from None
+        raise UsageError(f"the package {error.name!r} is missing: {how_to_install('cli')}") from None
     asked = (server is not None, client is not None)
     if client is None and (pool or observe or namespace):
         raise UsageError("--pool, --observe and --namespace are permissions of a --client")

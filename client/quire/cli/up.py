@@ -10,6 +10,7 @@ from typing import Annotated, Final, Literal
 import typer
 from rich.console import Console
 
+from quire._distribution import how_to_install
 from quire._extras import PACKAGES, require_extra
 from quire._secret_files import read_token
 from quire._transport.address import require_free
@@ -93,7 +94,7 @@ def up(
     _make(log_folder)
     console = Console(stderr=True, highlight=False)
     if gateway != NO_GATEWAY and any(importlib.util.find_spec(name) is None for name in PACKAGES["gateway"]):
-        console.print("quire: no gateway, because its packages are missing: pip install 'quire-kv[gateway]'")
+        console.print(f"quire: no gateway, because its packages are missing: {how_to_install('gateway')}", markup=False)
         gateway = NO_GATEWAY
     stack = LocalStack(
         model,

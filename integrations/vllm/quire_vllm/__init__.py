@@ -3,6 +3,8 @@
 vllm serve MODEL --scheduler-cls quire_vllm.QuireScheduler
 """
 
+from quire._distribution import VERSION as __version__
+
 from quire_vllm.scheduler import QuireAsyncScheduler, QuireScheduler
 
-__all__ = ["QuireAsyncScheduler", "QuireScheduler"]
+__all__ = ["QuireAsyncScheduler", "QuireScheduler", "__version__"]

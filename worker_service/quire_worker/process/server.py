@@ -17,6 +17,7 @@ from typing import NamedTuple
 import structlog
 import torch
 from quire import AsyncAllocator
+from quire._distribution import how_to_install
 from quire._serving import logs
 from quire._serving.never_blocking import write_out
 from quire._serving.process import collect_garbage_rarely, stop_event
@@ -162,7 +163,7 @@ def check_device(device: str) -> None:
     if not torch.cuda.is_available():
         raise UsageError(f"--device {device}: torch finds no GPU here")
     if importlib.util.find_spec("triton") is None:
-        raise UsageError(f"--device {device}: Triton is not installed; install quire-kv[worker,gpu]")
+        raise UsageError(f"--device {device}: Triton is not installed: {how_to_install('worker,gpu')}")
 
 
 def compile_kernels(model: PagedModel) -> None:

@@ -1,4 +1,4 @@
-"""What a release is made of: one version, one name, and workflows that run what is run here."""
+"""A release: one version, one name, and workflows that run what is run here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """transformers' `generate_batch` on Quire's blocks: its cache allocator is a class, and this one asks an allocator.
 
     quire allocator                                    # in one shell
-    python examples/transformers_cache.py models/demo  # in another one; `quire blocks transformers` shows its blocks
+    python examples/transformers_cache.py models/demo  # in another one; `quire pool show transformers` shows its blocks
 
 Texts are those of transformers' own allocator. Its tables are lists that grow at their end, so the pool is append-only;
 its first two sectors are for padding, so block ids begin above them. What is not here: forks and offloading.

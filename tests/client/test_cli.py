@@ -77,10 +77,10 @@ def worker() -> Iterator[ScriptedServer]:
 
 
 def test_pools_is_a_table_or_json(allocator: str) -> None:
-    table = quire("pools", "--allocator", allocator).stdout
+    table = quire("pool", "list", "--allocator", allocator).stdout
     assert "chat/demo" in table
     assert "unary" in table
-    (pool,) = parsed(quire("pools", "--json", QUIRE_ALLOCATOR=allocator))
+    (pool,) = parsed(quire("pool", "list", "--json", QUIRE_ALLOCATOR=allocator))
     assert (pool["pool"], pool["held_block_count"], pool["cached_block_count"]) == ("chat/demo", 4, 1)
     assert (pool["spec"]["model_fingerprint"], pool["spec"]["groups"][0]["kind"]) == ("016d", "FULL_ATTENTION")
     assert pool["groups"] == [{"group": 0, "held_block_count": 4, "cached_block_count": 1}]
@@ -91,8 +91,8 @@ def test_pools_shows_the_groups_of_a_pool_that_has_several(allocator: str) -> No
     spec = PoolSpec(32, (GroupSpec(GroupKind.FULL_ATTENTION, 8), sliding, sliding), quotas=(Quota("*", 12),))
     with Allocator(allocator) as client, client.session("hybrid", spec, transport="calls") as hybrid:
         hybrid.allocate(1, 16)
-        rows = [line.split() for line in quire("pools", "--allocator", allocator).stdout.splitlines()]
-        pools = parsed(quire("pools", "--json", "--allocator", allocator))
+        rows = [line.split() for line in quire("pool", "list", "--allocator", allocator).stdout.splitlines()]
+        pools = parsed(quire("pool", "list", "--json", "--allocator", allocator))
     assert ["hybrid", "unary", "32", "4/8", "22", "0", "10", "1", "10", "16"] in rows
     assert [row for row in rows if row[1] in {"full", "sliding"}] == [
         ["0", "full", "8", "0", "2"],
@@ -102,7 +102,7 @@ def test_pools_shows_the_groups_of_a_pool_that_has_several(allocator: str) -> No
 
 
 def test_blocks_draws_who_holds_what(allocator: str) -> None:
-    result = quire("blocks", "chat/demo", "--allocator", allocator)
+    result = quire("pool", "show", "chat/demo", "--allocator", allocator)
     assert result.returncode == 0, result.stderr
     head, first_row, *_ = result.stdout.splitlines()
     assert head == "chat/demo: 64 blocks, 4 held, 1 cached, 59 empty"
@@ -113,7 +113,7 @@ def test_blocks_draws_who_holds_what(allocator: str) -> None:
 
 
 def test_blocks_says_where_the_memory_goes(allocator: str) -> None:
-    lines = quire("blocks", "chat/demo", "--allocator", allocator).stdout.splitlines()
+    lines = quire("pool", "show", "chat/demo", "--allocator", allocator).stdout.splitlines()
     rows = [line.split() for line in lines]
     assert ["0", "full", "4", "4", "1"] in rows, "blocks by group"
     assert any(line.startswith("waste: 8 tokens of room") and "0 evicted" in line for line in lines)
@@ -125,14 +125,14 @@ def test_blocks_says_where_the_memory_goes(allocator: str) -> None:
 
 
 def test_the_map_keeps_to_the_width_and_to_the_rows_that_are_asked_for(allocator: str) -> None:
-    result = quire("blocks", "chat/demo", "--allocator", allocator, "--rows", "2", COLUMNS="40")
+    result = quire("pool", "show", "chat/demo", "--allocator", allocator, "--rows", "2", COLUMNS="40")
     rows = result.stdout.splitlines()[2:]
     drawn = [line for line in result.stdout.splitlines() if re.fullmatch(r" *\d+  \S+", line)]
     assert drawn
     assert max(map(len, drawn)) <= 40
     assert any(row.startswith(" 0  ##ab_") and len(row) == 36 for row in result.stdout.splitlines())
     assert not any("more blocks" in row for row in rows)
-    short = quire("blocks", "chat/demo", "--allocator", allocator, "--rows", "1", COLUMNS="40").stdout
+    short = quire("pool", "show", "chat/demo", "--allocator", allocator, "--rows", "1", COLUMNS="40").stdout
     assert "... 32 more blocks" in short
 
 
@@ -148,7 +148,7 @@ def test_lines_without_anything_in_them_are_told_in_one(session: CallSession) ->
 
 
 def test_blocks_as_json_has_states_and_tables(allocator: str) -> None:
-    found = parsed(quire("blocks", "chat/demo", "--json", "--allocator", allocator))
+    found = parsed(quire("pool", "show", "chat/demo", "--json", "--allocator", allocator))
     assert found["block_states"][:5] == [3, 3, 2, 2, 1]
     assert [sequence["tables"] for sequence in found["sequences"]] == [[[0, 1, 2]], [[0, 1, 3]]]
     usage = found["usage"]
@@ -172,7 +172,7 @@ def test_more_sequences_than_letters_have_one_sign_in_common(session: CallSessio
 
 
 def test_watch_prints_a_line_for_each_event_with_short_digests(allocator: str) -> None:
-    result = quire("watch", "chat/demo", "--snapshot", "--allocator", allocator)
+    result = quire("pool", "watch", "chat/demo", "--snapshot", "--allocator", allocator)
     assert (result.returncode, result.stderr) == (0, "")
     first, *told, last = result.stdout.splitlines()
     assert first.split()[1:3] == ["cleared", "session"]
@@ -184,7 +184,7 @@ def test_watch_prints_a_line_for_each_event_with_short_digests(allocator: str) -
 
 def test_watch_as_json_goes_on_where_an_earlier_one_ended(session: CallSession) -> None:
     address = session._link.address
-    result = quire("watch", "chat/demo", "--snapshot", "--json", "--allocator", address)
+    result = quire("pool", "watch", "chat/demo", "--snapshot", "--json", "--allocator", address)
     events = [json.loads(line) for line in result.stdout.splitlines()]
     assert [event["event"] for event in events] == ["cleared", "stored", "stored", "snapshot_end"]
     assert sorted(len(event["digests"]) for event in events[1:3]) == [1, 2]
@@ -195,7 +195,18 @@ def test_watch_as_json_goes_on_where_an_earlier_one_ended(session: CallSession) 
         watched.commit(1, 4, DIGESTS[:1])
         watched.commit(1, 8, DIGESTS[1:])
         place = ("--session", watched.session_id.hex(), "--cursor", "1")
-        command = [sys.executable, "-m", "quire.cli", "watch", "watched", "--json", "--allocator", address, *place]
+        command = [
+            sys.executable,
+            "-m",
+            "quire.cli",
+            "pool",
+            "watch",
+            "watched",
+            "--json",
+            "--allocator",
+            address,
+            *place,
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             event = json.loads(process.stdout.readline())
@@ -311,7 +322,14 @@ def test_control_characters_do_not_reach_a_terminal() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["pools"], ["blocks", "p"], ["watch", "p"], ["status"], ["generate", "p"], ["health", "127.0.0.1:1"]],
+    [
+        ["pool", "list"],
+        ["pool", "show", "p"],
+        ["pool", "watch", "p"],
+        ["status"],
+        ["generate", "p"],
+        ["health", "127.0.0.1:1"],
+    ],
     ids=" ".join,
 )
 def test_nobody_listening_is_one_line_and_exit_code_3(command: list[str]) -> None:
@@ -322,7 +340,7 @@ def test_nobody_listening_is_one_line_and_exit_code_3(command: list[str]) -> Non
 
 
 def test_an_unknown_pool_is_one_line_and_exit_code_6(allocator: str) -> None:
-    result = quire("blocks", "nowhere", "--allocator", allocator)
+    result = quire("pool", "show", "nowhere", "--allocator", allocator)
     assert result.returncode == 6
     assert result.stderr == "quire: NOT_FOUND / POOL_UNKNOWN: no pool named 'nowhere' is attached\n"
 
@@ -332,8 +350,9 @@ def test_a_token_is_taken_from_its_file_and_a_wrong_one_is_refused(tmp_path: Pat
     secret_file(tmp_path / "wrong", TOKEN[::-1])
     with allocator_process(tmp_path, "--token-file", str(tmp_path / "right")) as process:
         assert quire("health", process.address, QUIRE_TOKEN_FILE=str(tmp_path / "right")).returncode == 0
-        assert quire("pools", "--allocator", process.address, "--token-file", str(tmp_path / "right")).returncode == 0
-        for arguments in (["health", process.address], ["pools", "--allocator", process.address]):
+        pools = ["pool", "list", "--allocator", process.address]
+        assert quire(*pools, "--token-file", str(tmp_path / "right")).returncode == 0
+        for arguments in (["health", process.address], pools):
             result = quire(*arguments, "--token-file", str(tmp_path / "wrong"))
             assert result.returncode == 5
             assert result.stderr.startswith("quire: UNAUTHENTICATED / TOKEN: ")
@@ -343,12 +362,12 @@ def test_a_token_is_taken_from_its_file_and_a_wrong_one_is_refused(tmp_path: Pat
     "command",
     [
         ["nonsense"],
-        ["blocks"],
-        ["watch", "p", "--session", "no hexadecimal"],
-        ["watch", "p", "--cursor", "-1"],
-        ["watch", "p", "--snapshot", "--session", "00"],
+        ["pool", "show"],
+        ["pool", "watch", "p", "--session", "no hexadecimal"],
+        ["pool", "watch", "p", "--cursor", "-1"],
+        ["pool", "watch", "p", "--snapshot", "--session", "00"],
         ["generate", "p", "--max-tokens", "0"],
-        ["pools", "--token-file", "/nonexistent"],
+        ["pool", "list", "--token-file", "/nonexistent"],
         ["up", "--model", "/nonexistent"],
         ["allocator", "--nonsense"],
     ],
@@ -361,9 +380,11 @@ def test_wrong_use_is_exit_code_2_without_a_traceback(command: list[str]) -> Non
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", ["up", "generate", "pools", "blocks", "drop-cache", "watch", "status", "health"])
+@pytest.mark.parametrize(
+    "command", ["up", "generate", "pool list", "pool show", "pool watch", "cache drop", "status", "health"]
+)
 def test_every_command_explains_itself_with_examples(command: str) -> None:
-    result = quire(command, "--help")
+    result = quire(*command.split(), "--help")
     assert result.returncode == 0
     assert "Examples:" in result.stdout
 
@@ -394,5 +415,5 @@ def test_without_its_extra_the_command_says_what_to_install(monkeypatch: pytest.
 
 def test_json_of_an_allocator_without_pools_is_an_empty_list(tmp_path: Path) -> None:
     with allocator_process(tmp_path) as process:
-        assert json.loads(quire("pools", "--json", "--allocator", process.address).stdout) == []
-        assert "no pool is attached" in quire("pools", "--allocator", process.address).stdout
+        assert json.loads(quire("pool", "list", "--json", "--allocator", process.address).stdout) == []
+        assert "no pool is attached" in quire("pool", "list", "--allocator", process.address).stdout

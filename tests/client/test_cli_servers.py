@@ -23,8 +23,8 @@ from quire.cli.servers import completions
 from tests.client.servers import quire
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
-UP = ["up", "--model", str(DEMO), *(f"--{each}=127.0.0.1:0" for each in ("allocator", "worker", "gateway"))]
-UP += [f"--{each}-metrics=127.0.0.1:0" for each in ("allocator", "worker")]
+UP = ["up", "--model", str(DEMO), *(f"--listen-{each}=127.0.0.1:0" for each in ("allocator", "worker", "gateway"))]
+UP += [f"--metrics-{each}=127.0.0.1:0" for each in ("allocator", "worker")]
 
 
 class Outcome(NamedTuple):
@@ -124,14 +124,14 @@ def test_a_pool_larger_than_the_machine_is_refused_before_weights_are_read(run: 
         assert err.startswith("quire: --kv-memory: 100.0 TiB are more than the ")
 
 
-@pytest.mark.parametrize("option", ["allocator", "allocator-metrics", "worker", "worker-metrics", "gateway"])
+@pytest.mark.parametrize("option", [each.partition("=")[0].removeprefix("--") for each in UP[3:]])
 def test_a_port_in_use_is_said_with_its_option_before_anything_is_started(option: str, run: Run, taken: str) -> None:
     said = f"cannot listen on {taken}: the port is in use; give another one with --{option} (port 0 takes any free one)"
     assert run(*UP, f"--{option}={taken}") == (2, "", f"quire: {said}\n")
 
 
 def test_a_host_that_is_none_is_said_before_anything_is_started(run: Run) -> None:
-    code, _, err = run(*UP, "--worker=nohost.invalid:0")
+    code, _, err = run(*UP, "--listen-worker=nohost.invalid:0")
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("quire: cannot listen on nohost.invalid:0: ")
 
@@ -233,8 +233,8 @@ def test_a_shell_is_told_the_options_of_a_server() -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["pools", "--bogus"], "No such option: --bogus"),
-        (["blocks"], "Missing argument"),
+        (["pool", "list", "--bogus"], "No such option: --bogus"),
+        (["pool", "show"], "Missing argument"),
         (["generate", "p", "--max-tokens", "0"], "--max-tokens"),
         (["health", "localhost"], "'localhost' is no address"),
         (["status", "--worker", "http://h:1"], "is a URL"),
@@ -247,5 +247,5 @@ def test_a_shell_is_told_the_options_of_a_server() -> None:
 def test_wrong_use_is_json_with_the_fields_of_every_error(command: list[str], said: str, run: Run) -> None:
     code, out, err = run(*command, "--json")
     error = json.loads(err)["error"]
-    assert (code, out, list(error)) == (2, "", ["code", "reason", "message", "request_id", "retry_after_s"])
+    assert (code, out, list(error)) == (2, "", ["code", "reason", "field", "message", "request_id", "retry_after_s"])
     assert (error["code"], error["reason"], said in error["message"]) == ("USAGE", None, True)

@@ -40,8 +40,10 @@ from quire.cli import main
 main()
 """
     model = Path(__file__).resolve().parents[2] / "models" / "demo"
-    ports = [f"--{name}=127.0.0.1:0" for name in ("allocator", "allocator-metrics", "worker", "worker-metrics")]
-    command = [sys.executable, "-c", script, "up", "--model", str(model), "--gateway", "none", *ports]
+    ports = [
+        f"--{name}=127.0.0.1:0" for name in ("listen-allocator", "metrics-allocator", "listen-worker", "metrics-worker")
+    ]
+    command = [sys.executable, "-c", script, "up", "--model", str(model), "--listen-gateway", "none", *ports]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

@@ -72,7 +72,7 @@ def test_importing_the_client_loads_nothing_that_only_servers_or_the_command_lin
 def test_generate_gathers_interleaved_samples_in_order(server: ScriptedServer) -> None:
     server.answers["Generate"] = two_samples
     with Client(server.address) as client:
-        generation = client.generate("prompt", n=2, request_id="mine")
+        generation = client.generate("prompt", n=2, temperature=1.0, request_id="mine")
     assert [(s.text, s.token_ids, s.finish_reason) for s in generation.samples] == [
         ("ab", (1, 2), FinishReason.STOP),
         ("xy", (3, 4), FinishReason.LENGTH),

@@ -135,9 +135,9 @@ def test_tables_in_a_pipe_cut_neither_numbers_nor_names(allocator: str) -> None:
     spec = PoolSpec.full_attention(block_count=1_234_567, block_size=16)
     with Allocator(allocator) as client, client.session(name, spec, transport="calls") as session:
         session.allocate(1, 320_016)
-        shown = quire("pools", "--allocator", allocator, COLUMNS="40").stdout
+        shown = quire("pool", "list", "--allocator", allocator, COLUMNS="40").stdout
         assert all(part in shown for part in (name, "1,234,567", "1,214,566", "20,001", "unwritten")), shown
-        assert "…" not in shown + quire("blocks", name, "--allocator", allocator, COLUMNS="40").stdout
+        assert "…" not in shown + quire("pool", "show", name, "--allocator", allocator, COLUMNS="40").stdout
 
 
 def test_json_names_what_is_named_elsewhere_and_errors_are_json_too(allocator: str) -> None:
@@ -145,7 +145,7 @@ def test_json_names_what_is_named_elsewhere_and_errors_are_json_too(allocator: s
         server.answers["Generate"] = two_samples
         generation = parsed(quire("generate", "p", "-n", "2", "--json", "--worker", server.address))
     assert [sample["finish_reason"] for sample in generation["samples"]] == ["STOP", "LENGTH"]
-    result = quire("blocks", "nowhere", "--json", "--allocator", allocator)
+    result = quire("pool", "show", "nowhere", "--json", "--allocator", allocator)
     error = json.loads(result.stderr)["error"]
     assert (result.returncode, error["code"], error["reason"]) == (6, "NOT_FOUND", "POOL_UNKNOWN")
     result = quire("status", "--json", "--worker", "localhost")

@@ -233,8 +233,8 @@ def test_a_worker_with_an_open_stream_and_no_allocator_ends_by_itself(how: str) 
 
 
 def test_up_runs_until_it_is_told_to_stop() -> None:
-    free = [f"--{name}=127.0.0.1:0" for name in ("allocator", "worker", "allocator-metrics", "worker-metrics")]
-    free.append("--gateway=127.0.0.1:0")
+    free = [f"--listen-{name}=127.0.0.1:0" for name in ("allocator", "worker", "gateway")]
+    free += [f"--metrics-{name}=127.0.0.1:0" for name in ("allocator", "worker")]
     command = [sys.executable, "-m", "quire.cli", "up", "--model", str(DEMO), *free, "--", "--blocks", "32"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""Adapters as users load them: options of the worker, `quire adapters`, the client; and an allocator that is killed."""
+"""Adapters as users load them: options of the worker, `quire adapter`, the client; and an allocator that is killed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_adapters_are_loaded_chosen_and_dropped_while_the_allocator_is_killed(tm
             Client(worker.address) as client,
         ):
             to_worker = ["--worker", worker.address]
-            assert parsed(quire("adapters", "load", "b", "b", "--json", *to_worker))["rank"] == 4
+            assert parsed(quire("adapter", "load", "b", "b", "--json", *to_worker))["rank"] == 4
             assert [each.name for each in client.list_adapters()] == ["a", "b"]
-            assert {each["layer_count"] for each in parsed(quire("adapters", "list", "--json", *to_worker))} == {14}
+            assert {each["layer_count"] for each in parsed(quire("adapter", "list", "--json", *to_worker))} == {14}
             with ThreadPoolExecutor(3) as threads:
                 names = sorted(expected)
                 texts = list(threads.map(lambda name: client.generate(TOKENS, adapter=name, **GREEDY), names))
@@ -48,9 +48,9 @@ def test_adapters_are_loaded_chosen_and_dropped_while_the_allocator_is_killed(tm
                 with server("quire_allocator", "--listen", first.address, folder=tmp_path / "second"):
                     for name, piece, stream in zip(names, pieces, streams, strict=True):
                         assert piece + sum((chunk.token_ids for chunk in stream), ()) == expected[name]
-                    assert quire("adapters", "drop", "b", *to_worker).returncode == 0
+                    assert quire("adapter", "unload", "b", *to_worker).returncode == 0
                     with pytest.raises(QuireError) as caught:
                         client.generate(TOKENS, adapter="b", **GREEDY)
                     assert caught.value.reason is Reason.ADAPTER_UNKNOWN
                     assert "no adapter 'b'" in quire("generate", "x", "--adapter", "b", *to_worker).stderr
-                    assert quire("adapters", "load", "c", "../llama", *to_worker).returncode != 0
+                    assert quire("adapter", "load", "c", "../llama", *to_worker).returncode != 0

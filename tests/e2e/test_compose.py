@@ -278,7 +278,7 @@ def test_grafana_is_provisioned_and_every_panel_of_its_dashboard_has_something_t
     def nothing_is_empty() -> bool:
         generate(deployment, "The import statement")  # rates and ratios are of the last seconds
         ask(deployment)
-        deployment.operate("pools")  # the worker's session is a call that does not end
+        deployment.operate("pool", "list")  # the worker's session is a call that does not end
         empty[:] = empty_queries(deployment, board)
         return not empty
 
@@ -392,6 +392,6 @@ def test_an_engine_of_vllm_has_its_blocks_from_the_same_allocator(deployment: De
     hits = [usage.prompt_tokens_details for usage in (first.usage, again.usage)]
     assert [each and each.cached_tokens for each in hits] == [0, 64], "two blocks of 32 tokens"
     eventually(lambda: deployment.query('quire_allocator_blocks{pool="vllm",state="cached"}') == 2, "it is scraped")
-    forgotten = deployment.operate("drop-cache", "vllm")
+    forgotten = deployment.operate("cache", "drop", "vllm")
     assert forgotten.startswith("2 blocks forgotten")
     deployment.compose("--profile", "vllm", "rm", "--stop", "--force", "vllm")

@@ -231,8 +231,9 @@ def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_pa
     here = [line for line in first_hour() if line not in (*by_make, *elsewhere)]
     up, *others = here
     assert up == "quire up --model models/demo"
-    free = [f"--{name}=127.0.0.1:0" for name in ("allocator", "worker", "gateway", "allocator-metrics")]
-    arguments = [*up.split()[1:], *free, "--worker-metrics=127.0.0.1:0"]
+    free = [f"--listen-{name}=127.0.0.1:0" for name in ("allocator", "worker", "gateway")]
+    free += [f"--metrics-{name}=127.0.0.1:0" for name in ("allocator", "worker")]
+    arguments = [*up.split()[1:], *free]
     with subprocess.Popen(
         [sys.executable, "-m", "quire.cli", *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as stack:

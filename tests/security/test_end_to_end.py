@@ -43,9 +43,9 @@ def test_a_tenant_streams_text_and_sees_what_is_its_own(deployment: Deployment) 
     everybody = environment(deployment, "client")
     others = quire("generate", "The for statement is used to iterate", *mine[2:], "--namespace", "other", **everybody)
     assert (others.returncode, others.stdout) == (0, text.stdout), "the same text, of blocks of its own"
-    assert [pool["pool"] for pool in parsed(quire("pools", "--json", **acme))] == ["default"]
+    assert [pool["pool"] for pool in parsed(quire("pool", "list", "--json", **acme))] == ["default"]
     for who, names in (("acme", {"acme"}), ("client", {"acme", "other"})):
-        watched = quire("watch", "default", "--snapshot", "--json", **environment(deployment, who)).stdout
+        watched = quire("pool", "watch", "default", "--snapshot", "--json", **environment(deployment, who)).stdout
         assert {name for name in ("acme", "other") if f'"{name}"' in watched} == names
     assert quire("status", **acme).returncode == 0
     assert quire("health", deployment.worker.address, **acme).stdout == "server=SERVING worker=SERVING\n"
@@ -56,7 +56,7 @@ def test_a_tenant_streams_text_and_sees_what_is_its_own(deployment: Deployment) 
     [
         (["generate", "The for", "--namespace", "other"], "PERMISSION_DENIED / NAMESPACE_FORBIDDEN"),
         (["generate", "The for"], "PERMISSION_DENIED / NAMESPACE_FORBIDDEN"),
-        (["blocks", "another"], "PERMISSION_DENIED / POOL_FORBIDDEN"),
+        (["pool", "show", "another"], "PERMISSION_DENIED / POOL_FORBIDDEN"),
         (["watch", "another"], "PERMISSION_DENIED / POOL_FORBIDDEN"),
     ],
     ids=" ".join,
@@ -79,7 +79,7 @@ def test_without_one_of_its_files_the_command_is_turned_away(deployment: Deploym
         *(["QUIRE_TLS_CERT"] if "CA" in missing else []),
     ):
         given[name] = ""
-    result = quire("pools", **given)
+    result = quire("pool", "list", **given)
     assert result.returncode == (5 if missing == "QUIRE_TOKEN_FILE" else 3), result.stderr
     expected = {"QUIRE_TOKEN_FILE": "UNAUTHENTICATED / TOKEN", "QUIRE_TLS_CERT": "TLS, no client certificate"}
     assert expected.get(missing, "[not encrypted]") in result.stderr

@@ -246,10 +246,10 @@ def test_with_a_token_over_tls_both_have_to_be_right(
         with Allocator(address, token=TOKEN) as client, pytest.raises(UnavailableError):
             client.list_pools()
         ca = ["--tls-ca", certificates.ca]
-        assert quire("pools", "--allocator", address, *ca, "--token-file", token_file).returncode == 0
+        assert quire("pool", "list", "--allocator", address, *ca, "--token-file", token_file).returncode == 0
         assert quire("health", address, QUIRE_TLS_CA=certificates.ca, QUIRE_TOKEN_FILE=token_file).returncode == 0
-        assert "UNAUTHENTICATED / TOKEN" in quire("pools", "--allocator", address, *ca).stderr
-        assert "[not encrypted]" in quire("pools", "--allocator", address).stderr
+        assert "UNAUTHENTICATED / TOKEN" in quire("pool", "list", "--allocator", address, *ca).stderr
+        assert "[not encrypted]" in quire("pool", "list", "--allocator", address).stderr
 
 
 # -- what a client refuses ---------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_files_of_a_client_that_cannot_be_used_are_named(certificates: Certifica
     ):
         with pytest.raises(UsageError, match=message):
             Allocator("127.0.0.1:1", tls=tls)
-    result = quire("pools", "--tls-cert", str(cert))
+    result = quire("pool", "list", "--tls-cert", str(cert))
     assert (result.returncode, "needs --tls-ca" in result.stderr) == (2, True)
 
 

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Unpack, cast
 
 from quire import sampling, types
+from quire._sync.allocator import Allocator
 from quire._sync.branches import BranchKeeper, Prefills
 from quire._sync.connection import Connected
 from quire._sync.streams import ChunkStream
-from quire._transport import conversations, generating, messages
+from quire._transport import conversations, generating, messages, prompts
 from quire._transport.attempts import Attempts
 from quire._transport.channel import DEFAULT_WORKER, GENERATE_TIMEOUT_S, UNARY_TIMEOUT_S, resolve_address
+from quire.hashing import block_digests, prompt_digests
 from quire.tls import Tls
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc
@@ -94,6 +98,133 @@ class Client(Prefills, Connected):
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)
+
+    def chat(
+        self,
+        conversation: Sequence[prompts.Message],
+        params: sampling.SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = types.NO_VARIABLES,
+        namespace: str = "",
+        adapter: str = "",
+        priority: int = 0,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[sampling.SamplingOptions],
+    ) -> sampling.Generation:
+        """Answers a conversation: `generate` behind what `tokenize` makes of it, in one time. `stream` takes the same
+        tokens."""
+        since_s, timeout_s = time.monotonic(), GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
+        token_ids = self.tokenize(conversation, tools=tools, variables=variables, timeout_s=timeout_s)
+        return self.generate(
+            token_ids, params, namespace=namespace, adapter=adapter, priority=priority, request_id=request_id,
+            timeout_s=prompts.left_s(timeout_s, since_s), **options,
+        )  # fmt: skip
+
+    def generate_many(
+        self,
+        many: Iterable[str | Sequence[int]],
+        params: sampling.SamplingParams | None = None,
+        *,
+        namespace: str = "",
+        adapter: str = "",
+        priority: int = 0,
+        timeout_s: float | None = None,
+        **options: Unpack[sampling.SamplingOptions],
+    ) -> tuple[sampling.Generation, ...]:
+        """Continues several prompts, one request each and at most 64 at a time, and returns the results in their order.
+
+        The first one that fails is raised, and the others are cancelled. `timeout_s` is of each.
+        """
+        if isinstance(many, str):
+            raise TypeError("generate_many takes several prompts, not one text")
+        waiting: deque[ChunkStream] = deque()
+        done = []
+        try:
+            for prompt in many:
+                waiting.append(
+                    self.stream(
+                        prompt, params, namespace=namespace, adapter=adapter, priority=priority, timeout_s=timeout_s,
+                        interval_s=generating.WHOLE_INTERVAL_S, **options,
+                    )
+                )  # fmt: skip
+                if len(waiting) == prompts.AT_A_TIME:
+                    chunks = waiting[0]
+                    done.append(generating.gather(chunks, chunks.request_id))
+                    waiting.popleft()
+            while waiting:
+                chunks = waiting[0]
+                done.append(generating.gather(chunks, chunks.request_id))
+                waiting.popleft()
+        finally:
+            for chunks in waiting:
+                chunks.close()
+        return tuple(done)
+
+    def digests(
+        self,
+        prompt: str | Sequence[int] | Sequence[prompts.Message],
+        *,
+        namespace: str = "",
+        adapter: str = "",
+        timeout_s: float | None = None,
+    ) -> tuple[bytes, ...]:
+        """Returns the digests of a prompt's full blocks, by which an allocator knows them: for `match_prefix`, and for
+        `drop_cache` of the same namespace.
+
+        Args:
+            prompt: text, token ids, or a conversation.
+            namespace: of the requests.
+            adapter: of the requests; asking takes permission to observe the pool.
+            timeout_s: for each of two or three calls.
+
+        Raises:
+            ValueError: no such adapter is loaded.
+        """
+        _, token_ids, root, block_size = self._hashed(prompt, namespace, adapter, timeout_s)
+        return tuple(block_digests(root, token_ids, block_size))
+
+    def cached(
+        self,
+        prompt: str | Sequence[int] | Sequence[prompts.Message],
+        *,
+        allocator: Allocator,
+        namespace: str = "",
+        adapter: str = "",
+        timeout_s: float | None = None,
+    ) -> int:
+        """Returns how many leading tokens of a prompt this worker would find in its cache now. Nothing is computed or
+        held.
+
+        Args:
+            prompt: text, token ids, or a conversation.
+            allocator: a client of this worker's allocator.
+            namespace: of the requests.
+            adapter: of the requests.
+            timeout_s: for each call.
+
+        Raises:
+            ValueError: no such adapter is loaded.
+        """
+        pool, token_ids, root, block_size = self._hashed(prompt, namespace, adapter, timeout_s)
+        digests = prompt_digests(root, token_ids, block_size)
+        matches = allocator.match_prefix(digests, namespace, timeout_s=timeout_s)
+        return max((match.matched_token_count for match in matches if match.pool == pool), default=0)
+
+    def _hashed(
+        self, prompt: str | Sequence[int] | Sequence[prompts.Message], namespace: str, adapter: str,
+        timeout_s: float | None,
+    ) -> tuple[str, Sequence[int], bytes, int]:  # fmt: skip
+        """Returns the worker's pool, a prompt's tokens, and the root and block size of their digests."""
+        status = self.status(timeout_s=timeout_s)
+        adapters = self.list_adapters(timeout_s=timeout_s) if adapter else ()
+        root = prompts.digest_root(status, adapters, namespace, adapter)
+        if prompts.is_written(prompt):
+            token_ids = self.tokenize(prompt, timeout_s=timeout_s)
+        else:
+            token_ids = tuple(cast("Sequence[int]", prompt))
+        return status.pool, token_ids, root, status.block_size
 
     def close(self) -> None:
         """Ends the connection and every stream on it. Branches end when their time runs out."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire import sampling
 from quire._transport.messages import checked_id, extend, fill, fill_tokens, values_of
+from quire._transport.prompts import warn_of_equal_samples
 from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -47,6 +48,7 @@ def generate_request(
     """
     request_id = checked_id(request_id)
     params = replace(params or sampling.SamplingParams(), **options)
+    warn_of_equal_samples(params)
     request = worker_pb.GenerateRequest()
     fill(request, request_id, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority)
     if not 0 <= interval_s <= INTERVAL_S_MAX:

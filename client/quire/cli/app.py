@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from quire import __version__
-from quire.cli import adapters, certs, generate, output, plan, pools, servers, status, up, watch
+from quire.cli import adapter, cache, certs, generate, output, plan, pool, servers, status, up
+from quire.cli.names import Group
 from quire.errors import QuireError
 
 app = typer.Typer(
     name="quire",
+    cls=Group,
     help="Paged KV cache as a service: run it, use it, look into it.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -39,10 +41,10 @@ def quire(
 up.register(app)
 servers.register(app)
 generate.register(app)
-pools.register(app)
-watch.register(app)
+pool.register(app)
+cache.register(app)
 status.register(app)
-adapters.register(app)
+adapter.register(app)
 plan.register(app)
 certs.register(app)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from quire._distribution import how_to_install
+from quire.cli import options, output
 from quire.errors import UsageError
 from quire.protocol.permissions import EVERYTHING_PATTERNS, Patterns, uris_of
 
@@ -37,7 +38,7 @@ Examples:
 USAGE = """
 A server that lets in only who shows such a certificate, and a caller of it:
   quire allocator --tls-cert {folder}/server.pem --tls-key {folder}/server.key --tls-client-ca {folder}/ca.pem
-  quire pools --tls-ca {folder}/ca.pem --tls-cert {folder}/client.pem --tls-key {folder}/client.key"""
+  quire pool list --tls-ca {folder}/ca.pem --tls-cert {folder}/client.pem --tls-key {folder}/client.key"""
 
 
 def register(app: typer.Typer) -> None:
@@ -64,6 +65,7 @@ def certs(
         typer.Option(metavar="FOLDER", help="Where the authority is, if elsewhere; its ca.pem is copied into FOLDER."),
     ] = None,
     renew: Annotated[bool, typer.Option("--renew", help="Replace what ends soon; leave the rest as it is.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Makes what is asked for; checks everything before the first file is written."""
     try:
@@ -87,18 +89,28 @@ def certs(
     _make_folders(folder, home)
     for name in [name for name in (server, client) if name is not None]:
         (_certs.check_name(name) if renew else _certs.check_new(folder, name))
+    made: dict[Path, str] = {}
     signer = _certs.read_authority(home)
     if signer is None or (renew and _certs.ends_soon(signer.cert)):
         signer = _certs.make_authority(home, days=days, replaced=signer)
-        _tell(home, "ca", "the authority; keep ca.key to yourself")
+        made[home / "ca"] = "the authority; keep ca.key to yourself"
     if home != folder:
         _certs.copy_bundle(folder, signer)
     if server is not None and _certs.make_server(folder, signer, server, host or (), days=days, renew=renew):
-        _tell(folder, server, f"--tls-cert {folder / server}.pem --tls-key {folder / server}.key")
+        made[folder / server] = f"--tls-cert {folder / server}.pem --tls-key {folder / server}.key"
     if client is not None and _certs.make_client(folder, signer, client, uris, days=days, renew=renew):
-        _tell(folder, client, " ".join(uris) or "no permission at all")
-    if asked == (False, False):
+        made[folder / client] = " ".join(uris) or "no permission at all"
+    _tell(made, as_json=as_json)
+    if asked == (False, False) and not as_json:
         print(USAGE.format(folder=folder))
+
+
+def _tell(made: dict[Path, str], *, as_json: bool) -> None:
+    if as_json:
+        output.print_json([{"cert": f"{each}.pem", "key": f"{each}.key"} for each in made])
+        return
+    for each, what in made.items():
+        print(f"{each}.pem, .key: {what}")
 
 
 def _make_folders(*folders: Path) -> None:
@@ -112,7 +124,3 @@ def _make_folders(*folders: Path) -> None:
 def _require_pool_names(*patterns: Sequence[str]) -> None:
     if any("" in each for each in patterns):
         raise UsageError("a pool has a name: write --pool NAME, or '*' for every pool")
-
-
-def _tell(folder: Path, name: str, what: str) -> None:
-    print(f"{folder / name}.pem, .key: {what}")

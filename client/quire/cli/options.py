@@ -1,4 +1,8 @@
-"""Options that several commands have."""
+"""Options that several commands have.
+
+What says whom to call, as whom and for how long has a variable, $QUIRE_ and the option's name. An option counts before
+its variable, and that before the default.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +34,10 @@ TokenFile: TypeAlias = Annotated[
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Timeout: TypeAlias = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", min=0.001, help="How long a call may take.")
+    float,
+    typer.Option("--timeout", envvar="QUIRE_TIMEOUT", metavar="SECONDS", min=0.001, help="How long a call may take."),
 ]
+DryRun: TypeAlias = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")]
 
 ALLOCATOR = DEFAULT_ALLOCATOR
 WORKER = DEFAULT_WORKER

@@ -29,6 +29,9 @@ EXIT_CODES: Final = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 7,
     grpc.StatusCode.INVALID_ARGUMENT: 8,
     grpc.StatusCode.UNIMPLEMENTED: 9,
+    grpc.StatusCode.ALREADY_EXISTS: 10,
+    grpc.StatusCode.FAILED_PRECONDITION: 10,
+    grpc.StatusCode.ABORTED: 10,
 }
 FAILED: Final = 1
 
@@ -81,11 +84,12 @@ def _drop_output() -> None:
 
 
 def _fields(error: Exception) -> dict[str, Any]:
-    """Returns the same five fields for every error; those that it does not have are null."""
+    """Returns the same six fields for every error; those that it does not have are null."""
     if isinstance(error, QuireError) and not isinstance(error, ServerFailedError | UsageError):
         return {
             "code": error.code.name,
             "reason": error.reason,
+            "field": error.field,
             "message": error.message,
             "request_id": error.request_id,
             "retry_after_s": error.retry_after_s,
@@ -94,4 +98,4 @@ def _fields(error: Exception) -> dict[str, Any]:
     if isinstance(error, ServerFailedError | OSError):
         code = "SERVER_FAILED" if isinstance(error, ServerFailedError) else "SYSTEM"
     said = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-    return {"code": code, "reason": None, "message": said, "request_id": None, "retry_after_s": None}
+    return {"code": code, "reason": None, "field": None, "message": said, "request_id": None, "retry_after_s": None}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -14,7 +16,9 @@ from quire._distribution import how_to_install
 from quire._extras import PACKAGES, require_extra
 from quire._secret_files import read_token
 from quire._transport.address import require_free
-from quire.cli import options
+from quire._transport.channel import DEFAULT_ALLOCATOR, DEFAULT_WORKER
+from quire.cli import options, output
+from quire.cli.names import Up
 from quire.cli.servers import check_worker, completions
 from quire.errors import UsageError
 from quire.local import DRAIN_S, LocalStack
@@ -28,14 +32,14 @@ Examples:
     quire up
     quire up --model ~/models/Qwen3-0.6B -- --kv-memory 2GiB
     quire up --model ~/models/Qwen3-8B --tensor-parallel 2
-    quire up --allocator 127.0.0.1:0 --worker 127.0.0.1:0 --gateway none     (any free ports, no HTTP)
+    quire up --listen-allocator 127.0.0.1:0 --listen-worker 127.0.0.1:0 --listen-gateway none
 """
 NO_GATEWAY: Final = "none"
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command to the application."""
-    app.command(help=EXAMPLES)(up)
+    app.command(cls=Up, help=EXAMPLES)(up)
 
 
 def _complete(args: list[str], incomplete: str) -> list[tuple[str, str]]:
@@ -50,13 +54,19 @@ def up(
     ] = None,
     *,
     model: Annotated[Path, typer.Option(help="Folder of the model.", metavar="FOLDER")] = Path("models/demo"),
-    allocator: options.Allocator = options.ALLOCATOR,
-    worker: options.Worker = options.WORKER,
-    gateway: Annotated[
-        str, typer.Option(metavar="ADDRESS", help=f"Address of OpenAI's endpoints; {NO_GATEWAY}: without them.")
+    listen_allocator: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where the allocator listens.")
+    ] = DEFAULT_ALLOCATOR,
+    listen_worker: Annotated[str, typer.Option(metavar="ADDRESS", help="Where the worker listens.")] = DEFAULT_WORKER,
+    listen_gateway: Annotated[
+        str, typer.Option(metavar="ADDRESS", help=f"Where OpenAI's endpoints are; {NO_GATEWAY}: nowhere.")
     ] = "127.0.0.1:8000",
-    allocator_metrics: Annotated[str, typer.Option(metavar="ADDRESS", help="Its /metrics.")] = "127.0.0.1:9470",
-    worker_metrics: Annotated[str, typer.Option(metavar="ADDRESS", help="Its /metrics.")] = "127.0.0.1:9471",
+    metrics_allocator: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Of the allocator's /metrics.")
+    ] = "127.0.0.1:9470",
+    metrics_worker: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Of the worker's /metrics.")
+    ] = "127.0.0.1:9471",
     token_file: options.TokenFile = None,
     log_folder: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep the logs there instead of showing them.")
@@ -74,6 +84,9 @@ def up(
     start_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="How long both may take to serve.")
     ] = 300.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Once all serve, print their addresses as one line of JSON.")
+    ] = False,
 ) -> None:
     """Runs a LocalStack in the foreground."""
     if worker_arguments and not worker_arguments[0].startswith("-"):
@@ -86,23 +99,27 @@ def up(
     require_extra("allocator")
     read_token(token_file)
     check_worker(["--model", str(model), *of_worker], are_ports_ours=False)
-    of_allocator = {"--allocator": allocator, "--allocator-metrics": allocator_metrics}
-    others = {"--worker": worker, "--worker-metrics": worker_metrics, "--gateway": gateway}
-    for option, address in {**of_allocator, **others}.items():
+    for option, address in (
+        ("--listen-allocator", listen_allocator),
+        ("--metrics-allocator", metrics_allocator),
+        ("--listen-worker", listen_worker),
+        ("--metrics-worker", metrics_worker),
+        ("--listen-gateway", listen_gateway),
+    ):
         if address != NO_GATEWAY:
             require_free(option, address)
     _make(log_folder)
     console = Console(stderr=True, highlight=False)
-    if gateway != NO_GATEWAY and any(importlib.util.find_spec(name) is None for name in PACKAGES["gateway"]):
+    if listen_gateway != NO_GATEWAY and any(importlib.util.find_spec(name) is None for name in PACKAGES["gateway"]):
         console.print(f"quire: no gateway, because its packages are missing: {how_to_install('gateway')}", markup=False)
-        gateway = NO_GATEWAY
+        listen_gateway = NO_GATEWAY
     stack = LocalStack(
         model,
-        allocator_listen=allocator,
-        allocator_metrics=allocator_metrics,
-        worker_listen=worker,
-        worker_metrics=worker_metrics,
-        gateway_listen=None if gateway == NO_GATEWAY else gateway,
+        allocator_listen=listen_allocator,
+        allocator_metrics=metrics_allocator,
+        worker_listen=listen_worker,
+        worker_metrics=metrics_worker,
+        gateway_listen=None if listen_gateway == NO_GATEWAY else listen_gateway,
         allocator_arguments=common,
         worker_arguments=of_worker,
         gateway_arguments=common,
@@ -112,7 +129,7 @@ def up(
         drain_timeout_s=drain_timeout,
         on_progress=lambda line: console.print(f"quire: {line}", style="dim", markup=False),
     )
-    _run(stack, console, drain_timeout)
+    _run(stack, console, drain_timeout, as_json=as_json)
 
 
 def _make(folder: Path | None) -> None:
@@ -128,12 +145,15 @@ def _make(folder: Path | None) -> None:
         raise UsageError(f"--log-folder {folder}: {error.strerror}") from None
 
 
-def _run(stack: LocalStack, console: Console, drain_timeout: float) -> None:
+def _run(stack: LocalStack, console: Console, drain_timeout: float, *, as_json: bool) -> None:
     """Serves until Ctrl-C, or SIGTERM, which ends it in the same way: by an exception that passes through `stop`."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     stopping = f"quire: stopping; answers under way have {drain_timeout:g} s, and Ctrl-C again ends them"
     try:
         with stack:
+            if as_json:
+                output.print_json(_addresses(stack))
+                sys.stdout.flush()
             console.print(_usage(stack), markup=False)
             try:
                 stack.wait()
@@ -144,15 +164,26 @@ def _run(stack: LocalStack, console: Console, drain_timeout: float) -> None:
         console.print("quire: stopped", style="dim")
 
 
+def _addresses(stack: LocalStack) -> dict[str, str | None]:
+    return {
+        "allocator": stack.allocator_address,
+        "worker": stack.worker_address,
+        "gateway": None if stack.gateway is None else f"http://{stack.gateway_address}",
+    }
+
+
 def _usage(stack: LocalStack) -> str:
     allocator, worker = stack.allocator_address, stack.worker_address
-    to_worker = "" if worker == options.WORKER else f" --worker {worker}"
-    to_allocator = "" if allocator == options.ALLOCATOR else f" --allocator {allocator}"
+    # The variables say whom commands call where no option does: not these servers, if they are meant for others.
+    to_worker = "" if worker == os.environ.get("QUIRE_WORKER", DEFAULT_WORKER) else f" --worker {worker}"
+    to_allocator = (
+        "" if allocator == os.environ.get("QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR) else f" --allocator {allocator}"
+    )
     to_gateway = "" if stack.gateway is None else f"\n  curl http://{stack.gateway_address}/v1/models"
     return f"""
 Serving. In another terminal:
   quire generate "The for statement"{to_worker}
-  quire pools{to_allocator}
-  quire blocks default{to_allocator}{to_gateway}
+  quire pool list{to_allocator}
+  quire pool show default{to_allocator}{to_gateway}
 Ctrl-C stops all.
 """

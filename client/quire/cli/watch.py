@@ -1,4 +1,4 @@
-"""`quire watch`: what a pool can hit, and every change of it."""
+"""`quire pool watch`: what a pool can hit, and every change of it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ EXAMPLES = """Print what a pool can hit, then every change as it happens. Ctrl-C
 
 Examples:
 
-    quire watch default
-    quire watch default --snapshot --json
-    quire watch default --json --session 0123456789abcdef0123456789abcdef --cursor 17
+    quire pool watch default
+    quire pool watch default --snapshot --json
+    quire pool watch default --json --session 0123456789abcdef0123456789abcdef --cursor 17
 """
 DIGESTS_SHOWN_MAX: Final = 4
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command to the application."""
-    app.command(help=EXAMPLES)(watch)
+def register(group: typer.Typer) -> None:
+    """Adds the command to the group of pools."""
+    group.command(help=EXAMPLES)(watch)
 
 
 @options.connects

@@ -288,7 +288,7 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
     adapters.add_argument(
         "--adapter-folder",
         metavar="FOLDER",
-        help="folder below which `quire adapters load` may load others (default: none may be)",
+        help="folder below which `quire adapter load` may load others (default: none may be)",
     )
     adapters.add_argument("--max-adapters", type=int, default=16, help="loaded at a time (default: %(default)s)")
     adapters.add_argument("--max-adapter-rank", type=int, default=64, help="of each (default: %(default)s)")

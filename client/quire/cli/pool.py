@@ -1,4 +1,4 @@
-"""`quire pools` and `quire blocks`: what the allocator knows."""
+"""`quire pool`: what the allocator knows of its pools."""
 
 from __future__ import annotations
 
@@ -11,47 +11,39 @@ from rich.table import Table
 from rich.text import Text
 
 from quire import Allocator
-from quire.cli import block_map, options, output, pool_usage
+from quire.cli import block_map, options, output, pool_usage, watch
+from quire.cli.names import Group
 from quire.views import PoolBlocks, PoolSummary, PoolUsage
 
-POOLS_EXAMPLES = """List the pools of an allocator.
+LIST_EXAMPLES = """List the pools of an allocator.
 
 Examples:
 
-    quire pools
-    quire pools --allocator 10.0.0.5:7070 --tls-ca ca.pem --token-file token
-    quire pools --json
+    quire pool list
+    quire pool list --allocator 10.0.0.5:7070 --tls-ca ca.pem --token-file token
+    quire pool list --json
 """
-BLOCKS_EXAMPLES = """Show who holds which block of a pool, and where its memory goes.
+SHOW_EXAMPLES = """Show who holds which block of a pool, and where its memory goes.
 
 Examples:
 
-    quire blocks default
-    quire blocks default --rows 500
-    quire blocks default --json
-"""
-
-DROP_EXAMPLES = """Forget what is cached of a pool, or of a namespace: weights have changed, or a tenant is gone.
-
-What live sequences hold stays. It takes permission to own the pool.
-
-Examples:
-
-    quire drop-cache default
-    quire drop-cache default --namespace tenant-7
-    quire drop-cache default --json
+    quire pool show default
+    quire pool show default --rows 500
+    quire pool show default --json
 """
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands to the application."""
-    app.command(help=POOLS_EXAMPLES)(pools)
-    app.command(help=BLOCKS_EXAMPLES)(blocks)
-    app.command("drop-cache", help=DROP_EXAMPLES)(drop_cache)
+    """Adds the group of commands to the application."""
+    group = typer.Typer(no_args_is_help=True, cls=Group, help="Pools of an allocator: list, show, watch.")
+    group.command("list", help=LIST_EXAMPLES)(list_all)
+    group.command(help=SHOW_EXAMPLES)(show)
+    watch.register(group)
+    app.add_typer(group, name="pool")
 
 
 @options.connects
-def pools(
+def list_all(
     allocator: options.Allocator = options.ALLOCATOR,
     timeout: options.Timeout = 10.0,
     as_json: options.Json = False,
@@ -93,7 +85,7 @@ def pools(
 
 
 @options.connects
-def blocks(
+def show(
     pool: Annotated[str, typer.Argument(help="Name of the pool.", show_default=False)],
     *,
     allocator: options.Allocator = options.ALLOCATOR,
@@ -125,25 +117,6 @@ def blocks(
     if found.sequences:
         console.print(_sequences(found))
     pool_usage.show(console, usage)
-
-
-@options.connects
-def drop_cache(
-    pool: Annotated[str, typer.Argument(help="Name of the pool.", show_default=False)],
-    *,
-    allocator: options.Allocator = options.ALLOCATOR,
-    namespace: Annotated[str | None, typer.Option(help="Only of this namespace; by default of all.")] = None,
-    timeout: options.Timeout = 10.0,
-    as_json: options.Json = False,
-    credentials: options.Credentials,
-) -> None:
-    """Calls DropCache, and prints what was forgotten."""
-    with Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
-        done = client.drop_cache(pool, namespace)
-    if as_json:
-        output.print_json(done._asdict())
-        return
-    print(f"{done.dropped_block_count:,} blocks forgotten, {done.held_block_count:,} are held by sequences")
 
 
 def _sequences(found: PoolBlocks) -> Table:

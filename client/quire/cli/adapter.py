@@ -1,4 +1,4 @@
-"""`quire adapters`: LoRA adapters of a worker."""
+"""`quire adapter`: LoRA adapters of a worker."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from rich.text import Text
 
 from quire import Client
 from quire.cli import options, output
+from quire.cli.names import Group
+from quire.errors import QuireError, Reason
 from quire.types import AdapterInfo
 
 Name = Annotated[str, typer.Argument(help="Name that requests say.", show_default=False)]
@@ -18,11 +20,11 @@ Name = Annotated[str, typer.Argument(help="Name that requests say.", show_defaul
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to the application."""
-    group = typer.Typer(no_args_is_help=True, help="LoRA adapters of a worker: load, drop, list.")
-    group.command()(load)
-    group.command()(drop)
+    group = typer.Typer(no_args_is_help=True, cls=Group, help="LoRA adapters of a worker: list, load, unload.")
     group.command("list")(list_all)
-    app.add_typer(group, name="adapters")
+    group.command()(load)
+    group.command()(unload)
+    app.add_typer(group, name="adapter")
 
 
 @options.connects
@@ -47,19 +49,29 @@ def load(
 
 
 @options.connects
-def drop(
+def unload(
     name: Name,
     *,
+    dry_run: options.DryRun = False,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = 10.0,
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Drop an adapter; refused while requests are computed with it."""
+    """Unload an adapter; refused while requests are computed with it."""
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
-        client.unload_adapter(name)
+        if dry_run:
+            found = [each for each in client.list_adapters() if each.name == name]
+            if not found:
+                raise QuireError.of(Reason.ADAPTER_UNKNOWN, f"no adapter named {name!r} is loaded")
+            said = f"would unload {name}: {found[0].byte_count:,} bytes; {found[0].request_count:,} requests have it"
+        else:
+            client.unload_adapter(name)
+            said = f"{name} is unloaded"
     if as_json:
-        output.print_json({"name": name})
+        output.print_json({"name": name, "dry_run": dry_run})
+    else:
+        print(said)
 
 
 @options.connects

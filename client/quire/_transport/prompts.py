@@ -1,0 +1,49 @@
+"""Prompts as callers give them, and what is made of them before a call: pure functions that both flavours share."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias, TypeGuard
+
+from quire.hashing import root_digest
+from quire.sampling import SamplingParams
+from quire.types import AdapterInfo, WorkerStatus
+
+Message: TypeAlias = Mapping[str, Any]  # of a chat: `role`, `content`, and what else its template knows
+AT_A_TIME: Final = 64  # requests of `generate_many`
+
+
+def is_written(prompt: str | Sequence[int] | Sequence[Message]) -> TypeGuard[str | Sequence[Message]]:
+    """Tells whether a prompt is text, or a conversation, which a tokenizer has to read; not token ids."""
+    return isinstance(prompt, str) or (bool(len(prompt)) and isinstance(prompt[0], Mapping))
+
+
+def digest_root(status: WorkerStatus, adapters: Sequence[AdapterInfo], namespace: str, adapter: str) -> bytes:
+    """Returns the digest that a worker's prompts of this namespace and adapter start from.
+
+    Raises:
+        ValueError: the adapter is not among those that are loaded.
+    """
+    digests = {each.name: each.digest for each in adapters}
+    if adapter and adapter not in digests:
+        raise ValueError(f"no adapter named {adapter!r} is loaded; there are {', '.join(sorted(digests)) or 'none'}")
+    of_adapter = digests[adapter] if adapter else b""
+    return root_digest(
+        fingerprint=status.model_fingerprint, layout=status.cache_layout, adapter=of_adapter, namespace=namespace
+    )
+
+
+def left_s(timeout_s: float, since_s: float) -> float:
+    """Returns what is left of a call's time, which began at `since_s` of the monotonic clock."""
+    return max(timeout_s - (time.monotonic() - since_s), 0.001)
+
+
+def warn_of_equal_samples(params: SamplingParams) -> None:
+    """Warns a caller whose samples cannot differ."""
+    if params.n > 1 and params.temperature == 0 and params.num_beams == 1:
+        warnings.warn(
+            f"n={params.n} greedy samples are all the same text; give a temperature above 0, or num_beams",
+            stacklevel=4,  # beside generate_request, and `stream` or `generate`: where most callers are
+        )

@@ -1,0 +1,45 @@
+"""Old names of commands and options: each is refused with the name that replaced it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from typer.core import TyperCommand, TyperGroup
+
+COMMANDS: Final = {
+    "pools": "pool list",
+    "blocks": "pool show",
+    "watch": "pool watch",
+    "drop-cache": "cache drop",
+    "adapters": "adapter",
+    "adapter drop": "adapter unload",
+}
+OPTIONS: Final = {
+    f"--{server}{old}": f"--{new}-{server}"
+    for server in ("allocator", "worker", "gateway")
+    for old, new in (("", "listen"), ("-metrics", "metrics"))
+    if (server, old) != ("gateway", "-metrics")
+}
+
+
+class Group(TyperGroup):
+    """A group of commands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Returns the command that the first argument names."""
+        old = " ".join([*ctx.command_path.split()[1:], args[0]])
+        if old in COMMANDS and args[0] not in self.commands:
+            ctx.fail(f"quire {old} is called quire {COMMANDS[old]}")
+        return super().resolve_command(ctx, args)
+
+
+class Up(TyperCommand):
+    """`quire up`, whose addresses to listen at were called as those to call are."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the command line up to the worker's options."""
+        for given in args[: args.index("--")] if "--" in args else args:
+            name = given.partition("=")[0]
+            if name in OPTIONS:
+                ctx.fail(f"{name} is called {OPTIONS[name]}: a server of quire up listens there")
+        return super().parse_args(ctx, args)

@@ -186,8 +186,11 @@ def _ask(
 ) -> Ask:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is for streams: it needs stream=true")
+    given = body.model_fields_set  # looked at before the fields: most bodies have few of these many
     for name, neutral in _REFUSED.items():
-        value = getattr(body, name, None)
+        if name not in given:
+            continue
+        value = getattr(body, name)
         if value is not None and value not in neutral and value != type(body).model_fields[name].default:
             raise unsupported(name)
     if body.prompt_logprobs is not None and body.stream:
@@ -197,7 +200,8 @@ def _ask(
         raise invalid("best_of", f"best_of must be at least n, {body.n}, not {best_of}")
     options: dict[str, Any] = {"temperature": 1.0}  # OpenAI's default
     for name, neutral in _SAME_NAME.items():
-        _put(options, name, name, getattr(body, name, None), neutral)
+        if name in given:
+            _put(options, name, name, getattr(body, name), neutral)
     _settle_edges(options)
     beam_count = body.num_beams or (body.n or 1 if body.use_beam_search else 1)
     beams_name = "use_beam_search" if body.use_beam_search and body.num_beams is None else "num_beams"

@@ -51,6 +51,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._unframed_bytes = 0  # since the last byte of a body, or the last whole request
         self._declined: bytes | None = None  # a head without the upgrade that it offers
         self._head_timer: asyncio.TimerHandle | None = None
+        self._awaits_head = False  # it has begun, or is to begin with what comes next
         self._probe = b""  # what can be sent in the midst of a request that is answered
         self._is_broken = False  # what follows the requests so far is no HTTP
 
@@ -100,8 +101,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         self._unframed_bytes += len(data)
-        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._wait()
+        self._awaits_head = self._awaits_head or self.cycle is None or self.cycle.response_complete
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
@@ -110,6 +110,8 @@ class BoundedHttp(HttpToolsProtocol):
             return
         if self._unframed_bytes > HEAD_BYTES_MAX and not transport.is_closing():
             self.send_400_response(f"the request line and its headers have more than {HEAD_BYTES_MAX:,} bytes")
+        if self._awaits_head and self._head_timer is None:
+            self._wait()
 
     def _feed(self, data: bytes) -> None:
         """Parses. A request that offers an upgrade is parsed again without the offer.
@@ -134,10 +136,9 @@ class BoundedHttp(HttpToolsProtocol):
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def on_message_begin(self) -> None:
-        """Starts the deadline of a request behind another one."""
+        """Notes that a request has begun. Its deadline starts with the end of what was received, if it is not whole."""
         super().on_message_begin()
-        if self._head_timer is None:
-            self._wait()
+        self._awaits_head = True
 
     def on_headers_complete(self) -> None:
         """Hands a request to the application."""
@@ -249,6 +250,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(HEAD_S, self._too_slow)
 
     def _stop_waiting(self) -> None:
+        self._awaits_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

@@ -22,6 +22,7 @@ class Hosts:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(name.lower().rstrip(".") for name in names)
+        self._latest = b""  # header that was checked: most callers have the same
 
     def check(self, host: bytes) -> None:
         """Does nothing where the Host header is empty or of a name that may be asked.
@@ -29,11 +30,14 @@ class Hosts:
         Raises:
             ApiError: it is of another one.
         """
+        if host == self._latest:
+            return
         name = _name_of(host.decode("latin-1"))
         if not (_is_of_this_machine(name) or name in self._names):
             shown = ascii(name[:128])
             what = f"this gateway does not answer to the name {shown}: start it with --host NAME for it to do so"
             raise ApiError(421, what, code="misdirected_request")
+        self._latest = host
 
 
 def check_count(hosts: int, version: str) -> None:

@@ -85,7 +85,8 @@ def read(body: bytes, kind: type[BodyT]) -> BodyT:
         raise ApiError(400, f"the body is no JSON: {error}") from None
     if not isinstance(given, dict):
         raise ApiError(400, f"the body is to be a JSON object, not {_kind_of(given)}")
-    unknown = next((name for name, value in given.items() if value is not None and name not in kind.model_fields), None)
+    known = kind.model_fields
+    unknown = next((name for name, value in given.items() if name not in known and value is not None), None)
     if unknown is not None:
         shown = unknown[:PARAM_SHOWN]
         raise ApiError(400, f"Unrecognized request argument supplied: {shown}", param=shown, code="unknown_parameter")

@@ -132,6 +132,7 @@ class Served(Response):
     async def _stream(self, send: Send) -> None:
         """Sends each piece as it comes. What fails after the first one is told as the stream's last event."""
         form, has_echo = self._form, bool(self._call.ask.options.get("echo"))
+        top_count = self._call.ask.top_logprob_count
         choices = self._new_choices()
         head = StreamHead(send)
         try:
@@ -148,9 +149,10 @@ class Served(Response):
                     ids = chunk.token_ids if self._call.ask.with_token_ids else ()
                     delta = self._told_of(choice.read(chunk))
                     if delta or chunk.finish_reason is not None or told or ids:
-                        logprobs = await self._logprobs(choice, chunk.text, told)
+                        logprobs = None if top_count is None else await self._logprobs(choice, chunk.text, told)
                         beside = self._beside(number, ids, logprobs, len(choice.token_ids))
-                        beside = beside._replace(prompt_token_ids=None) if choice.has_piece else beside
+                        if choice.has_piece and beside.prompt_token_ids is not None:
+                            beside = beside._replace(prompt_token_ids=None)
                         choice.has_piece = True
                         data += form.piece(index, delta, self._reason(choice, chunk), beside)
                     self._note(chunk)

@@ -88,6 +88,12 @@ AT_ONCE: dict[str, Attack] = {
     "texts that are too long": lambda _, stub, number: wait_for(
         [stub.Tokenize.future(pb.TokenizeRequest(text="x" * 1_900_000)) for _ in range(150)]
     ),
+    "texts of the largest size": lambda _, stub, number: wait_for(
+        [stub.Tokenize.future(pb.TokenizeRequest(text="x1 " * 349_000)) for _ in range(100)]
+    ),
+    "conversations of the largest size": lambda _, stub, number: wait_for(
+        [stub.Tokenize.future(pb.TokenizeRequest(conversation=LARGE)) for _ in range(100)]
+    ),
     "lists at their limits": lambda _, stub, number: wait_for(
         [stub.Generate(lists_at_their_limits()) for _ in range(60)]
     ),
@@ -95,6 +101,7 @@ AT_ONCE: dict[str, Attack] = {
         [stub.Generate(pb.GenerateRequest(text="The", namespace="bad", sampling=LONG)) for _ in range(150)], 20
     ),
 }  # fmt: skip
+LARGE = pb.Conversation(messages_json=json.dumps([{"role": "user", "content": "x1 " * 349_000}]))
 LONG = pb.SamplingParams(max_tokens=1_500, ignore_eos=True)
 
 

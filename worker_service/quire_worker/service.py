@@ -102,16 +102,14 @@ class WorkerService(AdapterCalls):
         """Answers with the tokens of a text or a conversation."""
         try:
             self._checks.check_serving()
-            tokens = await self._checks.tokenized(request)
-            return await self._checks.message(lambda: pb.TokenizeResponse(token_ids=tokens), len(tokens))
+            return await self._checks.tokenized(request)
         except QuireError as error:
             return await abort(context, error)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Answers with the bytes of each token."""
         try:
-            texts = await self._checks.spelled(request)
-            return await self._checks.message(lambda: pb.DetokenizeResponse(texts=texts), len(texts))
+            return await self._checks.spelled(request)
         except QuireError as error:
             return await abort(context, error)
 

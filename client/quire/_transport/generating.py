@@ -27,6 +27,7 @@ _EARLY_STOPPINGS = {
 # Between messages of an answer that is waited for: a message costs worker and client the same at any length.
 WHOLE_INTERVAL_S, INTERVAL_S_MAX = 1.0, 60.0
 _STRUCTURES = ("json_schema", "regex", "grammar", "choice")
+_FINISH_REASONS = {0: None, **{reason.value: reason for reason in sampling.FinishReason}}
 
 
 def generate_request(
@@ -124,16 +125,16 @@ def chunk(message: worker_pb.GenerateResponse) -> sampling.Chunk:
     Raises:
         InternalError: it ended for a reason that this version does not know.
     """
-    if message.finish_reason not in worker_pb.FinishReason.values():
+    if message.finish_reason not in _FINISH_REASONS:
         raise InternalError(f"the worker says that a sample ended for reason {message.finish_reason}")
     return sampling.Chunk(
         sample=message.sample,
         token_ids=tuple(message.token_ids),
         text=message.text,
-        finish_reason=sampling.FinishReason(message.finish_reason) if message.finish_reason else None,
+        finish_reason=_FINISH_REASONS[message.finish_reason],
         usage=sampling.Usage(**values_of(message.usage)) if message.HasField("usage") else None,
-        logprobs=_logprobs(message.logprobs),
-        prompt_logprobs=_logprobs(message.prompt_logprobs),
+        logprobs=_logprobs(message.logprobs) if message.HasField("logprobs") else (),
+        prompt_logprobs=_logprobs(message.prompt_logprobs) if message.HasField("prompt_logprobs") else (),
         score=message.score if message.HasField("score") else None,
     )
 

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Protocol, Self, TypeVar
 
 import grpc
@@ -130,9 +130,9 @@ class AsyncStream(AsyncIterator[ItemT]):
                     return item
         raise StopAsyncIteration
 
-    async def _message(self) -> Any:
+    def _message(self) -> Awaitable[Any]:
         """Returns the next message of the current attempt, or raises what ended it."""
-        return await self._attempts.call.read()
+        return self._attempts.call.read()  # type: ignore[no-any-return]
 
     async def aclose(self) -> None:
         """Cancels the call unless it has ended; iteration ends."""

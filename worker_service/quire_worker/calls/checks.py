@@ -131,7 +131,7 @@ class Checks:
             message = f"the {name} has {token_count} tokens; model and pool hold {longest}"
             raise QuireError.of(Reason.PROMPT_TOO_LONG, message)
 
-    async def tokenized(self, request: pb.TokenizeRequest) -> list[int]:
+    async def tokenized(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         """Returns the tokens of a text or a conversation.
 
         Raises:
@@ -140,11 +140,10 @@ class Checks:
         kind = request.WhichOneof("input")
         require(kind is not None, "input is missing: give text or a conversation")
         if kind == "text":
-            encode = self._engine.tokenizer.encode
-            return await self._computed("", self._texts.encoded(request.text, encode))
+            return await self._computed("", self._texts.tokenized(request.text))
         return await self._computed("", self._texts.conversation(request.conversation))
 
-    async def spelled(self, request: pb.DetokenizeRequest) -> list[bytes]:
+    async def spelled(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         """Returns the bytes of each token.
 
         Raises:

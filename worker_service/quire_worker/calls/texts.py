@@ -2,7 +2,8 @@
 
 Long texts and long lists of tokens have another thread than short ones, so that they cannot delay short ones for long.
 Chat templates are programs and run in a process (`aside/bench.py`): short conversations are written down at once, long
-ones one after another.
+ones one after another. An answer is packed where it is computed: its tokens as Python's numbers take ten times as much
+memory, and would wait for the thread once more.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Texts:
         """Ends the process that writes conversations down."""
         self._bench.close()
 
-    async def encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Returns the tokens of a text, as a method of the tokenizer encodes it.
+    async def encoded(self, text: str, encode: Callable[[str], ResultT]) -> ResultT:
+        """Returns the tokens of a text, as `encode` makes them.
 
         Raises:
             QuireError: TOO_LARGE.
@@ -77,11 +78,21 @@ class Texts:
         """Returns the text of tokens, special ones written out."""
         return await self._threads(len(tokens)).run(self._tokenizer.written, tokens)
 
-    async def spelled(self, tokens: Sequence[int]) -> list[bytes]:
+    async def spelled(self, tokens: Sequence[int]) -> pb.DetokenizeResponse:
         """Returns the bytes of each token."""
-        return await self._threads(len(tokens)).run(self._tokenizer.spell, tokens)
+        spell = self._tokenizer.spell
+        return await self._threads(len(tokens)).run(lambda: pb.DetokenizeResponse(texts=spell(tokens)))
 
-    async def conversation(self, given: pb.Conversation) -> list[int]:
+    async def tokenized(self, text: str) -> pb.TokenizeResponse:
+        """Returns the tokens of a text.
+
+        Raises:
+            QuireError: TOO_LARGE.
+        """
+        encode = self._tokenizer.encode
+        return await self.encoded(text, lambda text: pb.TokenizeResponse(token_ids=encode(text)))
+
+    async def conversation(self, given: pb.Conversation) -> pb.TokenizeResponse:
         """Returns the tokens of a conversation.
 
         Raises:
@@ -99,7 +110,8 @@ class Texts:
             text = await self._text_of(conversation, size)
         except ConversationError as error:
             raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=error.field) from None
-        return await self._threads(len(text)).run(self._tokenizer.encode_written, text)
+        encode = self._tokenizer.encode_written
+        return await self._threads(len(text)).run(lambda: pb.TokenizeResponse(token_ids=encode(text)))
 
     async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
         """Returns an answer to a caller. `size` is a number of tokens: a long answer is put together on a thread."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import subprocess
 import urllib.error
@@ -227,62 +226,6 @@ def test_nothing_that_is_no_body_goes_on_for_ever(served: ServerProcess, beginni
             for _ in range(200_000_000 // len(filler)):
                 connection.sendall(filler)
             pytest.fail("it is never ended")
-
-
-def test_java_node_and_nginx_are_answered(served: ServerProcess, worker: ScriptedServer, tmp_path: Path) -> None:
-    address, body = f"http://{served.address}/v1/completions", STREAM.decode()
-    found = 0
-    if shutil.which("java"):
-        program = tmp_path / "Ask.java"
-        program.write_text(
-            "import java.net.URI; import java.net.http.*; import java.net.http.HttpResponse.BodyHandlers;\n"
-            "class Ask { public static void main(String[] a) throws Exception {\n"
-            ' var request = HttpRequest.newBuilder(URI.create(a[0])).header("Content-Type", "application/json")\n'
-            "  .POST(HttpRequest.BodyPublishers.ofString(a[1])).build();\n"
-            " var answer = HttpClient.newHttpClient().send(request, BodyHandlers.ofString());\n"
-            ' System.out.println(answer.statusCode() + " " + answer.body()); } }\n'
-        )
-        found += said(["java", str(program), address, body])
-    if shutil.which("node"):
-        program = tmp_path / "ask.mjs"
-        program.write_text(
-            "const [url, body] = process.argv.slice(2);\n"
-            "const answer = await fetch(url, {method: 'POST', body, headers: {'Content-Type': 'application/json'}});\n"
-            "console.log(answer.status, await answer.text());\n"
-        )
-        found += said(["node", str(program), address, body])
-    if shutil.which("nginx"):
-        found += behind_nginx(served, body, tmp_path)
-    if not found:
-        pytest.skip("there is neither java nor node nor nginx here")
-
-
-def said(command: list[str], prefix: str = "200 data: ") -> int:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-    assert done.stdout.startswith(prefix), done.stderr
-    assert "[DONE]" in done.stdout
-    return 1
-
-
-def behind_nginx(served: ServerProcess, body: str, folder: Path) -> int:
-    """nginx sends HTTP/1.0 to its upstreams by default."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    configuration = folder / "nginx.conf"
-    configuration.write_text(
-        f"daemon off; pid {folder}/pid; error_log {folder}/error.log; events {{}}\n"
-        f"http {{ access_log off; client_body_temp_path {folder}/a; proxy_temp_path {folder}/b;\n"
-        f" fastcgi_temp_path {folder}/c; uwsgi_temp_path {folder}/d; scgi_temp_path {folder}/e;\n"
-        f" server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://{served.address}; }} }} }}\n"
-    )
-    process = subprocess.Popen(["nginx", "-c", str(configuration)], stderr=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}/v1/completions"
-        eventually(lambda: subprocess.run(["curl", "-s", url], capture_output=True, check=False).returncode == 0, "up")
-        return said(["curl", "-sS", "-N", "--write-out", "", url, "--json", body], prefix="data: ")
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def test_a_stream_is_one_answer_however_slowly_its_caller_reads(served: ServerProcess, worker: ScriptedServer) -> None:

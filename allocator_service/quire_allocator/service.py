@@ -20,6 +20,7 @@ from grpc import aio
 from quire._serving.places import Places
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import QuireError, Reason
+from quire.protocol.features import FEATURES
 from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -66,7 +67,7 @@ def unary(
 
 def _error(refusal: Refusal, method: str, context: Context) -> QuireError:
     """Returns the error of a refusal for its caller. The log names callers that permissions stopped."""
-    error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
+    error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
     if error.code is grpc.StatusCode.PERMISSION_DENIED:
         log_refused(method, error.reason, context.peer())
     return error
@@ -184,7 +185,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     def OpenSession(self, request: pb.OpenSessionRequest, permissions: Permissions) -> pb.OpenSessionResponse:
         owner = self.unary_sessions.open(request, permissions, self.clock())
         return pb.OpenSessionResponse(
-            session_id=owner.session_id, lease_ms=int(self.directory.lease_s * 1000), limits=translate.LIMITS
+            session_id=owner.session_id,
+            lease_ms=int(self.directory.lease_s * 1000),
+            limits=translate.LIMITS,
+            features=FEATURES,
         )
 
     @unary

@@ -99,7 +99,7 @@ def scene(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) 
 
 def session(scene: Scene, who: str) -> Any:
     """Attach, an empty report, one step that grows a sequence in `red`, which may be all that is refused, detach."""
-    attach = pb.Attach(version=1, pool=next(NAMES), incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
+    attach = pb.Attach(version=2, pool=next(NAMES), incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
     requests: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
     requests.put(pb.SessionRequest(attach=attach))
     requests.put(EMPTY_REPORT)

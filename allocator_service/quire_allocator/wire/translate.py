@@ -7,7 +7,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from quire.protocol.limits import MESSAGE_BYTES_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
+from quire.protocol.features import APPEND_ONLY, FEATURES, FIRST_BLOCK_ID, TELLS_REMOVED
+from quire.protocol.limits import (
+    MESSAGE_BYTES_MAX,
+    NAMESPACE_BYTES_MAX,
+    PROTOCOL_VERSION,
+    REQUEST_ID_CHARACTERS_MAX,
+)
 from quire.protocol.packing import pack_uint32
 from quire.v1 import allocator_pb2 as pb
 
@@ -47,10 +53,42 @@ LIMITS = pb.Limits(
 )
 
 
-def require(condition: bool, message: str | Callable[[], str], reason: str = "MALFORMED") -> None:
-    """Raises `Refusal` with this message and reason unless the condition holds."""
+def require(
+    condition: bool, message: str | Callable[[], str], reason: str = "MALFORMED", field: str | None = None
+) -> None:
+    """Raises `Refusal` with this message, reason and field unless the condition holds."""
     if not condition:
-        raise Refusal(reason, message if isinstance(message, str) else message())
+        raise Refusal(reason, message if isinstance(message, str) else message(), field=field)
+
+
+def version(number: int) -> None:
+    """Refuses an owner of another protocol version as VERSION."""
+    require(
+        number == PROTOCOL_VERSION,
+        f"version {number} is not served: this allocator serves version {PROTOCOL_VERSION}; "
+        f"update the {'owner' if number < PROTOCOL_VERSION else 'allocator'}",
+        "VERSION",
+        "version",
+    )
+
+
+def features(names: Sequence[str]) -> frozenset[str]:
+    """Returns the features that an owner relies on.
+
+    Raises:
+        Refusal: VERSION, one is not known; MALFORMED, they are too many.
+    """
+    require(len(names) <= limits.FEATURES_MAX, f"at most {limits.FEATURES_MAX} features can be asked for")
+    asked = frozenset(names)
+    unknown = sorted(asked.difference(FEATURES))
+    require(
+        not unknown,
+        # A name may be of any length.
+        lambda: f"feature {unknown[0][:64]!r} is not known: this allocator knows {', '.join(FEATURES)}; update it",
+        "VERSION",
+        "features",
+    )
+    return asked
 
 
 def pool_name(name: str) -> str:
@@ -96,8 +134,10 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
     """Returns a pool's specification, checked.
 
     Raises:
-        Refusal: MALFORMED, a number out of range; LAYOUT, groups that this allocator cannot manage.
+        Refusal: VERSION, a feature that this allocator does not know; MALFORMED, a number out of range; LAYOUT, groups
+            that it cannot manage.
     """
+    asked = features(spec.features)
     require(1 <= spec.block_count <= limits.BLOCKS_MAX, f"block_count must be 1 to {limits.BLOCKS_MAX}")
     require(1 <= len(spec.groups) <= limits.GROUPS_MAX, f"a pool has 1 to {limits.GROUPS_MAX} groups")
     require(len(spec.cache_layout.encode()) <= limits.LAYOUT_BYTES_MAX, "cache_layout is too long")
@@ -113,6 +153,11 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         spec.chunk_token_count_max <= limits.CHUNK_TOKENS_MAX,
         f"chunk_token_count_max must be at most {limits.CHUNK_TOKENS_MAX}",
     )
+    require(
+        spec.first_block_id == 0 or FIRST_BLOCK_ID in asked,
+        f"first_block_id is {spec.first_block_id}: it needs the feature {FIRST_BLOCK_ID}",
+        field="first_block_id",
+    )
     require(spec.first_block_id <= limits.FIRST_BLOCK_MAX, f"first_block_id must be at most {limits.FIRST_BLOCK_MAX}")
     groups = tuple(map(_group_spec, spec.groups))
     smallest = min(group.block_size for group in groups)
@@ -122,7 +167,7 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         "LAYOUT",
     )
     require(
-        not spec.append_only or all(group.kind is not GroupKind.STATE for group in groups),
+        APPEND_ONLY not in asked or all(group.kind is not GroupKind.STATE for group in groups),
         "no group of an append-only pool keeps states",
         "LAYOUT",
     )
@@ -136,9 +181,9 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         spec.eviction_policy,
         spec.retention,
         spec.chunk_token_count_max,
-        spec.append_only,
+        APPEND_ONLY in asked,
         spec.first_block_id,
-        spec.tells_removed,
+        TELLS_REMOVED in asked,
     )
 
 
@@ -190,10 +235,14 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
         eviction_policy=spec.eviction_policy,
         retention=spec.retention,
         chunk_token_count_max=spec.chunk_token_count_max,
-        append_only=spec.append_only,
+        features=_features_of(spec),
         first_block_id=spec.first_block_id,
-        tells_removed=spec.tells_removed,
     )
+
+
+def _features_of(spec: PoolSpec) -> list[str]:
+    asked = {APPEND_ONLY: spec.append_only, FIRST_BLOCK_ID: spec.first_block_id > 0, TELLS_REMOVED: spec.tells_removed}
+    return [name for name, is_asked in asked.items() if is_asked]
 
 
 def block_table(blocks: array[int]) -> pb.BlockTable:

@@ -1,10 +1,10 @@
-"""Limits that both sides of protocol v1 agree on. A server's own limits come with its `Ready` or its errors."""
+"""Limits that both sides of the protocol agree on. A server's own limits come with its `Ready` or its errors."""
 
 from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MESSAGE_BYTES_MAX: Final = 2 << 20  # either way
 NAMESPACE_BYTES_MAX: Final = 128
 REPORT_CHUNK_BYTES_MAX: Final = 256 << 10

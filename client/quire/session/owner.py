@@ -24,6 +24,7 @@ from collections import deque
 from typing import Final, NamedTuple
 
 from quire.errors import InternalError, QuireError, Reason
+from quire.protocol.features import check_served
 from quire.protocol.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
 from quire.protocol.outcomes import StepOutcome, read_reply
 from quire.protocol.packing import unpack_uint64
@@ -268,6 +269,7 @@ class PoolOwner:
 
         Raises:
             InternalError: the allocator broke the protocol; the owner is IDLE and its session is not resumed.
+            FailedPreconditionError: VERSION, the allocator does not know a feature of the pool.
             LedgerLostError: it did so in a way that spoiled the ledger; the owner begins anew, empty.
         """
         kind = reply.WhichOneof("message")
@@ -332,6 +334,7 @@ class PoolOwner:
             self._send_step(request)
 
     def _enter(self, opened: pb.Resumed | pb.Ready) -> None:
+        check_served(self.spec.features, opened.features)
         self.phase, self._was_open = Phase.OPEN, True
         self._unheard_heartbeats = 0
         self.limits = opened.limits

@@ -32,7 +32,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, Self
 
 from quire._transport.backoff import Backoff
-from quire.errors import InternalError, QuireError, Reason, UnavailableError
+from quire.errors import FailedPreconditionError, InternalError, QuireError, Reason, UnavailableError
 from quire.protocol.limits import HEARTBEAT_S, SILENCE_S
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
@@ -292,6 +292,8 @@ class AsyncSession:
                     self._flush_soon()  # a report takes long to send, and the allocator is to be heard meanwhile
         except EndedError as ended:
             return ended.said
+        except FailedPreconditionError as error:  # the allocator lacks a feature
+            return error
         except LedgerLostError as error:
             log.error("the pool begins anew: %s", error)
             self._answers.lose_pool()

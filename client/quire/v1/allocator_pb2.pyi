@@ -8,6 +8,9 @@ consecutive tokens of one sequence; a block id is an index into the worker's phy
 *group* is a set of layers of one attention type; each sequence has one *block table* per group. Tokens and KV bytes
 never appear here: the allocator sees counts and digests.
 
+Evolution. A receiver ignores fields that it does not know. What it may not ignore has a *feature*, by name: the owner
+lists the features it relies on in `PoolSpec.features`, and an allocator that does not know one refuses the session.
+
 Encoding. Hot messages are structs of arrays: packed fixed-width numbers, and `bytes` for digests (32 bytes each,
 concatenated) and block ids (uint32 little-endian, concatenated). The arrays of one phase are parallel: entry i of
 each is about operation i. An array whose entries are all zero (or all RESULT_OK) may be sent empty.
@@ -298,9 +301,8 @@ class PoolSpec(_message.Message):
     EVICTION_POLICY_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     CHUNK_TOKEN_COUNT_MAX_FIELD_NUMBER: _builtins.int
-    APPEND_ONLY_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_ID_FIELD_NUMBER: _builtins.int
-    TELLS_REMOVED_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
     """Physical blocks, shared by all groups, 1 to 16,777,216. The blocks of all pools together are limited too:
     RESOURCE_EXHAUSTED / LIMIT.
@@ -320,18 +322,9 @@ class PoolSpec(_message.Message):
     not say. Windowed groups hold a pass and the window before it, so a prompt in chunks is let in only if it fits with
     passes as large as this.
     """
-    append_only: _builtins.bool
-    """Tables change at their end alone, for engines that cannot replace an entry: a sequence keeps its own block where a
-    commit finds the digest published already, and a fork whose parent ends inside a block is UNCOMMITTED. Blocks that
-    fall out of a window are given back all the same. No group is of states; LAYOUT otherwise.
-    """
     first_block_id: _builtins.int
     """Id of the first block, for engines that keep lower ones to themselves, such as a page 0 for padding: ids are
-    first_block_id <= id < first_block_id + block_count. At most 65,536; 0 otherwise.
-    """
-    tells_removed: _builtins.bool
-    """Whether the answer to each step says which digests left the index (`StepReply.removed`), for engines that tell
-    others what they have cached.
+    first_block_id <= id < first_block_id + block_count. At most 65,536; 0 otherwise. Needs the feature "first-block-id".
     """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSpec]:
@@ -342,6 +335,21 @@ class PoolSpec(_message.Message):
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Quota]:
         """Quotas of namespaces, at most one for each and 1,024 in all."""
+
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Features that the owner relies on, at most 64, in any order. An allocator that does not know one of them refuses the
+        session with FAILED_PRECONDITION / VERSION, and names it. Features of this version:
+
+        "append-only": tables change at their end alone, for engines that cannot replace an entry. A sequence keeps its own
+        block where a commit finds the digest published already, and a fork whose parent ends inside a block is UNCOMMITTED.
+        Blocks that fall out of a window are given back all the same. No group is of states; LAYOUT otherwise.
+
+        "first-block-id": `first_block_id` counts. Without this feature it must be 0.
+
+        "tells-removed": the answer to each step says which digests left the index (`StepReply.removed`), for engines that
+        tell others what they have cached.
+        """
 
     def __init__(
         self,
@@ -355,13 +363,12 @@ class PoolSpec(_message.Message):
         eviction_policy: _builtins.str = ...,
         retention: _builtins.str = ...,
         chunk_token_count_max: _builtins.int = ...,
-        append_only: _builtins.bool = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
         first_block_id: _builtins.int = ...,
-        tells_removed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_only", b"append_only", "block_count", b"block_count", "cache_layout", b"cache_layout", "chunk_token_count_max", b"chunk_token_count_max", "eviction_policy", b"eviction_policy", "first_block_id", b"first_block_id", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "retention", b"retention", "tells_removed", b"tells_removed", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "cache_layout", b"cache_layout", "chunk_token_count_max", b"chunk_token_count_max", "eviction_policy", b"eviction_policy", "features", b"features", "first_block_id", b"first_block_id", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "retention", b"retention", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -533,7 +540,9 @@ class Attach(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Protocol version: 1. Any other fails with FAILED_PRECONDITION / VERSION."""
+    """Protocol version: 2. Any other fails with FAILED_PRECONDITION / VERSION. It changes where an old message would be
+    misread; what is merely new is a feature of `spec`.
+    """
     pool: _builtins.str
     """Name of the pool, 1 to 128 characters of [A-Za-z0-9._/-]."""
     incarnation: _builtins.bytes
@@ -582,6 +591,7 @@ class Resumed(_message.Message):
     NEXT_STEP_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """The session, 16 bytes."""
     next_step: _builtins.int
@@ -592,6 +602,10 @@ class Resumed(_message.Message):
     def limits(self) -> Global___Limits:
         """What the server accepts."""
 
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Features that the server knows. An owner that relies on another one leaves."""
+
     def __init__(
         self,
         *,
@@ -599,10 +613,11 @@ class Resumed(_message.Message):
         next_step: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         limits: Global___Limits | None = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -914,6 +929,7 @@ class Ready(_message.Message):
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """New session id, 16 bytes."""
     next_step: _builtins.int
@@ -926,6 +942,10 @@ class Ready(_message.Message):
     def limits(self) -> Global___Limits:
         """What the server accepts."""
 
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in Resumed."""
+
     def __init__(
         self,
         *,
@@ -934,10 +954,11 @@ class Ready(_message.Message):
         state_digest: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
         limits: Global___Limits | None = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id", "state_digest", b"state_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id", "state_digest", b"state_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1424,7 +1445,7 @@ class StepReply(_message.Message):
 
     @_builtins.property
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovedBlocks]:
-        """In a pool that `tells_removed`: what could be hit before this step or was published by it, and cannot be hit after
+        """In a pool with the feature "tells-removed": what could be hit before this step or was published by it, and cannot be hit after
         it. Of more than 8,192 digests, or 1,024 namespaces, some, and `is_removed_cut` is set: others have left, too.
         """
 
@@ -1519,10 +1540,13 @@ class OpenSessionRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id chosen by the caller, 1 to 64 characters; a request with a repeated id returns the first answer."""
     pool: _builtins.str
     """Name of the pool, 1 to 128 characters of [A-Za-z0-9._/-]."""
+    version: _builtins.int
+    """As in Attach."""
     @_builtins.property
     def spec(self) -> Global___PoolSpec:
         """The pool's specification."""
@@ -1533,10 +1557,11 @@ class OpenSessionRequest(_message.Message):
         request_id: _builtins.str = ...,
         pool: _builtins.str = ...,
         spec: Global___PoolSpec | None = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "request_id", b"request_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "request_id", b"request_id", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1551,6 +1576,7 @@ class OpenSessionResponse(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """Id of the session, 16 bytes; every later call carries it."""
     lease_ms: _builtins.int
@@ -1559,16 +1585,21 @@ class OpenSessionResponse(_message.Message):
     def limits(self) -> Global___Limits:
         """What the server accepts."""
 
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in Resumed."""
+
     def __init__(
         self,
         *,
         session_id: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
         limits: Global___Limits | None = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "limits", b"limits", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "lease_ms", b"lease_ms", "limits", b"limits", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,9 @@ consecutive tokens of one sequence; a block id is an index into the worker's phy
 *group* is a set of layers of one attention type; each sequence has one *block table* per group. Tokens and KV bytes
 never appear here: the allocator sees counts and digests.
 
+Evolution. A receiver ignores fields that it does not know. What it may not ignore has a *feature*, by name: the owner
+lists the features it relies on in `PoolSpec.features`, and an allocator that does not know one refuses the session.
+
 Encoding. Hot messages are structs of arrays: packed fixed-width numbers, and `bytes` for digests (32 bytes each,
 concatenated) and block ids (uint32 little-endian, concatenated). The arrays of one phase are parallel: entry i of
 each is about operation i. An array whose entries are all zero (or all RESULT_OK) may be sent empty.

@@ -304,6 +304,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     @unary
     def GetPool(self, request: pb.GetPoolRequest, permissions: Permissions) -> pb.GetPoolResponse:
         name = translate.pool_name(request.pool)
+        require(request.view in pb.PoolView.values(), f"view {request.view} is not known", field="view")
         authorization.require_observing(permissions, name)
         owner = self.directory.pool(name)
         response = pb.GetPoolResponse(summary=views.summary(owner, self.clock()))

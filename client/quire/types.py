@@ -9,12 +9,12 @@ per group; an entry is None if the group has no block there: it fell out of a wi
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
+from quire.protocol.open_enum import OpenEnum
 from quire.protocol.outcomes import Copy, Result, Swap, Victim
 
 BlockTable: TypeAlias = tuple[int | None, ...]
@@ -124,7 +124,7 @@ class AdapterInfo:
 # Pools
 
 
-class GroupKind(enum.IntEnum):
+class GroupKind(OpenEnum):
     """The way in which the layers of a group use their blocks."""
 
     FULL_ATTENTION = 1

@@ -190,7 +190,8 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
 def _group_spec(group: pb.GroupSpec) -> GroupSpec:
     kind = KINDS.get(group.kind)
     if kind is None:
-        raise Refusal("LAYOUT", f"group kind {group.kind} is not managed")
+        known = ", ".join(f"{number} ({each.name})" for number, each in KINDS.items())
+        raise Refusal("MALFORMED", f"group kind {group.kind} is not known: it is one of {known}", field="kind")
     require(1 <= group.block_size <= limits.BLOCK_SIZE_MAX, f"block_size must be 1 to {limits.BLOCK_SIZE_MAX}")
     if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
         require(

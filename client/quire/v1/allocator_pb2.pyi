@@ -10,6 +10,8 @@ never appear here: the allocator sees counts and digests.
 
 Evolution. A receiver ignores fields that it does not know. What it may not ignore has a *feature*, by name: the owner
 lists the features it relies on in `PoolSpec.features`, and an allocator that does not know one refuses the session.
+A server refuses a request with an enum value that it does not know: INVALID_ARGUMENT, with the field. What an unknown
+value means in an answer, the comment of each enum says.
 
 Encoding. Hot messages are structs of arrays: packed fixed-width numbers, and `bytes` for digests (32 bytes each,
 concatenated) and block ids (uint32 little-endian, concatenated). The arrays of one phase are parallel: entry i of
@@ -64,7 +66,8 @@ class GroupKind(_GroupKind, metaclass=_GroupKindEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------------------------
     What a pool is
 
-    GroupKind: how the layers of a group use their blocks.
+    GroupKind: how the layers of a group use their blocks. A reader shows a kind that it does not know by its number, and
+    does not compute what such a pool can hit.
     """
 
 GROUP_KIND_UNSPECIFIED: GroupKind.ValueType  # 0
@@ -129,7 +132,8 @@ class Result(_Result, metaclass=_ResultEnumTypeWrapper):
     Steps
 
     Result: what one operation did. An operation with another result than OK changed nothing; the step counts as applied
-    all the same.
+    all the same. That is also what a result means that the owner does not know: it fails what asked for the operation,
+    once, and names the number.
     """
 
 RESULT_OK: Result.ValueType  # 0
@@ -180,7 +184,7 @@ class _SessionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionKi
     """With unary calls."""
 
 class SessionKind(_SessionKind, metaclass=_SessionKindEnumTypeWrapper):
-    """SessionKind: how a pool's owner talks to the allocator."""
+    """SessionKind: how a pool's owner talks to the allocator. A reader shows a kind that it does not know by its number."""
 
 SESSION_KIND_UNSPECIFIED: SessionKind.ValueType  # 0
 """Never sent."""

@@ -10,6 +10,8 @@ never appear here: the allocator sees counts and digests.
 
 Evolution. A receiver ignores fields that it does not know. What it may not ignore has a *feature*, by name: the owner
 lists the features it relies on in `PoolSpec.features`, and an allocator that does not know one refuses the session.
+A server refuses a request with an enum value that it does not know: INVALID_ARGUMENT, with the field. What an unknown
+value means in an answer, the comment of each enum says.
 
 Encoding. Hot messages are structs of arrays: packed fixed-width numbers, and `bytes` for digests (32 bytes each,
 concatenated) and block ids (uint32 little-endian, concatenated). The arrays of one phase are parallel: entry i of

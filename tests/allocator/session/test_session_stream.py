@@ -67,7 +67,7 @@ WRONG_ATTACHES: list[tuple[dict[str, Any], Reason]] = [
     ({"spec": pb.PoolSpec()}, Reason.MALFORMED),
     (
         {"spec": pb.PoolSpec(block_count=1, groups=[pb.GroupSpec(block_size=1)])},
-        Reason.LAYOUT,
+        Reason.MALFORMED,
     ),
 ]
 

@@ -17,15 +17,19 @@ import grpc
 import structlog
 from google.protobuf.message import Message
 from grpc import aio
+from quire import __version__
 from quire._serving.places import Places
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import QuireError, Reason
 from quire.protocol.features import FEATURES
+from quire.protocol.limits import PROTOCOL_VERSION
 from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire.v1 import server_pb2
 
 from quire_allocator import limits
+from quire_allocator.core import pool
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.readers import index, usage
 from quire_allocator.core.refusal import Refusal
@@ -314,6 +318,18 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         elif request.view == pb.POOL_VIEW_USAGE:
             views.add_usage(owner.pool, response, permissions)
         return response
+
+    @unary
+    def GetServerInfo(
+        self, request: server_pb2.GetServerInfoRequest, permissions: Permissions
+    ) -> server_pb2.GetServerInfoResponse:
+        return server_pb2.GetServerInfoResponse(
+            version=__version__,
+            protocol_version=PROTOCOL_VERSION,
+            features=FEATURES,
+            limits=translate.LIMITS,
+            core="python" if str(pool.__file__).endswith(".py") else "compiled",
+        )
 
     async def WatchEvents(  # type: ignore[override]  # events go through context.write
         self, request: pb.WatchEventsRequest, context: Context

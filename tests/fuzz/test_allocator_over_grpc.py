@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire.v1 import allocator_pb2 as pb
+from quire.v1 import server_pb2
 
 from tests.allocator.service.harness import EMPTY_REPORT, d, grows, running_allocator, spec
 from tests.fuzz.messages import Malformer
@@ -76,6 +77,7 @@ RIGHT: dict[str, Any] = {
     "CloseSession": pb.CloseSessionRequest(session_id=bytes(16)),
     "DropCache": pb.DropCacheRequest(pool="other", drop=pb.CacheDrop(namespace="", digests=d("ab"))),
     "MatchPrefix": pb.MatchPrefixRequest(digests=d("ab")),
+    "GetServerInfo": server_pb2.GetServerInfoRequest(),
     "ListPools": pb.ListPoolsRequest(),
     "GetPool": pb.GetPoolRequest(pool="bystander", view=pb.POOL_VIEW_USAGE),
     "WatchEvents": pb.WatchEventsRequest(pool="bystander", session_id=bytes(16), cursor=1),

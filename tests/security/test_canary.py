@@ -150,11 +150,11 @@ def misuse_allocator(stub: Any, metadata: Any, outcome: Outcome, *, is_let_in: b
 
     if not is_let_in:
         outcome.refused(lambda: call("MatchPrefix", digests=digests, namespace=NAMESPACE))
-        outcome.refused(lambda: call("OpenSession", request_id="r", pool="p", spec=spec()))
+        outcome.refused(lambda: call("OpenSession", version=2, request_id="r", pool="p", spec=spec()))
         return
     wrong = pb.PoolSpec(block_count=8, groups=spec().groups, eviction_policy=PROMPT)
-    outcome.refused(lambda: call("OpenSession", request_id="w", pool="p", spec=wrong))
-    session = call("OpenSession", request_id="r", pool="p", spec=spec()).session_id
+    outcome.refused(lambda: call("OpenSession", version=2, request_id="w", pool="p", spec=wrong))
+    session = call("OpenSession", version=2, request_id="r", pool="p", spec=spec()).session_id
     outcome.canaries.add_bytes("unary session id", session)
     of_session = {"session_id": session, "sequence_id": 1}
     call("Allocate", **of_session, request_id="1", token_count=8, namespace=NAMESPACE, digests=digests)

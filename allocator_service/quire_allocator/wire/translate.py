@@ -9,13 +9,17 @@ from typing import cast
 
 from quire.protocol.features import APPEND_ONLY, FEATURES, FIRST_BLOCK_ID, TELLS_REMOVED
 from quire.protocol.limits import (
+    HEARTBEAT_S,
     MESSAGE_BYTES_MAX,
     NAMESPACE_BYTES_MAX,
     PROTOCOL_VERSION,
     REQUEST_ID_CHARACTERS_MAX,
+    SILENCE_S,
+    STOPS_MAX,
 )
 from quire.protocol.packing import pack_uint32
 from quire.v1 import allocator_pb2 as pb
+from quire.v1 import server_pb2
 
 from quire_allocator import limits
 from quire_allocator.core.drop import CacheDrop
@@ -44,12 +48,15 @@ KINDS: dict[int, GroupKind] = {
 }
 WIRE_KINDS = {kind: cast("pb.GroupKind.ValueType", number) for number, kind in KINDS.items()}
 
-LIMITS = pb.Limits(
+LIMITS = server_pb2.Limits(
     message_bytes_max=MESSAGE_BYTES_MAX,
     step_bytes_max=limits.STEP_BYTES_MAX,
     operations_per_step_max=limits.OPERATIONS_PER_STEP_MAX,
     sequences_max=limits.SEQUENCES_MAX,
     window_max=limits.WINDOW_MAX,
+    heartbeat_ms=int(HEARTBEAT_S * 1000),
+    silence_ms=int(SILENCE_S * 1000),
+    stops_max=STOPS_MAX,
 )
 
 

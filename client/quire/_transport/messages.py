@@ -16,9 +16,20 @@ from quire.protocol.outcomes import NULL_BLOCK, Copy, Result, Swap, Victim
 from quire.protocol.packing import unpack_uint32
 from quire.protocol.steps import cache_drop, concatenated
 from quire.v1 import allocator_pb2 as pb
+from quire.v1 import server_pb2
 from quire.v1 import worker_pb2 as worker_pb
 
 MessageT = TypeVar("MessageT", bound=Message)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Servers
+
+
+def server_info(message: server_pb2.GetServerInfoResponse) -> types.ServerInfo:
+    """Returns what a server is."""
+    limits = types.Limits(**values_of(message.limits))
+    return types.ServerInfo(**{**values_of(message), "features": tuple(message.features), "limits": limits})
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The worker

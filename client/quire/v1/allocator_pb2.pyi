@@ -23,6 +23,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from quire.v1 import server_pb2 as _server_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -379,44 +380,6 @@ class PoolSpec(_message.Message):
 Global___PoolSpec: _TypeAlias = PoolSpec  # noqa: Y015
 
 @_typing.final
-class Limits(_message.Message):
-    """Limits: what this server accepts, sent once at Ready."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MESSAGE_BYTES_MAX_FIELD_NUMBER: _builtins.int
-    STEP_BYTES_MAX_FIELD_NUMBER: _builtins.int
-    OPERATIONS_PER_STEP_MAX_FIELD_NUMBER: _builtins.int
-    SEQUENCES_MAX_FIELD_NUMBER: _builtins.int
-    WINDOW_MAX_FIELD_NUMBER: _builtins.int
-    message_bytes_max: _builtins.int
-    """Bytes of any one message."""
-    step_bytes_max: _builtins.int
-    """Bytes of one Step."""
-    operations_per_step_max: _builtins.int
-    """Operations of all phases of one step together."""
-    sequences_max: _builtins.int
-    """Live sequences of one pool."""
-    window_max: _builtins.int
-    """Steps that may be unanswered at a time."""
-    def __init__(
-        self,
-        *,
-        message_bytes_max: _builtins.int = ...,
-        step_bytes_max: _builtins.int = ...,
-        operations_per_step_max: _builtins.int = ...,
-        sequences_max: _builtins.int = ...,
-        window_max: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message_bytes_max", b"message_bytes_max", "operations_per_step_max", b"operations_per_step_max", "sequences_max", b"sequences_max", "step_bytes_max", b"step_bytes_max", "window_max", b"window_max"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Limits: _TypeAlias = Limits  # noqa: Y015
-
-@_typing.final
 class SessionRequest(_message.Message):
     """---------------------------------------------------------------------------------------------------------------------
     The session stream
@@ -450,7 +413,7 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Sent every second in which the owner sent nothing else; renews the lease."""
+        """Sent every `Limits.heartbeat_ms` in which the owner sent nothing else; renews the lease."""
 
     @_builtins.property
     def detach(self) -> Global___Detach:
@@ -505,7 +468,9 @@ class SessionReply(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Answer to a heartbeat. From ReportRequired to Ready the server sends one every second without being asked."""
+        """Answer to a heartbeat. From ReportRequired to Ready the server sends one every second without being asked. An owner
+        that hears nothing for `Limits.silence_ms` leaves its stream for a new one.
+        """
 
     def __init__(
         self,
@@ -603,7 +568,7 @@ class Resumed(_message.Message):
     lease_ms: _builtins.int
     """Milliseconds without a message after which the pool is dropped."""
     @_builtins.property
-    def limits(self) -> Global___Limits:
+    def limits(self) -> _server_pb2.Limits:
         """What the server accepts."""
 
     @_builtins.property
@@ -616,7 +581,7 @@ class Resumed(_message.Message):
         session_id: _builtins.bytes = ...,
         next_step: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
-        limits: Global___Limits | None = ...,
+        limits: _server_pb2.Limits | None = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
@@ -943,7 +908,7 @@ class Ready(_message.Message):
     lease_ms: _builtins.int
     """Milliseconds without a message after which the pool is dropped."""
     @_builtins.property
-    def limits(self) -> Global___Limits:
+    def limits(self) -> _server_pb2.Limits:
         """What the server accepts."""
 
     @_builtins.property
@@ -957,7 +922,7 @@ class Ready(_message.Message):
         next_step: _builtins.int = ...,
         state_digest: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
-        limits: Global___Limits | None = ...,
+        limits: _server_pb2.Limits | None = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
@@ -1586,7 +1551,7 @@ class OpenSessionResponse(_message.Message):
     lease_ms: _builtins.int
     """Milliseconds without a call after which the pool is dropped."""
     @_builtins.property
-    def limits(self) -> Global___Limits:
+    def limits(self) -> _server_pb2.Limits:
         """What the server accepts."""
 
     @_builtins.property
@@ -1598,7 +1563,7 @@ class OpenSessionResponse(_message.Message):
         *,
         session_id: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
-        limits: Global___Limits | None = ...,
+        limits: _server_pb2.Limits | None = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015

@@ -7,6 +7,7 @@ allocator.proto.
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from quire.v1 import server_pb2 as _server_pb2
 from quire.v1 import worker_pb2 as _worker_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -83,6 +84,10 @@ class WorkerServiceStub:
     """
     Detokenize: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DetokenizeRequest, _worker_pb2.DetokenizeResponse]
     """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only."""
+    GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]
+    """GetServerInfo: says which version, protocol and features this worker has. Read-only.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -137,6 +142,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     Detokenize: _aio.UnaryUnaryMultiCallable[_worker_pb2.DetokenizeRequest, _worker_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only."""
+    GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
+    """GetServerInfo: says which version, protocol and features this worker has. Read-only.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Serves one model on one pool. Every error carries a `Reason` (errors.proto) and concerns only the request that it
@@ -266,5 +275,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DetokenizeResponse, _abc.Awaitable[_worker_pb2.DetokenizeResponse]]:
         """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only."""
+
+    @_abc_1.abstractmethod
+    def GetServerInfo(
+        self,
+        request: _server_pb2.GetServerInfoRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_server_pb2.GetServerInfoResponse, _abc.Awaitable[_server_pb2.GetServerInfoResponse]]:
+        """GetServerInfo: says which version, protocol and features this worker has. Read-only.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -11,5 +11,5 @@ bin=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
   --plugin=protoc-gen-mypy="$bin/protoc-gen-mypy" --mypy_out=quiet:"$out" \
   --plugin=protoc-gen-mypy_grpc="$bin/protoc-gen-mypy_grpc" --mypy_grpc_out=quiet:"$out" \
   protos/quire/v1/*.proto
-# errors.proto has no service: its empty stubs would only mislead.
-rm -f "$out"/quire/v1/errors_pb2_grpc.py "$out"/quire/v1/errors_pb2_grpc.pyi
+# These two have no service: empty stubs would only mislead.
+rm -f "$out"/quire/v1/{errors,server}_pb2_grpc.{py,pyi}

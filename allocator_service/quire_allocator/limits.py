@@ -35,6 +35,7 @@ REMOVED_TOLD_MAX: Final = 8192  # digests that left the index, in one answer
 REMOVED_SCOPES_MAX: Final = 1024  # namespaces, once for each specification of groups
 BLOCK_SIZE_MAX: Final = 65_536
 GROUPS_MAX: Final = 1024
+FEATURES_MAX: Final = 64  # that an owner may ask for
 WINDOW_TOKENS_MAX: Final = 1 << 24
 CHUNK_TOKENS_MAX: Final = 1 << 24  # that an owner may announce to compute in one pass
 QUOTAS_MAX: Final = 1024  # per pool

@@ -17,14 +17,19 @@ import grpc
 import structlog
 from google.protobuf.message import Message
 from grpc import aio
+from quire import __version__
 from quire._serving.places import Places
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import QuireError, Reason
+from quire.protocol.features import FEATURES
+from quire.protocol.limits import PROTOCOL_VERSION
 from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire.v1 import server_pb2
 
 from quire_allocator import limits
+from quire_allocator.core import pool
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.readers import index, usage
 from quire_allocator.core.refusal import Refusal
@@ -66,7 +71,7 @@ def unary(
 
 def _error(refusal: Refusal, method: str, context: Context) -> QuireError:
     """Returns the error of a refusal for its caller. The log names callers that permissions stopped."""
-    error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
+    error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
     if error.code is grpc.StatusCode.PERMISSION_DENIED:
         log_refused(method, error.reason, context.peer())
     return error
@@ -184,7 +189,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     def OpenSession(self, request: pb.OpenSessionRequest, permissions: Permissions) -> pb.OpenSessionResponse:
         owner = self.unary_sessions.open(request, permissions, self.clock())
         return pb.OpenSessionResponse(
-            session_id=owner.session_id, lease_ms=int(self.directory.lease_s * 1000), limits=translate.LIMITS
+            session_id=owner.session_id,
+            lease_ms=int(self.directory.lease_s * 1000),
+            limits=translate.LIMITS,
+            features=FEATURES,
         )
 
     @unary
@@ -300,6 +308,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     @unary
     def GetPool(self, request: pb.GetPoolRequest, permissions: Permissions) -> pb.GetPoolResponse:
         name = translate.pool_name(request.pool)
+        require(request.view in pb.PoolView.values(), f"view {request.view} is not known", field="view")
         authorization.require_observing(permissions, name)
         owner = self.directory.pool(name)
         response = pb.GetPoolResponse(summary=views.summary(owner, self.clock()))
@@ -309,6 +318,18 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         elif request.view == pb.POOL_VIEW_USAGE:
             views.add_usage(owner.pool, response, permissions)
         return response
+
+    @unary
+    def GetServerInfo(
+        self, request: server_pb2.GetServerInfoRequest, permissions: Permissions
+    ) -> server_pb2.GetServerInfoResponse:
+        return server_pb2.GetServerInfoResponse(
+            version=__version__,
+            protocol_version=PROTOCOL_VERSION,
+            features=FEATURES,
+            limits=translate.LIMITS,
+            core="python" if str(pool.__file__).endswith(".py") else "compiled",
+        )
 
     async def WatchEvents(  # type: ignore[override]  # events go through context.write
         self, request: pb.WatchEventsRequest, context: Context

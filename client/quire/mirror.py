@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence, Set
 from typing import Final, assert_never
 
+from quire.errors import FailedPreconditionError, Reason
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.types import GroupKind, GroupSpec, PoolSpec
 
@@ -30,12 +31,21 @@ class PrefixMirror:
     Args:
         spec: of the pool.
 
+    Raises:
+        FailedPreconditionError: VERSION, this version cannot tell what a group of the pool can hit.
+
     Attributes:
         session_id: of the last event; empty before the first.
         is_exact: whether a snapshot is complete; before that, something may be missing.
     """
 
     def __init__(self, spec: PoolSpec) -> None:
+        for group in spec.groups:
+            if not group.kind.is_known:
+                raise FailedPreconditionError(
+                    f"the pool has groups of kind {group.kind.name}, whose hits this version cannot tell: update it",
+                    Reason.VERSION,
+                )
         self.session_id = b""
         self.is_exact = False
         # Groups of one specification change together: the first one stands for all of them.

@@ -9,16 +9,53 @@ per group; an entry is None if the group has no block there: it fell out of a wi
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
+from quire.protocol.open_enum import OpenEnum
 from quire.protocol.outcomes import Copy, Result, Swap, Victim
 
 BlockTable: TypeAlias = tuple[int | None, ...]
 NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})  # of a chat template, beyond messages and tools
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Servers
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server accepts, and the periods of a session. Of a worker all but the first are 0."""
+
+    message_bytes_max: int
+    step_bytes_max: int
+    operations_per_step_max: int  # of all phases together
+    sequences_max: int  # live ones of one pool
+    window_max: int  # steps that may be unanswered at a time
+    heartbeat_ms: int
+    silence_ms: int  # after which an owner leaves its stream for a new one
+    stops_max: int  # of one sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server is.
+
+    Attributes:
+        version: Quire's.
+        protocol_version: of the session protocol.
+        features: names that it knows, as in `quire.protocol.features`.
+        limits: what it accepts.
+        core: how an allocator's core runs, "compiled" or "python"; empty of a worker.
+    """
+
+    version: str
+    protocol_version: int
+    features: tuple[str, ...]
+    limits: Limits
+    core: str
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Workers
@@ -124,7 +161,7 @@ class AdapterInfo:
 # Pools
 
 
-class GroupKind(enum.IntEnum):
+class GroupKind(OpenEnum):
     """The way in which the layers of a group use their blocks."""
 
     FULL_ATTENTION = 1

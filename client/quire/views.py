@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quire.protocol.open_enum import OpenEnum
 from quire.types import BlockTable, PoolSpec
 
 
-class SessionKind(enum.IntEnum):
+class SessionKind(OpenEnum):
     """The kind of session of a pool's owner: a stream, or unary calls."""
 
     STREAM = 1

@@ -8,18 +8,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from grpc import aio
 from quire import AsyncAllocator, PoolSpec, QuireError
+from quire.protocol.limits import SILENCE_S
 from quire.protocol.steps import StepBuilder
 from quire.session import AsyncSession
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire.v1 import server_pb2
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.pool import Pool
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_allocator.session.machine import SessionMachine
 from quire_allocator.session.stream import SessionStream
+from quire_allocator.wire import translate
 
 SPEC = PoolSpec.full_attention(block_count=16, block_size=4)
 
@@ -102,6 +106,14 @@ async def setting(*, lease_s: float = 10.0) -> AsyncIterator[Setting]:
         yield scene
         await scene.session.close()
     await scene.stop_allocator()
+
+
+def set_periods(monkeypatch: pytest.MonkeyPatch, heartbeat_s: float, silence_s: float = SILENCE_S) -> None:
+    """Makes allocators of this process tell these."""
+    told = server_pb2.Limits()
+    told.CopyFrom(translate.LIMITS)
+    told.heartbeat_ms, told.silence_ms = int(heartbeat_s * 1000), int(silence_s * 1000)
+    monkeypatch.setattr(translate, "LIMITS", told)
 
 
 def allocate(sequence_id: int, token_count: int = 6) -> StepBuilder:

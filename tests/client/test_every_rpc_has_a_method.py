@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from quire import Allocator, AsyncAllocator, AsyncClient, Client, PoolSpec, Reason
 from quire.errors import FailedPreconditionError
 from quire.events import IndexCleared
@@ -23,6 +24,7 @@ from quire.v1 import worker_pb2 as worker_pb
 from tests.client.servers import ScriptedServer, refusing, scripted_server, two_samples
 
 NAMES = {
+    "GetServerInfo": "server_info",
     "GetStatus": "status",
     "OpenSession": "session",
     "CloseSession": "close",
@@ -74,9 +76,7 @@ def _answer_with(message: Callable[[], Any], _request: Any, _context: grpc.Servi
 def server() -> Iterator[ScriptedServer]:
     with scripted_server() as running:
         for _, method in RPCS:
-            # Message classes are found by the descriptor's name: pb.ListPoolsResponse and so on.
-            module = pb if hasattr(pb, method.output_type.name) else worker_pb
-            empty = getattr(module, method.output_type.name)
+            empty = GetMessageClass(method.output_type)
             running.answers[method.name] = partial(_answer_with, empty)
         summary = pb.PoolSummary(pool="pool", session_kind=pb.SESSION_KIND_UNARY)
         running.answers["GetPool"] = lambda *_: pb.GetPoolResponse(summary=summary)

@@ -14,9 +14,8 @@ from quire.protocol.outcomes import Result
 from quire.protocol.steps import StepBuilder
 from quire.session import call as session_call
 from quire.session import exchange as exchanges
-from quire.session import pool_session
 
-from tests.client.session_scene import Setting, allocate, setting
+from tests.client.session_scene import Setting, allocate, set_periods, setting
 
 SOON_S = 20.0
 
@@ -108,7 +107,7 @@ async def test_any_order_of_steps_is_answered_and_both_sides_agree(
 ) -> None:
     """With heartbeats in between, and streams that break."""
     monkeypatch.setattr(exchanges, "IS_OFFERED", offered)
-    monkeypatch.setattr(pool_session, "HEARTBEAT_S", 0.01)
+    set_periods(monkeypatch, 0.01)
     dice = random.Random(seed)
     async with setting() as scene, asyncio.timeout(SOON_S):
         held, ids = list[int](), itertools.count(1)

@@ -19,7 +19,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
 
-from tests.client.session_scene import SPEC, allocate, setting
+from tests.client.session_scene import SPEC, allocate, set_periods, setting
 
 
 async def test_a_step_is_applied_and_its_answer_read() -> None:
@@ -122,8 +122,7 @@ async def test_while_no_allocator_answers_the_step_waits_and_says_why() -> None:
 async def test_an_outage_that_is_longer_than_the_silence_of_a_stream_ends_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quire.session.pool_session.HEARTBEAT_S", 0.05)
-    monkeypatch.setattr("quire.session.pool_session.SILENCE_S", 0.2)
+    set_periods(monkeypatch, 0.05, 0.2)
     async with setting() as scene:
         await scene.stop_allocator()
         step = asyncio.create_task(scene.session.step(allocate(1)))
@@ -169,8 +168,7 @@ async def test_steps_under_way_survive_an_allocator_that_starts_anew_before_it_a
 
 
 async def test_a_process_that_stood_still_keeps_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.session.pool_session.HEARTBEAT_S", 0.02)
-    monkeypatch.setattr("quire.session.pool_session.SILENCE_S", 0.2)
+    set_periods(monkeypatch, 0.02, 0.2)
     async with setting() as scene:
         assert scene.service is not None
         await scene.session.step(allocate(1))
@@ -229,7 +227,7 @@ async def test_a_specification_that_cannot_be_managed_is_refused_at_once() -> No
 async def test_what_the_last_step_of_a_quiet_owner_did_is_acknowledged_by_its_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quire.session.pool_session.HEARTBEAT_S", 0.01)
+    set_periods(monkeypatch, 0.01)
     async with setting() as scene:
         await scene.session.step(allocate(1))
         async with scene.client.watch_events("test") as events:

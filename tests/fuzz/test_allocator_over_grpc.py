@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire.v1 import allocator_pb2 as pb
+from quire.v1 import server_pb2
 
 from tests.allocator.service.harness import EMPTY_REPORT, d, grows, running_allocator, spec
 from tests.fuzz.messages import Malformer
@@ -25,7 +26,7 @@ class Scene:
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
-        request = pb.OpenSessionRequest(request_id="bystander", pool="bystander", spec=spec())
+        request = pb.OpenSessionRequest(version=2, request_id="bystander", pool="bystander", spec=spec())
         self.bystander = self.call("OpenSession", request).session_id
         allocate = pb.AllocateRequest(
             session_id=self.bystander, request_id="1", sequence_id=1, token_count=9, digests=d("ab")
@@ -59,14 +60,14 @@ def right_messages(scene: Scene, chance: random.Random) -> list[pb.SessionReques
     """A stream's life from attach to detach."""
     incarnation = bytes(chance.randint(0, 255) for _ in range(16))
     pool = f"pool-{chance.randint(0, 1 << 60)}"
-    attach = pb.Attach(version=1, pool=pool, incarnation=incarnation, epoch=1, spec=spec(), window=2)
+    attach = pb.Attach(version=2, pool=pool, incarnation=incarnation, epoch=1, spec=spec(), window=2)
     step = pb.Step(session_id=bytes(16), number=1, grows=grows((1, 9, d("ab"))))
     messages = [pb.SessionRequest(attach=attach), EMPTY_REPORT, pb.SessionRequest(heartbeat=pb.Heartbeat())]
     return [*messages, pb.SessionRequest(step=step), pb.SessionRequest(detach=pb.Detach())]
 
 
 RIGHT: dict[str, Any] = {
-    "OpenSession": pb.OpenSessionRequest(request_id="r", pool="other", spec=spec()),
+    "OpenSession": pb.OpenSessionRequest(version=2, request_id="r", pool="other", spec=spec()),
     "KeepAlive": pb.KeepAliveRequest(session_id=bytes(16)),
     "Allocate": pb.AllocateRequest(session_id=bytes(16), request_id="r", sequence_id=2, token_count=3, digests=d("ab")),
     "Grow": pb.GrowRequest(session_id=bytes(16), request_id="r", sequence_id=1, token_count=12),
@@ -76,6 +77,7 @@ RIGHT: dict[str, Any] = {
     "CloseSession": pb.CloseSessionRequest(session_id=bytes(16)),
     "DropCache": pb.DropCacheRequest(pool="other", drop=pb.CacheDrop(namespace="", digests=d("ab"))),
     "MatchPrefix": pb.MatchPrefixRequest(digests=d("ab")),
+    "GetServerInfo": server_pb2.GetServerInfoRequest(),
     "ListPools": pb.ListPoolsRequest(),
     "GetPool": pb.GetPoolRequest(pool="bystander", view=pb.POOL_VIEW_USAGE),
     "WatchEvents": pb.WatchEventsRequest(pool="bystander", session_id=bytes(16), cursor=1),

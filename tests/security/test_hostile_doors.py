@@ -234,7 +234,7 @@ async def test_watches_of_health_and_of_pools_leave_places_for_others(deployment
             await open_ones.enter_async_context(channel(deployment, who, "allocator")) for who in ("attacker", "honest")
         ]
         pool = f"attacker-{next(NUMBERS)}"
-        opening = pb.OpenSessionRequest(request_id="1", pool=pool, spec=spec())
+        opening = pb.OpenSessionRequest(version=2, request_id="1", pool=pool, spec=spec())
         await pb_grpc.AllocatorServiceStub(attacker).OpenSession(opening, metadata=metadata())
 
         def watches(connection: aio.Channel, count: int) -> list[Any]:

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.errors import Reason, code_of, from_rpc_error
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire.v1 import server_pb2
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc
 
@@ -53,7 +54,7 @@ class Scene:
             **{name: Caller(certificates.client(name.replace(" ", "-"))) for name in PERMITTED},
         }
         self._channels: dict[tuple[str, str], grpc.Channel] = {}
-        opened = self.call("everything", "OpenSession", request_id="open", pool="a", spec=spec())
+        opened = self.call("everything", "OpenSession", version=2, request_id="open", pool="a", spec=spec())
         self.session_id = opened.session_id
         allocate = {"sequence_id": 1, "token_count": 5, "namespace": "red", "digests": d("a")}
         self.call("everything", "Allocate", session_id=self.session_id, request_id="1", **allocate)
@@ -99,7 +100,7 @@ def scene(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) 
 
 def session(scene: Scene, who: str) -> Any:
     """Attach, an empty report, one step that grows a sequence in `red`, which may be all that is refused, detach."""
-    attach = pb.Attach(version=1, pool=next(NAMES), incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
+    attach = pb.Attach(version=2, pool=next(NAMES), incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
     requests: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
     requests.put(pb.SessionRequest(attach=attach))
     requests.put(EMPTY_REPORT)
@@ -170,6 +171,18 @@ def get_status(scene: Scene, who: str) -> Any:
     return stub.GetStatus(worker_pb.GetStatusRequest(), metadata=scene.callers[who].metadata, timeout=WAIT_S)
 
 
+def get_server_info(scene: Scene, who: str) -> Any:
+    """Of both servers."""
+    request = server_pb2.GetServerInfoRequest()
+    told = [
+        pb_grpc.AllocatorServiceStub(scene.channel(who)),
+        worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker")),
+    ]
+    first, second = (stub.GetServerInfo(request, metadata=scene.callers[who].metadata, timeout=WAIT_S) for stub in told)
+    assert first.version == second.version
+    return first
+
+
 def of_adapters(method: str, answer: Reason | None = None, **fields: Any) -> Callable[[Scene, str], Any]:
     """Returns a call about the worker's adapters. It has none, and a permitted caller gets that answer."""
 
@@ -207,7 +220,7 @@ def health(server: str) -> Callable[[Scene, str], Any]:
 
 
 def open_and_close(scene: Scene, who: str) -> Any:
-    opened = scene.call(who, "OpenSession", request_id=next(IDS), pool=next(NAMES), spec=spec())
+    opened = scene.call(who, "OpenSession", version=2, request_id=next(IDS), pool=next(NAMES), spec=spec())
     scene.call(who, "CloseSession", session_id=opened.session_id)
     return opened
 
@@ -230,7 +243,7 @@ def free_a_child(scene: Scene, who: str) -> Any:
 
 def close_another(scene: Scene, who: str) -> Any:
     """Closes another caller's session of a pool, which survives if the caller is not permitted."""
-    opened = scene.call("everything", "OpenSession", request_id=next(IDS), pool=next(NAMES), spec=spec())
+    opened = scene.call("everything", "OpenSession", version=2, request_id=next(IDS), pool=next(NAMES), spec=spec())
     try:
         return scene.call(who, "CloseSession", session_id=opened.session_id)
     except grpc.RpcError:
@@ -288,6 +301,7 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "CloseSession": (close_another, OWNING, None),
     "DropCache": (unary("DropCache", pool="a", drop=pb.CacheDrop(namespace="red")), OWNING, USING),
     "MatchPrefix": (unary("MatchPrefix", namespace="red", digests=d("a")), None, USING),
+    "GetServerInfo": (get_server_info, None, None),
     "ListPools": (unary("ListPools"), None, None),
     "GetPool": (unary("GetPool", pool="a", view=pb.POOL_VIEW_BLOCKS), None, None),
     "WatchEvents": (watch, None, None),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import cast
 
 from quire.hashing import DIGEST_BYTES, block_digests
+from quire.protocol import features
 from quire.protocol.outcomes import NULL_BLOCK, GrowOutcome, Result, StepOutcome
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
 from quire.protocol.steps import StepBuilder
@@ -46,7 +48,8 @@ APPEND_ONLY: dict[str, list[pb.GroupSpec]] = {  # pools whose tables change at t
 
 def pool_spec(kinds: str, block_count: int, policy: str = "lru", **fields: object) -> pb.PoolSpec:
     """A pool of these groups."""
-    fields["append_only"] = kinds in APPEND_ONLY
+    if kinds in APPEND_ONLY:
+        fields["features"] = [*cast("list[str]", fields.get("features", [])), features.APPEND_ONLY]
     groups = {**GROUPS, **APPEND_ONLY}[kinds]
     return pb.PoolSpec(block_count=block_count, groups=groups, eviction_policy=policy, **fields)  # type: ignore[arg-type]
 

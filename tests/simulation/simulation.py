@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 from quire.errors import Reason
+from quire.protocol.features import FIRST_BLOCK_ID, TELLS_REMOVED
 from quire.protocol.limits import SILENCE_S
 from quire.session import block_report
 from quire.session.owner import Phase
@@ -80,9 +81,8 @@ class Simulation:
         quotas = [pb.Quota(namespace="tenant", cached_blocks_max=2)] if rng.random() < 0.4 else []
         retention = "dense" if seed % 4 == 0 else "auto"
         first = rng.choice([0, 0, 1, 7])
-        self.spec = pool_spec(
-            kinds, blocks, quotas=quotas, retention=retention, first_block_id=first, tells_removed=True
-        )
+        asked = [TELLS_REMOVED, *([FIRST_BLOCK_ID] if first else [])]
+        self.spec = pool_spec(kinds, blocks, quotas=quotas, retention=retention, first_block_id=first, features=asked)
         self.window = rng.choice([1, 1, 2, 3])
         self.allocators = [Allocator(name, rng) for name in ("A1", "A2")]
         self.worker = self._new_worker()

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 from quire.errors import QuireError, Reason
+from quire.protocol.outcomes import StepOutcome, read_reply
 from quire.protocol.permissions import permissions_of
+from quire.session import owner
+from quire.v1 import allocator_pb2 as pb
 from quire_worker.attention import CpuPagedAttention
 from quire_worker.execution.failures import FailureKind, failure_of, is_out_of_memory
 from quire_worker.execution.parts import Computed
@@ -103,7 +106,17 @@ def forward_fails(folder: Path, error: type[Exception], when: Callable[[list[int
 # -- not permitted -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_namespace_that_the_worker_itself_may_not_use_ends_only_who_asks_for_it(healthy: Path) -> None:
+@pytest.mark.parametrize(("number", "reason"), [(8, Reason.NAMESPACE_FORBIDDEN), (99, Reason.VERSION)])
+async def test_a_result_that_stays_ends_only_who_asks_for_it(
+    healthy: Path, number: int, reason: Reason, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answered(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutcome:
+        told = [number if result == pb.RESULT_FORBIDDEN else result for result in reply.grow_results]
+        reply.ClearField("grow_results")
+        reply.MergeFrom(pb.StepReply(grow_results=told))  # type: ignore[arg-type]
+        return read_reply(step, reply, group_count)
+
+    monkeypatch.setattr(owner, "read_reply", answered)
     async with running(healthy, permissions=permissions_of(["quire://pool/*", "quire://namespace/"])) as harness:
         ups_and_downs: list[bool] = []
         harness.engine.session.on_change = ups_and_downs.append
@@ -113,7 +126,7 @@ async def test_a_namespace_that_the_worker_itself_may_not_use_ends_only_who_asks
             bad = [harness.submit(prompt(20, seed=seed), namespace="other", n=2, max_tokens=5) for _ in range(2)]
             good = harness.submit(prompt(25, seed=seed), max_tokens=20, ignore_eos=True)  # in the same step
             for request in bad:
-                await fails(harness, request, Reason.NAMESPACE_FORBIDDEN)
+                await fails(harness, request, reason)
             assert (await harness.collect(good)).tokens[0] == reference_text(healthy, tuple(good.prompt), 20)
         await company.check()
         assert ups_and_downs == []

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import structlog
 from quire.errors import InternalError, QuireError, Reason
-from quire.protocol.outcomes import StepOutcome
+from quire.protocol.outcomes import Result, StepOutcome
 from quire.session import AsyncSession, SessionLostError
 
 from quire_worker.cache import KVCache
@@ -368,9 +368,9 @@ class Engine:
                 self._fail(drawn.request, error)
             self.scheduler.give_everything_back(plan)
             return None
-        for request in self.scheduler.forbidden(plan, outcome):
-            message = "the worker's own certificate does not permit this namespace"
-            self._fail(request, QuireError.of(Reason.NAMESPACE_FORBIDDEN, message))
+        for request, result in self.scheduler.refused(plan, outcome):
+            if not request.is_done:  # of several samples, each may be refused
+                self._fail(request, _refusal(result))
         return outcome
 
     def _end_failed(self, computed: Computed) -> None:
@@ -398,3 +398,12 @@ class Engine:
     def _decoding_failed(self, request: Request, error: TokenizerError) -> None:
         log.warning("decoding failed", error=str(error))
         self._fail(request, self.failed(request.request_id, TOKENIZER))
+
+
+def _refusal(result: Result) -> QuireError:
+    """Returns the error of a request that the allocator will never give what it needs."""
+    if result is Result.FORBIDDEN:
+        return QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the worker's own certificate does not permit this namespace")
+    log.error("the allocator refused a request for a reason that this worker does not know", result=int(result))
+    message = f"the allocator answered {result.name}, which this worker does not know: update the worker"
+    return QuireError.of(Reason.VERSION, message)

@@ -13,7 +13,10 @@ from grpc import aio
 from quire._distribution import VERSION
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import InternalError, QuireError, Reason
+from quire.protocol.features import FEATURES
+from quire.protocol.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
 from quire.protocol.permissions import Permissions
+from quire.v1 import server_pb2
 from quire.v1 import worker_pb2 as pb
 
 from quire_worker.calls.adapter_calls import AdapterCalls
@@ -124,6 +127,17 @@ class WorkerService(AdapterCalls):
     def close(self) -> None:
         """Ends what is being computed beside the engine."""
         self._checks.close()
+
+    def GetServerInfo(
+        self, request: server_pb2.GetServerInfoRequest, context: Context
+    ) -> server_pb2.GetServerInfoResponse:
+        """Answers with what this worker is."""
+        return server_pb2.GetServerInfoResponse(
+            version=self._version,
+            protocol_version=PROTOCOL_VERSION,
+            features=FEATURES,
+            limits=server_pb2.Limits(message_bytes_max=MESSAGE_BYTES_MAX),
+        )
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Answers with a snapshot of the worker."""

@@ -21,7 +21,7 @@ import enum
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import cast
 
-from quire.protocol.limits import PROTOCOL_VERSION
+from quire.protocol.features import FEATURES
 from quire.protocol.permissions import EVERYTHING, Permissions
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, STATE_DIGEST_STEPS, SequenceRow, in_turn, state_digest
 from quire.v1 import allocator_pb2 as pb
@@ -127,7 +127,7 @@ class SessionMachine:
         require(request.HasField("attach"), "the first message must be Attach")
         attach = request.attach
         require(not self._sessions.draining, "the allocator is shutting down", "DRAINING")
-        require(attach.version == PROTOCOL_VERSION, f"version {attach.version} is not served", "VERSION")
+        translate.version(attach.version)
         require(len(attach.incarnation) == 16, "incarnation must be 16 bytes")
         require(attach.epoch >= 1, "epoch must be at least 1")
         require(1 <= attach.window <= limits.WINDOW_MAX, f"window must be 1 to {limits.WINDOW_MAX}")
@@ -166,6 +166,7 @@ class SessionMachine:
                 next_step=self.owner.steps.next_step,
                 lease_ms=int(self._directory.lease_s * 1000),
                 limits=translate.LIMITS,
+                features=FEATURES,
             )
         )
 
@@ -239,6 +240,7 @@ class SessionMachine:
                 state_digest=pool_digest(owner.pool),
                 lease_ms=int(self._directory.lease_s * 1000),
                 limits=translate.LIMITS,
+                features=FEATURES,
             )
         )
 

@@ -78,7 +78,7 @@ class SessionStream:
             while machine.phase is not Phase.DETACHED and (request := await self._read()) is not None:
                 await self._answer(request)
         except Refusal as refusal:
-            error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
+            error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
             code = error.code.name
             await self._abort(error)
         except asyncio.CancelledError:  # the owner hung up

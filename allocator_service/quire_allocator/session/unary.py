@@ -43,9 +43,10 @@ class UnarySessions:
         """Takes a pool for a new session, or returns the session that the same request id opened before.
 
         Raises:
-            Refusal: DRAINING, MALFORMED, LAYOUT, POOL_FORBIDDEN, POOL_QUARANTINED, POOL_OWNED, LIMIT.
+            Refusal: DRAINING, VERSION, MALFORMED, LAYOUT, POOL_FORBIDDEN, POOL_QUARANTINED, POOL_OWNED, LIMIT.
         """
         require(not self._sessions.draining, "the allocator is shutting down", "DRAINING")
+        translate.version(request.version)
         name = translate.pool_name(request.pool)
         authorization.require_owning(permissions, name)
         self._sessions.check_quarantine(name, now)

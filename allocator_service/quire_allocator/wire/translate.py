@@ -7,9 +7,19 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from quire.protocol.limits import MESSAGE_BYTES_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
+from quire.protocol.features import APPEND_ONLY, FEATURES, FIRST_BLOCK_ID, TELLS_REMOVED
+from quire.protocol.limits import (
+    HEARTBEAT_S,
+    MESSAGE_BYTES_MAX,
+    NAMESPACE_BYTES_MAX,
+    PROTOCOL_VERSION,
+    REQUEST_ID_CHARACTERS_MAX,
+    SILENCE_S,
+    STOPS_MAX,
+)
 from quire.protocol.packing import pack_uint32
 from quire.v1 import allocator_pb2 as pb
+from quire.v1 import server_pb2
 
 from quire_allocator import limits
 from quire_allocator.core.drop import CacheDrop
@@ -38,19 +48,54 @@ KINDS: dict[int, GroupKind] = {
 }
 WIRE_KINDS = {kind: cast("pb.GroupKind.ValueType", number) for number, kind in KINDS.items()}
 
-LIMITS = pb.Limits(
+LIMITS = server_pb2.Limits(
     message_bytes_max=MESSAGE_BYTES_MAX,
     step_bytes_max=limits.STEP_BYTES_MAX,
     operations_per_step_max=limits.OPERATIONS_PER_STEP_MAX,
     sequences_max=limits.SEQUENCES_MAX,
     window_max=limits.WINDOW_MAX,
+    heartbeat_ms=int(HEARTBEAT_S * 1000),
+    silence_ms=int(SILENCE_S * 1000),
+    stops_max=STOPS_MAX,
 )
 
 
-def require(condition: bool, message: str | Callable[[], str], reason: str = "MALFORMED") -> None:
-    """Raises `Refusal` with this message and reason unless the condition holds."""
+def require(
+    condition: bool, message: str | Callable[[], str], reason: str = "MALFORMED", field: str | None = None
+) -> None:
+    """Raises `Refusal` with this message, reason and field unless the condition holds."""
     if not condition:
-        raise Refusal(reason, message if isinstance(message, str) else message())
+        raise Refusal(reason, message if isinstance(message, str) else message(), field=field)
+
+
+def version(number: int) -> None:
+    """Refuses an owner of another protocol version as VERSION."""
+    require(
+        number == PROTOCOL_VERSION,
+        f"version {number} is not served: this allocator serves version {PROTOCOL_VERSION}; "
+        f"update the {'owner' if number < PROTOCOL_VERSION else 'allocator'}",
+        "VERSION",
+        "version",
+    )
+
+
+def features(names: Sequence[str]) -> frozenset[str]:
+    """Returns the features that an owner relies on.
+
+    Raises:
+        Refusal: VERSION, one is not known; MALFORMED, they are too many.
+    """
+    require(len(names) <= limits.FEATURES_MAX, f"at most {limits.FEATURES_MAX} features can be asked for")
+    asked = frozenset(names)
+    unknown = sorted(asked.difference(FEATURES))
+    require(
+        not unknown,
+        # A name may be of any length.
+        lambda: f"feature {unknown[0][:64]!r} is not known: this allocator knows {', '.join(FEATURES)}; update it",
+        "VERSION",
+        "features",
+    )
+    return asked
 
 
 def pool_name(name: str) -> str:
@@ -96,8 +141,10 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
     """Returns a pool's specification, checked.
 
     Raises:
-        Refusal: MALFORMED, a number out of range; LAYOUT, groups that this allocator cannot manage.
+        Refusal: VERSION, a feature that this allocator does not know; MALFORMED, a number out of range; LAYOUT, groups
+            that it cannot manage.
     """
+    asked = features(spec.features)
     require(1 <= spec.block_count <= limits.BLOCKS_MAX, f"block_count must be 1 to {limits.BLOCKS_MAX}")
     require(1 <= len(spec.groups) <= limits.GROUPS_MAX, f"a pool has 1 to {limits.GROUPS_MAX} groups")
     require(len(spec.cache_layout.encode()) <= limits.LAYOUT_BYTES_MAX, "cache_layout is too long")
@@ -113,6 +160,11 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         spec.chunk_token_count_max <= limits.CHUNK_TOKENS_MAX,
         f"chunk_token_count_max must be at most {limits.CHUNK_TOKENS_MAX}",
     )
+    require(
+        spec.first_block_id == 0 or FIRST_BLOCK_ID in asked,
+        f"first_block_id is {spec.first_block_id}: it needs the feature {FIRST_BLOCK_ID}",
+        field="first_block_id",
+    )
     require(spec.first_block_id <= limits.FIRST_BLOCK_MAX, f"first_block_id must be at most {limits.FIRST_BLOCK_MAX}")
     groups = tuple(map(_group_spec, spec.groups))
     smallest = min(group.block_size for group in groups)
@@ -122,7 +174,7 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         "LAYOUT",
     )
     require(
-        not spec.append_only or all(group.kind is not GroupKind.STATE for group in groups),
+        APPEND_ONLY not in asked or all(group.kind is not GroupKind.STATE for group in groups),
         "no group of an append-only pool keeps states",
         "LAYOUT",
     )
@@ -136,16 +188,17 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         spec.eviction_policy,
         spec.retention,
         spec.chunk_token_count_max,
-        spec.append_only,
+        APPEND_ONLY in asked,
         spec.first_block_id,
-        spec.tells_removed,
+        TELLS_REMOVED in asked,
     )
 
 
 def _group_spec(group: pb.GroupSpec) -> GroupSpec:
     kind = KINDS.get(group.kind)
     if kind is None:
-        raise Refusal("LAYOUT", f"group kind {group.kind} is not managed")
+        known = ", ".join(f"{number} ({each.name})" for number, each in KINDS.items())
+        raise Refusal("MALFORMED", f"group kind {group.kind} is not known: it is one of {known}", field="kind")
     require(1 <= group.block_size <= limits.BLOCK_SIZE_MAX, f"block_size must be 1 to {limits.BLOCK_SIZE_MAX}")
     if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
         require(
@@ -190,10 +243,14 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
         eviction_policy=spec.eviction_policy,
         retention=spec.retention,
         chunk_token_count_max=spec.chunk_token_count_max,
-        append_only=spec.append_only,
+        features=_features_of(spec),
         first_block_id=spec.first_block_id,
-        tells_removed=spec.tells_removed,
     )
+
+
+def _features_of(spec: PoolSpec) -> list[str]:
+    asked = {APPEND_ONLY: spec.append_only, FIRST_BLOCK_ID: spec.first_block_id > 0, TELLS_REMOVED: spec.tells_removed}
+    return [name for name, is_asked in asked.items() if is_asked]
 
 
 def block_table(blocks: array[int]) -> pb.BlockTable:

@@ -17,6 +17,7 @@ from quire._transport.attempts import Attempts
 from quire._transport.channel import DEFAULT_WORKER, GENERATE_TIMEOUT_S, UNARY_TIMEOUT_S, resolve_address
 from quire.hashing import block_digests, prompt_digests
 from quire.tls import Tls
+from quire.v1 import server_pb2
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc
 
@@ -258,6 +259,11 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
         request = worker_pb.DetokenizeRequest(token_ids=token_ids)
         reply = await self._link.call(self._stub.Detokenize, request, timeout_s)
         return tuple(reply.texts)
+
+    async def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
+        """Returns the version, protocol, features and limits of the worker."""
+        request = server_pb2.GetServerInfoRequest()
+        return messages.server_info(await self._link.call(self._stub.GetServerInfo, request, timeout_s))
 
     async def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
         """Returns what the worker is and does."""

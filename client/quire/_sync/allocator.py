@@ -18,6 +18,7 @@ from quire.session import WINDOW, CallSession, Session
 from quire.tls import Tls
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire.v1 import server_pb2
 
 
 class Allocator(Connected):
@@ -47,6 +48,11 @@ class Allocator(Connected):
     ) -> None:
         super().__init__(resolve_address(allocator, "QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR), token, tls, timeout_s)
         self._stub = pb_grpc.AllocatorServiceStub(self._link.channel)
+
+    def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
+        """Returns the version, protocol, features and limits of the allocator."""
+        request = server_pb2.GetServerInfoRequest()
+        return messages.server_info(self._link.call(self._stub.GetServerInfo, request, timeout_s))
 
     def list_pools(self, *, timeout_s: float | None = None) -> tuple[views.PoolSummary, ...]:
         """Returns every attached pool, by name."""

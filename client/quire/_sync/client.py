@@ -18,6 +18,7 @@ from quire._transport.attempts import Attempts
 from quire._transport.channel import DEFAULT_WORKER, GENERATE_TIMEOUT_S, UNARY_TIMEOUT_S, resolve_address
 from quire.hashing import block_digests, prompt_digests
 from quire.tls import Tls
+from quire.v1 import server_pb2
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc
 
@@ -259,6 +260,11 @@ class Client(Prefills, Connected):
         request = worker_pb.DetokenizeRequest(token_ids=token_ids)
         reply = self._link.call(self._stub.Detokenize, request, timeout_s)
         return tuple(reply.texts)
+
+    def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
+        """Returns the version, protocol, features and limits of the worker."""
+        request = server_pb2.GetServerInfoRequest()
+        return messages.server_info(self._link.call(self._stub.GetServerInfo, request, timeout_s))
 
     def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
         """Returns what the worker is and does."""

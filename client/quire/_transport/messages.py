@@ -10,14 +10,26 @@ from google.protobuf.message import Message
 
 from quire import types, views
 from quire.errors import InvalidArgumentError, Reason
-from quire.protocol.limits import REQUEST_ID_CHARACTERS_MAX
+from quire.protocol.features import APPEND_ONLY, FIRST_BLOCK_ID, TELLS_REMOVED
+from quire.protocol.limits import PROTOCOL_VERSION, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.outcomes import NULL_BLOCK, Copy, Result, Swap, Victim
 from quire.protocol.packing import unpack_uint32
 from quire.protocol.steps import cache_drop, concatenated
 from quire.v1 import allocator_pb2 as pb
+from quire.v1 import server_pb2
 from quire.v1 import worker_pb2 as worker_pb
 
 MessageT = TypeVar("MessageT", bound=Message)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Servers
+
+
+def server_info(message: server_pb2.GetServerInfoResponse) -> types.ServerInfo:
+    """Returns what a server is."""
+    limits = types.Limits(**values_of(message.limits))
+    return types.ServerInfo(**{**values_of(message), "features": tuple(message.features), "limits": limits})
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The worker
@@ -46,8 +58,7 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
         model_fingerprint=spec.model_fingerprint,
         eviction_policy=spec.eviction_policy,
         retention=spec.retention,
-        append_only=spec.append_only,
-        tells_removed=spec.tells_removed,
+        features=_features_of(spec),
     )
     for group in spec.groups:
         added = message.groups.add(kind=cast("pb.GroupKind.ValueType", int(group.kind)))
@@ -66,6 +77,11 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
     return fill(message, reason=Reason.MALFORMED, **counts)
 
 
+def _features_of(spec: types.PoolSpec) -> list[str]:
+    asked = {APPEND_ONLY: spec.append_only, FIRST_BLOCK_ID: spec.first_block_id > 0, TELLS_REMOVED: spec.tells_removed}
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
 def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
     """Returns what an owner declared."""
     groups = (types.GroupSpec(types.GroupKind(group.kind), group.block_size, group.window) for group in message.groups)
@@ -77,7 +93,15 @@ def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
         )
         for quota in message.quotas
     )
-    return types.PoolSpec(**{**values_of(message), "groups": tuple(groups), "quotas": tuple(quotas)})
+    values = values_of(message)
+    features = values.pop("features")
+    values.update(
+        groups=tuple(groups),
+        quotas=tuple(quotas),
+        append_only=APPEND_ONLY in features,
+        tells_removed=TELLS_REMOVED in features,
+    )
+    return types.PoolSpec(**values)
 
 
 def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
@@ -180,7 +204,7 @@ def _tables(tables: Iterable[pb.BlockTable]) -> tuple[types.BlockTable, ...]:
 
 def open_request(pool: str, spec: types.PoolSpec, request_id: str | None) -> pb.OpenSessionRequest:
     """Asks for a pool."""
-    request = operation(pb.OpenSessionRequest(spec=pool_spec_message(spec)), request_id)
+    request = operation(pb.OpenSessionRequest(version=PROTOCOL_VERSION, spec=pool_spec_message(spec)), request_id)
     return fill(request, request.request_id, reason=Reason.MALFORMED, pool=pool)
 
 

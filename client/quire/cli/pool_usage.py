@@ -34,7 +34,7 @@ class GroupRow(NamedTuple):
     def name(self) -> str:
         """Returns which groups, and what they are."""
         window = f" {self.spec.window:,}" if self.spec.window else ""
-        return f"{','.join(map(str, self.numbers))} {KINDS[self.spec.kind]}{window}"
+        return f"{','.join(map(str, self.numbers))} {KINDS.get(self.spec.kind, self.spec.kind.name)}{window}"
 
 
 def group_rows(summary: PoolSummary) -> list[GroupRow]:

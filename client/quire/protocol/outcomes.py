@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from quire.protocol.open_enum import OpenEnum
 from quire.protocol.packing import unpack_uint32, unpack_uint64
 from quire.v1 import allocator_pb2 as pb
 
@@ -18,8 +18,9 @@ _SELDOM_TOLD: Final = frozenset(
 NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry without a block: it fell out of a window
 
 
-class Result(enum.IntEnum):
-    """The result of one operation, numbered as in `quire.v1.Result`. Only OK is true; all others change nothing."""
+class Result(OpenEnum):
+    """The result of one operation, numbered as in `quire.v1.Result`. Only OK is true; all others change nothing, an
+    unknown one included."""
 
     OK = 0
     NO_SPACE = 1

@@ -21,6 +21,7 @@ from itertools import repeat
 from typing import Final
 
 from quire.hashing import DIGEST_BYTES
+from quire.protocol.features import APPEND_ONLY
 from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap, Takeover, read_drop
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
@@ -89,7 +90,7 @@ class Ledger:
         self._full_groups = frozenset(number for number, group in enumerate(spec.groups) if group.kind == _FULL)
         self._states = [number for number, group in enumerate(spec.groups) if group.kind == _STATE]
         self._managed = _groups_alike(self.groups)
-        self._append_only = spec.append_only
+        self._append_only = APPEND_ONLY in spec.features
         self._step = self._operation = self._rank = 0
 
     def apply(self, step: pb.Step, outcome: StepOutcome, now: float) -> None:

@@ -24,13 +24,15 @@ from collections import deque
 from typing import Final, NamedTuple
 
 from quire.errors import InternalError, QuireError, Reason
-from quire.protocol.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
+from quire.protocol.features import check_served
+from quire.protocol.limits import HEARTBEAT_S, MESSAGE_BYTES_MAX, PROTOCOL_VERSION, SILENCE_S
 from quire.protocol.outcomes import StepOutcome, read_reply
 from quire.protocol.packing import unpack_uint64
 from quire.protocol.steps import StepBuilder
 from quire.session.block_report import report_chunks, report_end
 from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb
+from quire.v1 import server_pb2
 
 
 class Phase(enum.Enum):
@@ -66,6 +68,7 @@ class Verdict(enum.Enum):
 
 
 _MISREADINGS_MAX: Final = 3
+_PERIOD_S_MIN: Final = 0.01  # whatever an allocator says: the owner's loop is not to spin
 _WINDOW_FIELD_MAX: Final = 2**32 - 1
 _SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session id and acknowledgement, added when a step is sent
 _AGAIN: Final = frozenset(
@@ -93,6 +96,8 @@ class PoolOwner:
         outbox: messages to send on the current stream, in order; the sender takes each of them out.
         session_id: of the session that the ledger belongs to; empty before the first, and where it must not go on.
         last_step: number of the last step whose answer was taken in.
+        heartbeat_s, silence_s: how long this side may be silent, and after what silence it leaves its stream; as the
+            last allocator said.
         lease_s: of silence, after which the allocator drops the pool; infinite until it is known.
         report_count, disagreement_count: reports that were asked for; times that both sides' states differed.
     """
@@ -107,8 +112,9 @@ class PoolOwner:
         self.phase = Phase.IDLE
         self.ledger = Ledger(spec)
         self.outbox: deque[pb.SessionRequest] = deque()
-        self.limits = pb.Limits()
+        self.limits = server_pb2.Limits()
         self.lease_s = math.inf
+        self.heartbeat_s, self.silence_s = HEARTBEAT_S, SILENCE_S
         self.epoch = 0
         self.session_id = b""
         self.last_step = 0
@@ -268,6 +274,7 @@ class PoolOwner:
 
         Raises:
             InternalError: the allocator broke the protocol; the owner is IDLE and its session is not resumed.
+            FailedPreconditionError: VERSION, the allocator does not know a feature of the pool.
             LedgerLostError: it did so in a way that spoiled the ledger; the owner begins anew, empty.
         """
         kind = reply.WhichOneof("message")
@@ -332,10 +339,14 @@ class PoolOwner:
             self._send_step(request)
 
     def _enter(self, opened: pb.Resumed | pb.Ready) -> None:
+        check_served(self.spec.features, opened.features)
         self.phase, self._was_open = Phase.OPEN, True
         self._unheard_heartbeats = 0
         self.limits = opened.limits
         self.lease_s = opened.lease_ms / 1000 or math.inf
+        heartbeat_ms, silence_ms = opened.limits.heartbeat_ms, opened.limits.silence_ms
+        self.heartbeat_s = max(heartbeat_ms / 1000, _PERIOD_S_MIN) if heartbeat_ms else HEARTBEAT_S
+        self.silence_s = max(silence_ms / 1000, _PERIOD_S_MIN) if silence_ms else SILENCE_S
 
     def _send_step(self, request: pb.SessionRequest) -> None:
         step = request.step

@@ -4,10 +4,11 @@ Lifecycle:
 
     1. open       attach under a fresh incarnation; the pool starts empty
     2. step       sent at once, up to `window` of them unanswered; answered in order; heartbeats in between
-    3. lost       the stream broke or was silent for 3 s: attach again with a higher epoch, as often as it takes. If the
-                  allocator still has the session, unanswered steps are sent again byte for byte. If not (it was
-                  restarted, replaced by another one, or the lease ended), it is told what the pages hold, and goes on
-                  with the same sequences on the same blocks: callers notice nothing but the time it takes
+    3. lost       the stream broke or was silent for 3 s, or what the allocator has told (`Limits.silence_ms`): attach
+                  again with a higher epoch, as often as it takes. If the allocator still has the session, unanswered
+                  steps are sent again byte for byte. If not (it was restarted, replaced by another one, or the lease
+                  ended), it is told what the pages hold, and goes on with the same sequences on the same blocks:
+                  callers notice nothing but the time it takes
     4. refused    another allocator behind the name will not have us (token, version, specification): as lost, until it
                   or the next one does; only a session that was never open is refused for good
     5. close      detach: the allocator drops the pool at once. An `open` that fails or is cancelled closes, too
@@ -32,8 +33,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, Self
 
 from quire._transport.backoff import Backoff
-from quire.errors import InternalError, QuireError, Reason, UnavailableError
-from quire.protocol.limits import HEARTBEAT_S, SILENCE_S
+from quire.errors import FailedPreconditionError, InternalError, QuireError, Reason, UnavailableError
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session.answers import Answers
@@ -44,6 +44,7 @@ from quire.session.lookahead import AHEAD_TOKENS, RoomAhead
 from quire.session.owner import LedgerLostError, Phase, PoolOwner, Verdict
 from quire.session.waits import Waits
 from quire.v1 import allocator_pb2 as pb
+from quire.v1 import server_pb2
 
 TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
 HEARTBEATS_PER_LEASE: Final = 3  # at least: one may be late, and one more
@@ -97,7 +98,7 @@ class AsyncSession:
         self._connected, self._closing, self._pid = False, False, os.getpid()
         self._call: SessionCall | None = None
         self._asks = False  # the sender of the last step waits for its answer before anything else
-        self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
+        self._silence = Silence(time.monotonic())
         self._fell_silent = self._has_served = False  # the last stream was silent; this one has brought a message
         self._refusal: QuireError | None = None
         self._refused_for: Reason | None = None  # why it was refused last; each reason is logged once
@@ -114,7 +115,7 @@ class AsyncSession:
         return self._connected
 
     @property
-    def limits(self) -> pb.Limits:
+    def limits(self) -> server_pb2.Limits:
         """Returns what the allocator accepts; known once the session is open."""
         return self._owner.limits
 
@@ -229,7 +230,7 @@ class AsyncSession:
             if self._connected and self._tasks:
                 self._owner.detach()
                 await self._flush()
-                await asyncio.wait(self._tasks[:1], timeout=SILENCE_S)
+                await asyncio.wait(self._tasks[:1], timeout=self._owner.silence_s)
         finally:
             await self._stop()
 
@@ -292,6 +293,8 @@ class AsyncSession:
                     self._flush_soon()  # a report takes long to send, and the allocator is to be heard meanwhile
         except EndedError as ended:
             return ended.said
+        except FailedPreconditionError as error:  # the allocator lacks a feature
+            return error
         except LedgerLostError as error:
             log.error("the pool begins anew: %s", error)
             self._answers.lose_pool()
@@ -351,15 +354,19 @@ class AsyncSession:
             call.cancel()
         self._set_connected(False)
 
+    @property
+    def _tick_s(self) -> float:
+        heartbeat_s = min(self._owner.heartbeat_s, self._owner.lease_s / HEARTBEATS_PER_LEASE)
+        return heartbeat_s / TICKS_PER_HEARTBEAT
+
     async def _beat(self) -> None:
         """Keeps the lease while no step does, and leaves a stream that has fallen silent.
 
         The acknowledgement lets watchers of the pool see what the last step of a quiet owner did.
         """
         for tick in itertools.count(1):
-            interval_s = min(HEARTBEAT_S, self._owner.lease_s / HEARTBEATS_PER_LEASE)
-            await asyncio.sleep(interval_s / TICKS_PER_HEARTBEAT)
-            if self._silence.tick(time.monotonic()) >= SILENCE_S and self._call is not None:
+            await asyncio.sleep(self._tick_s)
+            if self._silence.tick(time.monotonic(), self._tick_s) >= self._owner.silence_s and self._call is not None:
                 self._fell_silent = True
                 self._drop()
             if tick % TICKS_PER_HEARTBEAT:

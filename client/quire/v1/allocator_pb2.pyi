@@ -8,6 +8,11 @@ consecutive tokens of one sequence; a block id is an index into the worker's phy
 *group* is a set of layers of one attention type; each sequence has one *block table* per group. Tokens and KV bytes
 never appear here: the allocator sees counts and digests.
 
+Evolution. A receiver ignores fields that it does not know. What it may not ignore has a *feature*, by name: the owner
+lists the features it relies on in `PoolSpec.features`, and an allocator that does not know one refuses the session.
+A server refuses a request with an enum value that it does not know: INVALID_ARGUMENT, with the field. What an unknown
+value means in an answer, the comment of each enum says.
+
 Encoding. Hot messages are structs of arrays: packed fixed-width numbers, and `bytes` for digests (32 bytes each,
 concatenated) and block ids (uint32 little-endian, concatenated). The arrays of one phase are parallel: entry i of
 each is about operation i. An array whose entries are all zero (or all RESULT_OK) may be sent empty.
@@ -18,6 +23,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from quire.v1 import server_pb2 as _server_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -61,7 +67,8 @@ class GroupKind(_GroupKind, metaclass=_GroupKindEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------------------------
     What a pool is
 
-    GroupKind: how the layers of a group use their blocks.
+    GroupKind: how the layers of a group use their blocks. A reader shows a kind that it does not know by its number, and
+    does not compute what such a pool can hit.
     """
 
 GROUP_KIND_UNSPECIFIED: GroupKind.ValueType  # 0
@@ -126,7 +133,8 @@ class Result(_Result, metaclass=_ResultEnumTypeWrapper):
     Steps
 
     Result: what one operation did. An operation with another result than OK changed nothing; the step counts as applied
-    all the same.
+    all the same. That is also what a result means that the owner does not know: it fails what asked for the operation,
+    once, and names the number.
     """
 
 RESULT_OK: Result.ValueType  # 0
@@ -177,7 +185,7 @@ class _SessionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionKi
     """With unary calls."""
 
 class SessionKind(_SessionKind, metaclass=_SessionKindEnumTypeWrapper):
-    """SessionKind: how a pool's owner talks to the allocator."""
+    """SessionKind: how a pool's owner talks to the allocator. A reader shows a kind that it does not know by its number."""
 
 SESSION_KIND_UNSPECIFIED: SessionKind.ValueType  # 0
 """Never sent."""
@@ -298,9 +306,8 @@ class PoolSpec(_message.Message):
     EVICTION_POLICY_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     CHUNK_TOKEN_COUNT_MAX_FIELD_NUMBER: _builtins.int
-    APPEND_ONLY_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_ID_FIELD_NUMBER: _builtins.int
-    TELLS_REMOVED_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
     """Physical blocks, shared by all groups, 1 to 16,777,216. The blocks of all pools together are limited too:
     RESOURCE_EXHAUSTED / LIMIT.
@@ -320,18 +327,9 @@ class PoolSpec(_message.Message):
     not say. Windowed groups hold a pass and the window before it, so a prompt in chunks is let in only if it fits with
     passes as large as this.
     """
-    append_only: _builtins.bool
-    """Tables change at their end alone, for engines that cannot replace an entry: a sequence keeps its own block where a
-    commit finds the digest published already, and a fork whose parent ends inside a block is UNCOMMITTED. Blocks that
-    fall out of a window are given back all the same. No group is of states; LAYOUT otherwise.
-    """
     first_block_id: _builtins.int
     """Id of the first block, for engines that keep lower ones to themselves, such as a page 0 for padding: ids are
-    first_block_id <= id < first_block_id + block_count. At most 65,536; 0 otherwise.
-    """
-    tells_removed: _builtins.bool
-    """Whether the answer to each step says which digests left the index (`StepReply.removed`), for engines that tell
-    others what they have cached.
+    first_block_id <= id < first_block_id + block_count. At most 65,536; 0 otherwise. Needs the feature "first-block-id".
     """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSpec]:
@@ -342,6 +340,21 @@ class PoolSpec(_message.Message):
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Quota]:
         """Quotas of namespaces, at most one for each and 1,024 in all."""
+
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Features that the owner relies on, at most 64, in any order. An allocator that does not know one of them refuses the
+        session with FAILED_PRECONDITION / VERSION, and names it. Features of this version:
+
+        "append-only": tables change at their end alone, for engines that cannot replace an entry. A sequence keeps its own
+        block where a commit finds the digest published already, and a fork whose parent ends inside a block is UNCOMMITTED.
+        Blocks that fall out of a window are given back all the same. No group is of states; LAYOUT otherwise.
+
+        "first-block-id": `first_block_id` counts. Without this feature it must be 0.
+
+        "tells-removed": the answer to each step says which digests left the index (`StepReply.removed`), for engines that
+        tell others what they have cached.
+        """
 
     def __init__(
         self,
@@ -355,55 +368,16 @@ class PoolSpec(_message.Message):
         eviction_policy: _builtins.str = ...,
         retention: _builtins.str = ...,
         chunk_token_count_max: _builtins.int = ...,
-        append_only: _builtins.bool = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
         first_block_id: _builtins.int = ...,
-        tells_removed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_only", b"append_only", "block_count", b"block_count", "cache_layout", b"cache_layout", "chunk_token_count_max", b"chunk_token_count_max", "eviction_policy", b"eviction_policy", "first_block_id", b"first_block_id", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "retention", b"retention", "tells_removed", b"tells_removed", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "cache_layout", b"cache_layout", "chunk_token_count_max", b"chunk_token_count_max", "eviction_policy", b"eviction_policy", "features", b"features", "first_block_id", b"first_block_id", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "retention", b"retention", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolSpec: _TypeAlias = PoolSpec  # noqa: Y015
-
-@_typing.final
-class Limits(_message.Message):
-    """Limits: what this server accepts, sent once at Ready."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MESSAGE_BYTES_MAX_FIELD_NUMBER: _builtins.int
-    STEP_BYTES_MAX_FIELD_NUMBER: _builtins.int
-    OPERATIONS_PER_STEP_MAX_FIELD_NUMBER: _builtins.int
-    SEQUENCES_MAX_FIELD_NUMBER: _builtins.int
-    WINDOW_MAX_FIELD_NUMBER: _builtins.int
-    message_bytes_max: _builtins.int
-    """Bytes of any one message."""
-    step_bytes_max: _builtins.int
-    """Bytes of one Step."""
-    operations_per_step_max: _builtins.int
-    """Operations of all phases of one step together."""
-    sequences_max: _builtins.int
-    """Live sequences of one pool."""
-    window_max: _builtins.int
-    """Steps that may be unanswered at a time."""
-    def __init__(
-        self,
-        *,
-        message_bytes_max: _builtins.int = ...,
-        step_bytes_max: _builtins.int = ...,
-        operations_per_step_max: _builtins.int = ...,
-        sequences_max: _builtins.int = ...,
-        window_max: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message_bytes_max", b"message_bytes_max", "operations_per_step_max", b"operations_per_step_max", "sequences_max", b"sequences_max", "step_bytes_max", b"step_bytes_max", "window_max", b"window_max"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):
@@ -439,7 +413,7 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Sent every second in which the owner sent nothing else; renews the lease."""
+        """Sent every `Limits.heartbeat_ms` in which the owner sent nothing else; renews the lease."""
 
     @_builtins.property
     def detach(self) -> Global___Detach:
@@ -494,7 +468,9 @@ class SessionReply(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Answer to a heartbeat. From ReportRequired to Ready the server sends one every second without being asked."""
+        """Answer to a heartbeat. From ReportRequired to Ready the server sends one every second without being asked. An owner
+        that hears nothing for `Limits.silence_ms` leaves its stream for a new one.
+        """
 
     def __init__(
         self,
@@ -533,7 +509,9 @@ class Attach(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Protocol version: 1. Any other fails with FAILED_PRECONDITION / VERSION."""
+    """Protocol version: 2. Any other fails with FAILED_PRECONDITION / VERSION. It changes where an old message would be
+    misread; what is merely new is a feature of `spec`.
+    """
     pool: _builtins.str
     """Name of the pool, 1 to 128 characters of [A-Za-z0-9._/-]."""
     incarnation: _builtins.bytes
@@ -582,6 +560,7 @@ class Resumed(_message.Message):
     NEXT_STEP_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """The session, 16 bytes."""
     next_step: _builtins.int
@@ -589,8 +568,12 @@ class Resumed(_message.Message):
     lease_ms: _builtins.int
     """Milliseconds without a message after which the pool is dropped."""
     @_builtins.property
-    def limits(self) -> Global___Limits:
+    def limits(self) -> _server_pb2.Limits:
         """What the server accepts."""
+
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Features that the server knows. An owner that relies on another one leaves."""
 
     def __init__(
         self,
@@ -598,11 +581,12 @@ class Resumed(_message.Message):
         session_id: _builtins.bytes = ...,
         next_step: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
-        limits: Global___Limits | None = ...,
+        limits: _server_pb2.Limits | None = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -914,6 +898,7 @@ class Ready(_message.Message):
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """New session id, 16 bytes."""
     next_step: _builtins.int
@@ -923,8 +908,12 @@ class Ready(_message.Message):
     lease_ms: _builtins.int
     """Milliseconds without a message after which the pool is dropped."""
     @_builtins.property
-    def limits(self) -> Global___Limits:
+    def limits(self) -> _server_pb2.Limits:
         """What the server accepts."""
+
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in Resumed."""
 
     def __init__(
         self,
@@ -933,11 +922,12 @@ class Ready(_message.Message):
         next_step: _builtins.int = ...,
         state_digest: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
-        limits: Global___Limits | None = ...,
+        limits: _server_pb2.Limits | None = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id", "state_digest", b"state_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id", "state_digest", b"state_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1424,7 +1414,7 @@ class StepReply(_message.Message):
 
     @_builtins.property
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovedBlocks]:
-        """In a pool that `tells_removed`: what could be hit before this step or was published by it, and cannot be hit after
+        """In a pool with the feature "tells-removed": what could be hit before this step or was published by it, and cannot be hit after
         it. Of more than 8,192 digests, or 1,024 namespaces, some, and `is_removed_cut` is set: others have left, too.
         """
 
@@ -1519,10 +1509,13 @@ class OpenSessionRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id chosen by the caller, 1 to 64 characters; a request with a repeated id returns the first answer."""
     pool: _builtins.str
     """Name of the pool, 1 to 128 characters of [A-Za-z0-9._/-]."""
+    version: _builtins.int
+    """As in Attach."""
     @_builtins.property
     def spec(self) -> Global___PoolSpec:
         """The pool's specification."""
@@ -1533,10 +1526,11 @@ class OpenSessionRequest(_message.Message):
         request_id: _builtins.str = ...,
         pool: _builtins.str = ...,
         spec: Global___PoolSpec | None = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "request_id", b"request_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "request_id", b"request_id", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1551,24 +1545,30 @@ class OpenSessionResponse(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """Id of the session, 16 bytes; every later call carries it."""
     lease_ms: _builtins.int
     """Milliseconds without a call after which the pool is dropped."""
     @_builtins.property
-    def limits(self) -> Global___Limits:
+    def limits(self) -> _server_pb2.Limits:
         """What the server accepts."""
+
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in Resumed."""
 
     def __init__(
         self,
         *,
         session_id: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
-        limits: Global___Limits | None = ...,
+        limits: _server_pb2.Limits | None = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "limits", b"limits", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "lease_ms", b"lease_ms", "limits", b"limits", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from quire.v1 import allocator_pb2 as quire_dot_v1_dot_allocator__pb2
+from quire.v1 import server_pb2 as quire_dot_v1_dot_server__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -105,6 +106,11 @@ class AllocatorServiceStub:
                 '/quire.v1.AllocatorService/WatchEvents',
                 request_serializer=quire_dot_v1_dot_allocator__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_allocator__pb2.CacheEvent.FromString,
+                _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/quire.v1.AllocatorService/GetServerInfo',
+                request_serializer=quire_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
 
 
@@ -230,6 +236,14 @@ class AllocatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetServerInfo(self, request, context):
+        """GetServerInfo: says which version, protocol and features this allocator has, and what it accepts. Read-only.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AllocatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -302,6 +316,11 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=quire_dot_v1_dot_allocator__pb2.WatchEventsRequest.FromString,
                     response_serializer=quire_dot_v1_dot_allocator__pb2.CacheEvent.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=quire_dot_v1_dot_server__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_server__pb2.GetServerInfoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -684,6 +703,33 @@ class AllocatorService:
             '/quire.v1.AllocatorService/WatchEvents',
             quire_dot_v1_dot_allocator__pb2.WatchEventsRequest.SerializeToString,
             quire_dot_v1_dot_allocator__pb2.CacheEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.AllocatorService/GetServerInfo',
+            quire_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
+            quire_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,11 @@ consecutive tokens of one sequence; a block id is an index into the worker's phy
 *group* is a set of layers of one attention type; each sequence has one *block table* per group. Tokens and KV bytes
 never appear here: the allocator sees counts and digests.
 
+Evolution. A receiver ignores fields that it does not know. What it may not ignore has a *feature*, by name: the owner
+lists the features it relies on in `PoolSpec.features`, and an allocator that does not know one refuses the session.
+A server refuses a request with an enum value that it does not know: INVALID_ARGUMENT, with the field. What an unknown
+value means in an answer, the comment of each enum says.
+
 Encoding. Hot messages are structs of arrays: packed fixed-width numbers, and `bytes` for digests (32 bytes each,
 concatenated) and block ids (uint32 little-endian, concatenated). The arrays of one phase are parallel: entry i of
 each is about operation i. An array whose entries are all zero (or all RESULT_OK) may be sent empty.
@@ -16,6 +21,7 @@ each is about operation i. An array whose entries are all zero (or all RESULT_OK
 from collections import abc as _abc
 from grpc import aio as _aio
 from quire.v1 import allocator_pb2 as _allocator_pb2
+from quire.v1 import server_pb2 as _server_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -104,6 +110,10 @@ class AllocatorServiceStub:
     order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
     RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
     """
+    GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]
+    """GetServerInfo: says which version, protocol and features this allocator has, and what it accepts. Read-only.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
 
 @_typing.type_check_only
 class AllocatorServiceAsyncStub(AllocatorServiceStub):
@@ -170,6 +180,10 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
     order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
     RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
+    """
+    GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
+    """GetServerInfo: says which version, protocol and features this allocator has, and what it accepts. Read-only.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
 
 class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -318,6 +332,16 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
         order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
         RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
+        """
+
+    @_abc_1.abstractmethod
+    def GetServerInfo(
+        self,
+        request: _server_pb2.GetServerInfoRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_server_pb2.GetServerInfoResponse, _abc.Awaitable[_server_pb2.GetServerInfoResponse]]:
+        """GetServerInfo: says which version, protocol and features this allocator has, and what it accepts. Read-only.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
 
 def add_AllocatorServiceServicer_to_server(servicer: AllocatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -111,7 +111,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """INTERNAL: the worker's tokenizer failed on this request's text or tokens."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
-    """Reason: one cause, one canonical code (named in each comment)."""
+    """Reason: one cause, one canonical code (named in each comment). For a reason that a client does not know, the code
+    counts.
+    """
 
 REASON_UNSPECIFIED: Reason.ValueType  # 0
 """Never sent."""

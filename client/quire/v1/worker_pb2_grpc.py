@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from quire.v1 import server_pb2 as quire_dot_v1_dot_server__pb2
 from quire.v1 import worker_pb2 as quire_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -100,6 +101,11 @@ class WorkerServiceStub:
                 '/quire.v1.WorkerService/Detokenize',
                 request_serializer=quire_dot_v1_dot_worker__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_worker__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/quire.v1.WorkerService/GetServerInfo',
+                request_serializer=quire_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
 
 
@@ -212,6 +218,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetServerInfo(self, request, context):
+        """GetServerInfo: says which version, protocol and features this worker has. Read-only.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -279,6 +293,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=quire_dot_v1_dot_worker__pb2.DetokenizeRequest.FromString,
                     response_serializer=quire_dot_v1_dot_worker__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=quire_dot_v1_dot_server__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_server__pb2.GetServerInfoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -634,6 +653,33 @@ class WorkerService:
             '/quire.v1.WorkerService/Detokenize',
             quire_dot_v1_dot_worker__pb2.DetokenizeRequest.SerializeToString,
             quire_dot_v1_dot_worker__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/GetServerInfo',
+            quire_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
+            quire_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,7 +33,7 @@ WRONG_SPECS: list[tuple[pb.PoolSpec, Reason]] = [
     (spec(group_count=limits.GROUPS_MAX + 1), Reason.MALFORMED),
     (pb.PoolSpec(block_count=1, groups=spec().groups, cache_layout="é" * 129), Reason.MALFORMED),
     (pb.PoolSpec(block_count=1, groups=spec().groups, model_fingerprint=b"x" * 65), Reason.MALFORMED),
-    (pb.PoolSpec(block_count=1, groups=[pb.GroupSpec(block_size=4)]), Reason.LAYOUT),
+    (pb.PoolSpec(block_count=1, groups=[pb.GroupSpec(block_size=4)]), Reason.MALFORMED),
     (pool_of(pb.GROUP_KIND_SLIDING_WINDOW, 4), Reason.MALFORMED),  # without a window
     (pool_of(pb.GROUP_KIND_CHUNKED_LOCAL, 4, window=limits.WINDOW_TOKENS_MAX + 1), Reason.MALFORMED),
     (pool_of(pb.GROUP_KIND_FULL_ATTENTION, 4, window=4), Reason.MALFORMED),
@@ -58,5 +58,5 @@ async def test_a_specification_that_cannot_be_managed_is_refused(
     allocator: RunningAllocator, wrong: pb.PoolSpec, reason: Reason
 ) -> None:
     with refused(reason):
-        await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="r", pool="a", spec=wrong))
+        await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="r", pool="a", spec=wrong))
     assert list((await allocator.stub.ListPools(pb.ListPoolsRequest())).pools) == []

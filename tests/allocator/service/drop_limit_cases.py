@@ -11,6 +11,7 @@ from tests.allocator.service.limit_cases import last, open_pool
 async def first_block(allocator: RunningAllocator, number: int) -> None:
     declared = spec()
     declared.first_block_id = number
+    declared.features.append("first-block-id")
     await open_pool(allocator, declared)
 
 

@@ -112,10 +112,10 @@ def tables_in(tables: Sequence[pb.BlockTable]) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def refused(reason: Reason, message: str = "") -> Iterator[None]:
+def refused(reason: Reason, message: str = "") -> Iterator[pytest.ExceptionInfo[aio.AioRpcError]]:
     """The block must fail with this reason, under the code that the table has for it."""
     with pytest.raises(aio.AioRpcError, match=message or None) as caught:
-        yield
+        yield caught
     error = from_rpc_error(caught.value)
     assert (error.reason, error.code) == (reason, code_of(reason)), error
 
@@ -131,7 +131,7 @@ class UnaryOwner:
     @classmethod
     async def open(cls, allocator: RunningAllocator, pool: str = "a", **shape: int) -> UnaryOwner:
         """Takes a pool."""
-        request = pb.OpenSessionRequest(request_id=f"open {pool}", pool=pool, spec=spec(**shape))
+        request = pb.OpenSessionRequest(version=2, request_id=f"open {pool}", pool=pool, spec=spec(**shape))
         return cls(allocator, (await allocator.stub.OpenSession(request)).session_id)
 
     async def call(self, method: str, **fields: Any) -> Any:
@@ -181,7 +181,7 @@ class StreamOwner:
 
     async def attach(self, **fields: Any) -> pb.SessionReply:
         """Attaches; unnamed fields are those of a first attach to pool "a"."""
-        defaults: dict[str, Any] = {"version": 1, "pool": "a", "incarnation": b"1" * 16, "epoch": 1, "window": 4}
+        defaults: dict[str, Any] = {"version": 2, "pool": "a", "incarnation": b"1" * 16, "epoch": 1, "window": 4}
         fields = {**defaults, "spec": spec(), **fields}
         reply = await self.exchange(pb.SessionRequest(attach=pb.Attach(**fields)))
         if reply.HasField("resumed"):

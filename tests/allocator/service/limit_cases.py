@@ -258,7 +258,7 @@ async def streams(allocator: RunningAllocator, number: int) -> None:
 
 async def open_pool(allocator: RunningAllocator, declared: pb.PoolSpec) -> None:
     last()
-    await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="r", pool="a", spec=declared))
+    await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="r", pool="a", spec=declared))
 
 
 def one_group(kind: pb.GroupKind.ValueType, **fields: int) -> pb.PoolSpec:
@@ -271,6 +271,12 @@ async def blocks(allocator: RunningAllocator, number: int) -> None:
 
 async def block_size(allocator: RunningAllocator, number: int) -> None:
     await open_pool(allocator, spec(block_size=number))
+
+
+async def features(allocator: RunningAllocator, number: int) -> None:
+    declared = spec()
+    declared.features.extend(["append-only"] * number)
+    await open_pool(allocator, declared)
 
 
 async def groups(allocator: RunningAllocator, number: int) -> None:
@@ -372,7 +378,7 @@ async def request_id(allocator: RunningAllocator, number: int) -> None:
 
 async def request_id_of_opening(allocator: RunningAllocator, number: int) -> None:
     last()
-    await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="r" * number, pool="a", spec=spec()))
+    await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="r" * number, pool="a", spec=spec()))
 
 
 async def message_of_bytes(allocator: RunningAllocator, number: int) -> None:

@@ -72,6 +72,7 @@ EDGES: list[Edge] = [
     Edge("WINDOW_TOKENS_MAX", cases.window_tokens),
     Edge("CHUNK_TOKENS_MAX", boundary_cases.chunk_tokens),
     Edge("STOPS_MAX", boundary_cases.reported_stops),
+    Edge("FEATURES_MAX", cases.features),
     Edge("FIRST_BLOCK_MAX", drop_cases.first_block),
     Edge("DROPS_PER_STEP_MAX", drop_cases.drops_of_a_step, "TOO_LARGE"),
     Edge("DROPS_UNTOLD_MAX", drop_cases.drops_of_others, "LIMIT"),

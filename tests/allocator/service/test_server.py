@@ -302,7 +302,9 @@ def test_a_running_allocator_is_serving(plain: Running, service: str) -> None:
 def test_every_metric_is_exported_and_counts(plain: Running) -> None:
     with grpc.insecure_channel(plain.address) as channel:
         stub = pb_grpc.AllocatorServiceStub(channel)
-        opened = stub.OpenSession(pb.OpenSessionRequest(request_id="open", pool="m", spec=spec()), timeout=WAIT_S)
+        opened = stub.OpenSession(
+            pb.OpenSessionRequest(version=2, request_id="open", pool="m", spec=spec()), timeout=WAIT_S
+        )
         session = opened.session_id
         stub.Allocate(pb.AllocateRequest(session_id=session, request_id="1", sequence_id=1, token_count=6))
         stub.Commit(pb.CommitRequest(session_id=session, request_id="2", sequence_id=1, token_count=6, digests=d("a")))
@@ -373,7 +375,7 @@ def test_sigterm_tells_an_open_stream_that_it_is_draining_and_does_not_wait_for_
         started(tmp_path, "--log-format", "json") as running,
         grpc.insecure_channel(running.address) as channel,
     ):
-        attach = pb.Attach(version=1, pool="a", incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
+        attach = pb.Attach(version=2, pool="a", incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
         messages: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         messages.put(pb.SessionRequest(attach=attach))
         stream = pb_grpc.AllocatorServiceStub(channel).Session(iter(messages.get, None))

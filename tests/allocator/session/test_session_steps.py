@@ -343,7 +343,7 @@ async def test_what_left_the_index_is_told_up_to_a_limit(
     async with running_allocator() as allocator:
         owner = StreamOwner(allocator)
         declared = spec()
-        declared.tells_removed = True
+        declared.features.append("tells-removed")
         await owner.attach(spec=declared)
         await owner.report()
         for number, name in enumerate("xyz", 1):

@@ -56,8 +56,9 @@ async def test_a_pool_is_not_open_before_its_report(allocator: RunningAllocator)
 
 
 WRONG_ATTACHES: list[tuple[dict[str, Any], Reason]] = [
-    ({"version": 2}, Reason.VERSION),
-    ({"version": 2, "spec": pb.PoolSpec()}, Reason.VERSION),
+    ({"version": 1}, Reason.VERSION),
+    ({"version": 1, "spec": pb.PoolSpec()}, Reason.VERSION),
+    ({"version": 3, "spec": pb.PoolSpec()}, Reason.VERSION),
     ({"incarnation": b"short"}, Reason.MALFORMED),
     ({"epoch": 0}, Reason.MALFORMED),
     ({"window": 0}, Reason.MALFORMED),
@@ -66,7 +67,7 @@ WRONG_ATTACHES: list[tuple[dict[str, Any], Reason]] = [
     ({"spec": pb.PoolSpec()}, Reason.MALFORMED),
     (
         {"spec": pb.PoolSpec(block_count=1, groups=[pb.GroupSpec(block_size=1)])},
-        Reason.LAYOUT,
+        Reason.MALFORMED,
     ),
 ]
 

@@ -36,7 +36,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
         AssertionError: the answer is none that a grow of this worker can have.
     """
     sample, _, token_count, entering = growing
-    if grown.result in (Result.NO_SPACE, Result.FORBIDDEN):
+    if grown.result in (Result.NO_SPACE, Result.FORBIDDEN) or not grown.result.is_known:
         return False
     if grown.result is Result.PASS_TOO_LONG:
         sample.pass_token_count_max = max(1, (token_count - sample.computed) // 2)

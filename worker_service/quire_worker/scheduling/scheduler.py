@@ -219,10 +219,15 @@ class Scheduler:
         }
 
     @staticmethod
-    def forbidden(plan: Plan, outcome: StepOutcome) -> list[Request]:
-        """Returns the requests that the allocator will never admit. They must end before the answer is taken in."""
+    def refused(plan: Plan, outcome: StepOutcome) -> list[tuple[Request, Result]]:
+        """Returns the requests that the allocator will never give what they need: FORBIDDEN, or a result that this
+        version does not know. They must end before the answer is taken in."""
         rows = zip(plan.grows, outcome.grows, strict=True)
-        return [growing.sample.request for growing, grown in rows if grown.result is Result.FORBIDDEN]
+        return [
+            (growing.sample.request, grown.result)
+            for growing, grown in rows
+            if grown.result is Result.FORBIDDEN or not grown.result.is_known
+        ]
 
     def advance(self, work: Iterable[Work]) -> None:
         """Counts the computed tokens of the batch. Only these may be committed, and not the place of a token that was

@@ -12,6 +12,7 @@ from quire._keep_alive import KeptByTask, warn_unclosed
 from quire._transport import messages
 from quire._transport.channel import AsyncLink
 from quire.errors import QuireError, UnavailableError
+from quire.protocol.features import check_served
 from quire.protocol.outcomes import Result
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -67,9 +68,11 @@ class AsyncCallSession:
 
         Raises:
             AlreadyExistsError: POOL_OWNED, somebody else has it.
+            FailedPreconditionError: VERSION, the allocator does not serve this protocol or a feature of the pool.
             QuireError: anything else that a call may meet.
         """
         opened = await self._link.call(self._stub.OpenSession, self._request, timeout_s)
+        check_served(self._request.spec.features, opened.features)
         self._session_id, self.lease_ms = opened.session_id, opened.lease_ms
         if self._keeps_alive and self._kept is None:
             self._kept = KeptByTask(self, opened.lease_ms)

@@ -13,6 +13,7 @@ from quire._keep_alive import KeptByThread, warn_unclosed
 from quire._transport import messages
 from quire._transport.channel import SyncLink
 from quire.errors import QuireError, UnavailableError
+from quire.protocol.features import check_served
 from quire.protocol.outcomes import Result
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -68,9 +69,11 @@ class CallSession:
 
         Raises:
             AlreadyExistsError: POOL_OWNED, somebody else has it.
+            FailedPreconditionError: VERSION, the allocator does not serve this protocol or a feature of the pool.
             QuireError: anything else that a call may meet.
         """
         opened = self._link.call(self._stub.OpenSession, self._request, timeout_s)
+        check_served(self._request.spec.features, opened.features)
         self._session_id, self.lease_ms = opened.session_id, opened.lease_ms
         if self._keeps_alive and self._kept is None:
             self._kept = KeptByThread(self, opened.lease_ms)

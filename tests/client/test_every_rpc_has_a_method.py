@@ -31,6 +31,8 @@ NAMES = {
     "ScoreBranch": "score",
     "ReleaseBranches": "release",
     "RenewBranches": "keep_alive",
+    "ListRequests": "requests",
+    "CancelRequest": "cancel",
 }
 OF_A_SESSION = {"KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "CloseSession"}
 OF_A_BRANCH = {"ForkBranch", "ExtendBranch", "ScoreBranch", "ReleaseBranches"}
@@ -55,6 +57,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "Detokenize": ([1],),
     "LoadAdapter": ("name", "folder"),
     "UnloadAdapter": ("name",),
+    "CancelRequest": ("id",),
 }
 RPCS = [
     (service.name, method)

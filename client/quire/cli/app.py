@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quire import __version__
-from quire.cli import adapters, certs, generate, output, plan, pools, servers, status, up, watch
+from quire.cli import adapters, certs, generate, output, plan, pools, requests, servers, status, up, watch
 from quire.errors import QuireError
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ pools.register(app)
 watch.register(app)
 status.register(app)
 adapters.register(app)
+requests.register(app)
 plan.register(app)
 certs.register(app)
 

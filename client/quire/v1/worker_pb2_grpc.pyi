@@ -81,6 +81,14 @@ class WorkerServiceStub:
     """
     Detokenize: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DetokenizeRequest, _worker_pb2.DetokenizeResponse]
     """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only."""
+    ListRequests: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListRequestsRequest, _worker_pb2.ListRequestsResponse]
+    """ListRequests: says which requests wait and run, and why those that wait do. Read-only; a caller with a certificate
+    needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
+    """
+    CancelRequest: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CancelRequestRequest, _worker_pb2.CancelRequestResponse]
+    """CancelRequest: ends requests of one id; their callers get CANCELLED. A caller with a certificate ends only those in
+    namespaces that it may use. An id that no such request has is no error.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -135,6 +143,14 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     Detokenize: _aio.UnaryUnaryMultiCallable[_worker_pb2.DetokenizeRequest, _worker_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only."""
+    ListRequests: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListRequestsRequest, _worker_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    """ListRequests: says which requests wait and run, and why those that wait do. Read-only; a caller with a certificate
+    needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
+    """
+    CancelRequest: _aio.UnaryUnaryMultiCallable[_worker_pb2.CancelRequestRequest, _worker_pb2.CancelRequestResponse]  # type: ignore[assignment]
+    """CancelRequest: ends requests of one id; their callers get CANCELLED. A caller with a certificate ends only those in
+    namespaces that it may use. An id that no such request has is no error.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Serves one model on one pool. Every error carries a `Reason` (errors.proto) and concerns only the request that it
@@ -264,5 +280,25 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DetokenizeResponse, _abc.Awaitable[_worker_pb2.DetokenizeResponse]]:
         """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only."""
+
+    @_abc_1.abstractmethod
+    def ListRequests(
+        self,
+        request: _worker_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ListRequestsResponse, _abc.Awaitable[_worker_pb2.ListRequestsResponse]]:
+        """ListRequests: says which requests wait and run, and why those that wait do. Read-only; a caller with a certificate
+        needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
+        """
+
+    @_abc_1.abstractmethod
+    def CancelRequest(
+        self,
+        request: _worker_pb2.CancelRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CancelRequestResponse, _abc.Awaitable[_worker_pb2.CancelRequestResponse]]:
+        """CancelRequest: ends requests of one id; their callers get CANCELLED. A caller with a certificate ends only those in
+        namespaces that it may use. An id that no such request has is no error.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

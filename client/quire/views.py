@@ -142,3 +142,61 @@ class CacheDropped(NamedTuple):
 
     dropped_block_count: int
     held_block_count: int
+
+
+class RequestState(OpenEnum):
+    """Where a request of a worker is."""
+
+    WAITING = 1
+    RUNNING = 2
+    ENDED = 3
+
+
+class WaitReason(OpenEnum):
+    """Why a request waits; `quire.v1.WaitReason` has a sentence for each."""
+
+    NEXT_PASS = 1
+    NO_SESSION = 2
+    ALLOCATOR = 3
+    BLOCKS = 4
+    PLACES = 5
+    PREFIX = 6
+    PASS_FULL = 7
+    ORDER = 8
+    FAIRNESS = 9
+
+
+class RequestStage(NamedTuple):
+    """Something that happened to a request, and how many seconds after it came."""
+
+    name: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """One request of a worker, without its prompt and text. Seconds count from its arrival."""
+
+    request_id: str
+    namespace: str
+    adapter: str
+    state: RequestState
+    wait_reason: WaitReason | None
+    missing_block_count: int  # of each group, where it waits for BLOCKS
+    behind_request_id: str  # of the request before it; empty if the caller may not know it
+    age_s: float  # now, or when it ended
+    queue_s: float | None  # to its first admission
+    first_token_s: float | None
+    time_left_s: float | None  # to its caller's deadline
+    priority: int
+    sample_count: int
+    finish_reasons: tuple[str, ...]  # of the samples that ended in good order
+    prompt_token_count: int
+    cached_token_count: int
+    output_token_count: int
+    preemption_count: int
+    sequence_ids: tuple[int, ...]  # at the allocator, the first 64
+    block_count: int  # in its tables now
+    block_count_max: int
+    error: str
+    stages: tuple[RequestStage, ...]  # where one request was asked for

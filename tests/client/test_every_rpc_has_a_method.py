@@ -33,6 +33,8 @@ NAMES = {
     "ScoreBranch": "score",
     "ReleaseBranches": "release",
     "RenewBranches": "keep_alive",
+    "ListRequests": "requests",
+    "CancelRequest": "cancel",
 }
 OF_A_SESSION = {"KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "CloseSession"}
 OF_A_BRANCH = {"ForkBranch", "ExtendBranch", "ScoreBranch", "ReleaseBranches"}
@@ -57,6 +59,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "Detokenize": ([1],),
     "LoadAdapter": ("name", "folder"),
     "UnloadAdapter": ("name",),
+    "CancelRequest": ("id",),
 }
 RPCS = [
     (service.name, method)

@@ -58,7 +58,17 @@ RIGHT_OF_BRANCHES = {
     "RenewBranches": pb.RenewBranchesRequest(branch_ids=[bytes(16)]),
     "ReleaseBranches": pb.ReleaseBranchesRequest(branch_ids=[bytes(16)]),
 }
-OTHERS = ("GetServerInfo", "GetStatus", "Tokenize", "Detokenize", "LoadAdapter", "UnloadAdapter", "ListAdapters")
+OTHERS = (
+    "GetServerInfo",
+    "GetStatus",
+    "Tokenize",
+    "Detokenize",
+    "LoadAdapter",
+    "UnloadAdapter",
+    "ListAdapters",
+    "ListRequests",
+    "CancelRequest",
+)
 RIGHT_TEXT = pb.GenerateRequest(text="The for statement", sampling=pb.SamplingParams(max_tokens=2))
 RIGHT_CONVERSATION = pb.TokenizeRequest(
     conversation=pb.Conversation(

@@ -245,7 +245,15 @@ def test_the_servers_had_something_to_say(outcome: Outcome) -> None:
 @pytest.mark.parametrize("server", ["allocator", "worker"])
 def test_no_secret_is_logged(outcome: Outcome, server: str) -> None:
     assert outcome.canaries.found_in(outcome.logs[server]) == []
-    assert NAMESPACE.encode() not in outcome.logs[server]
+    lines = [line for line in outcome.logs[server].splitlines() if b'"request ended"' not in line]
+    assert not any(NAMESPACE.encode() in line for line in lines)
+
+
+def test_each_request_is_in_the_workers_log_with_its_namespace_and_without_its_text(outcome: Outcome) -> None:
+    lines = [line for line in outcome.logs["worker"].splitlines() if b'"request ended"' in line]
+    assert sum(NAMESPACE.encode() in line for line in lines) >= 2
+    assert any(b'"error": "BAD_PARAMETER"' in line for line in lines)
+    assert [outcome.canaries.found_in(line) for line in lines if outcome.canaries.found_in(line)] == []
 
 
 def test_no_secret_is_in_an_error(outcome: Outcome) -> None:

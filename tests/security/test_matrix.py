@@ -285,6 +285,17 @@ def of_branches(method: str) -> Callable[[Scene, str], Any]:
     return call
 
 
+def of_requests(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
+    """Returns a call on the worker's requests, of which there are none."""
+
+    def call(scene: Scene, who: str) -> Any:
+        stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
+        request = getattr(worker_pb, f"{method}Request")(**fields)
+        return getattr(stub, method)(request, metadata=scene.callers[who].metadata, timeout=WAIT_S)
+
+    return call
+
+
 OWNING = Reason.POOL_FORBIDDEN
 USING = Reason.NAMESPACE_FORBIDDEN
 UNKNOWN = Reason.BRANCH_UNKNOWN  # also for existing ones, for callers without their namespace
@@ -316,6 +327,8 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "LoadAdapter": (of_adapters("LoadAdapter", Reason.NOT_SUPPORTED, name="a", folder="a"), OWNING, None),
     "UnloadAdapter": (of_adapters("UnloadAdapter", Reason.ADAPTER_UNKNOWN, name="a"), OWNING, None),
     "ListAdapters": (of_adapters("ListAdapters"), None, None),
+    "ListRequests": (of_requests("ListRequests"), None, None),
+    "CancelRequest": (of_requests("CancelRequest", request_id="nobody"), None, None),
     "Tokenize": (tokenize, None, None),
     "Detokenize": (detokenize, None, None),
     "health of the allocator": (health("allocator"), None, None),
@@ -328,7 +341,7 @@ WITHOUT_POOL = {
     *(
         method.name
         for method in worker_pb.DESCRIPTOR.services_by_name["WorkerService"].methods
-        if not method.name.endswith(("Adapter", "Adapters"))  # which concern the worker's own pool
+        if not method.name.endswith(("Adapter", "Adapters", "ListRequests"))  # which concern the worker's own pool
     ),
     "health of the allocator",
     "health of the worker",

@@ -16,7 +16,7 @@ from quire_worker.model.adapters.peft_folder import AdapterError, AdapterLimits,
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.rewrites.decoder import Decoder
 from quire_worker.model.rewrites.gated_mlp import GatedMlp
-from quire_worker.requests.adapters import LIMITS, Adapters
+from quire_worker.requests.adapters import LIMITS, Adapters, request_count
 from safetensors.torch import load_file, save_file
 
 from tests.worker.adapter_folders import CONFIG, LINEARS, WEIGHTS, adapted_text, change_config, write_adapter
@@ -200,12 +200,12 @@ async def test_adapters_come_and_go_while_requests_are_computed(llama: Model, tm
         output = await harness.generate(tokens, adapter="one", max_tokens=8)
         assert output.tokens[0] == adapted_text(llama.base, llama.adapters["a"], tuple(tokens), 8)
         request = harness.submit(tokens, adapter="one", max_tokens=50, ignore_eos=True)
-        assert engine.request_count(loaded) == 1
+        assert request_count(loaded, engine.open_requests) == 1
         with pytest.raises(QuireError, match="1 requests are computed") as caught:
-            engine.adapters.drop("one", engine.request_count(loaded))
+            engine.adapters.drop("one", request_count(loaded, engine.open_requests))
         assert caught.value.reason is Reason.ADAPTER_IN_USE
         await harness.collect(request)
-        engine.adapters.drop("one", engine.request_count(loaded))
+        engine.adapters.drop("one", request_count(loaded, engine.open_requests))
         with pytest.raises(QuireError) as caught:
             harness.submit(tokens, adapter="one", max_tokens=2)
         assert caught.value.reason is Reason.ADAPTER_UNKNOWN

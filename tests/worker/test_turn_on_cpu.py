@@ -31,7 +31,7 @@ async def test_nothing_is_asked_while_a_pass_is_computed_that_is_for_first_token
         send, prepare = engine._send, engine._runner.prepare
 
         def note_step(plan: Plan) -> None:
-            sent.append([request.first_token_s is not None for request in engine._open if not request.is_done])
+            sent.append([request.first_token_s is not None for request in engine.open_requests if not request.is_done])
             send(plan)
 
         def note_pass(batch: Any, *, is_behind: bool) -> Any:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import NamedTuple
+
+from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
 
 from quire_worker.scheduling.plan import Plan
+
+
+class Asked(NamedTuple):
+    """A plan whose step was sent, its answer, and when that was."""
+
+    plan: Plan
+    answer: asyncio.Task[StepOutcome]
+    sent_s: float
 
 
 def step_of(plan: Plan) -> StepBuilder:

@@ -19,7 +19,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import structlog
 from quire.errors import InternalError, QuireError, Reason
@@ -27,7 +26,7 @@ from quire.protocol.outcomes import Result, StepOutcome
 from quire.session import AsyncSession, SessionLostError
 
 from quire_worker.cache import KVCache
-from quire_worker.encoding import step_of
+from quire_worker.encoding import Asked, step_of
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.lane import Lane
 from quire_worker.execution.launched import Shortcut
@@ -53,14 +52,6 @@ log = structlog.get_logger()
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 QUIET_S = 0.1  # seconds that a step of mere commits and frees waits for others to go along with
 PATIENCE_S = 0.02  # that samples with room wait for an answer, which usually takes 1 ms, before they go on alone
-
-
-class Asked(NamedTuple):
-    """A plan whose step was sent, its answer, and when that was."""
-
-    plan: Plan
-    answer: asyncio.Task[StepOutcome]
-    sent_s: float
 
 
 class Engine:
@@ -92,10 +83,11 @@ class Engine:
         self.scheduler = scheduler
         self.telemetry = telemetry
         self.adapters = Adapters(model)
-        self._clock = clock
+        self.clock = clock
         self._thread = ModelThread(lane)
         self.wake = asyncio.Event()  # set by each change of the roster
-        self._open: set[Request] = set()
+        self.open_requests: set[Request] = set()
+        self.on_ended: Callable[[Request], None] = lambda _request: None
         self._changed, self._turned = asyncio.Event(), asyncio.Event()  # a request was ended; set after each turn
         self.reception = Reception(
             model, cache, tokenizer, session,
@@ -142,8 +134,8 @@ class Engine:
         """Runs one turn: plan a pass and ask for what it needs, unless one is under way already; while it is computed,
         ask for what later ones need and put the next one behind it; then take its tokens. On a CPU, where to plan and
         to ask takes processors from the kernels, that comes after first tokens if the pass brings nothing else."""
-        started = self._clock()
-        self.reception.end_hopeless(self._fail)
+        started = self.clock()
+        self.reception.end_hopeless(self.fail)
         if not self._passes and not await self._start():
             return
         work = self._passes[0].work
@@ -159,7 +151,7 @@ class Engine:
         self._thread.go_on()
         self.scheduler.roster.observe(computed.work, computed.seconds, computed.swapped_block_count, computed.swap_s)
         self.telemetry.forward_s += computed.seconds
-        self.telemetry.step_seconds.observe(self._clock() - started)
+        self.telemetry.step_seconds.observe(self.clock() - started)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -201,7 +193,7 @@ class Engine:
 
     def open(self, request: Request) -> None:
         """Begins to work on a request whose samples are in the roster."""
-        self._open.add(request)
+        self.open_requests.add(request)
         self.wake.set()
 
     async def settled(self, sample: Sample) -> None:
@@ -213,24 +205,29 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Ends a request, done or not; what it still holds is freed with the next step, within 0.1 s."""
+        if not (request.is_done or request.trace.error):
+            request.trace.error = "CANCELLED" if self.clock() < request.deadline_s else Reason.DEADLINE
         self.scheduler.roster.cancel(request)
         self._outbox.discard(request)
-        self._open.discard(request)
+        if request in self.open_requests:
+            self.open_requests.discard(request)
+            self.on_ended(request)
         self._changed.set()
         self.wake.set()
 
-    def request_count(self, adapter: Adapter) -> int:
-        """Counts the requests that have chosen an adapter and are not done."""
-        return sum(request.adapter is adapter and not request.is_done for request in self._open)
+    @property
+    def asked_samples(self) -> set[Sample]:
+        """Returns the waiting samples whose blocks the allocator was asked for, and has not answered."""
+        return set() if self._asked is None else self._asked.plan.admitted
 
     def fail_all(self, error: QuireError) -> None:
         """Ends every open request with an error."""
-        for request in self._open:
-            self._fail(request, error)
+        for request in self.open_requests:
+            self.fail(request, error)
 
     async def drained(self) -> None:
         """Returns once no request is open."""
-        while self._open:
+        while self.open_requests:
             self._changed.clear()
             await self._changed.wait()
 
@@ -315,21 +312,21 @@ class Engine:
         """Sends the next turns' needs, unless the last step has no answer yet. Nobody waits for commits and frees: they
         go along with the rest or after a while, because one step for many costs a small model's worker less."""
         if self._asked is None:
-            plan = self.scheduler.plan_ahead(work, may_wait=self._clock() - self._sent_s < QUIET_S)
+            plan = self.scheduler.plan_ahead(work, may_wait=self.clock() - self._sent_s < QUIET_S)
             if plan.has_to_be_sent:
                 self._send(plan)
 
     def _send(self, plan: Plan) -> None:
-        self._sent_s = self._clock()
+        self._sent_s = self.clock()
         self._asked = Asked(plan, asyncio.create_task(self.session.step(step_of(plan))), self._sent_s)
 
     async def _is_answered(self, ready: Plan) -> bool:
         """Waits for the answer: for a moment if samples can continue without it, else as long as it takes."""
         assert self._asked is not None
-        started = self._clock()
+        started = self.clock()
         left_s = max(0.0, self._asked.sent_s + PATIENCE_S - started) if ready.wanted else None
         await asyncio.wait((self._asked.answer,), timeout=left_s)
-        self.telemetry.allocator_wait_s += self._clock() - started
+        self.telemetry.allocator_wait_s += self.clock() - started
         return self._asked.answer.done()
 
     async def _take_in(self) -> bool:
@@ -365,12 +362,12 @@ class Engine:
             if not plan.admitted or isinstance(error, InternalError):
                 raise
             for drawn in plan.admitted:
-                self._fail(drawn.request, error)
+                self.fail(drawn.request, error)
             self.scheduler.give_everything_back(plan)
             return None
         for request, result in self.scheduler.refused(plan, outcome):
             if not request.is_done:  # of several samples, each may be refused
-                self._fail(request, _refusal(result))
+                self.fail(request, _refusal(result))
         return outcome
 
     def _end_failed(self, computed: Computed) -> None:
@@ -382,7 +379,7 @@ class Engine:
                 for block in computed.lost_blocks.keys() & holder.held_blocks():
                     failures.setdefault(holder.request, computed.lost_blocks[block])
         for request, failure in failures.items():
-            self._fail(request, self.failed(request.request_id, failure))
+            self.fail(request, self.failed(request.request_id, failure))
 
     def failed(self, request_id: str, failure: Failure) -> QuireError:
         """Counts and logs a failure of one request, and returns what to tell its caller."""
@@ -390,14 +387,16 @@ class Engine:
         log.error("request failed", request_id=request_id, kind=failure.kind.value, reason=failure.reason)
         return QuireError.of(failure.reason, failure.message)
 
-    def _fail(self, request: Request, error: QuireError) -> None:
-        self._outbox.deliver(request)  # what came before
+    def fail(self, request: Request, error: QuireError) -> None:
+        """Ends a request with an error, after what it has for its caller."""
+        self._outbox.deliver(request)
+        request.trace.error = request.trace.error or error.reason or error.code.name
         self.scheduler.roster.cancel(request)
         request.deliveries.put_nowait(error)
 
     def _decoding_failed(self, request: Request, error: TokenizerError) -> None:
         log.warning("decoding failed", error=str(error))
-        self._fail(request, self.failed(request.request_id, TOKENIZER))
+        self.fail(request, self.failed(request.request_id, TOKENIZER))
 
 
 def _refusal(result: Result) -> QuireError:

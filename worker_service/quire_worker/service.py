@@ -11,6 +11,7 @@ import structlog
 from google.protobuf.message import Message
 from grpc import aio
 from quire._distribution import VERSION
+from quire._serving.request_log import SILENT, RequestLog
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.features import FEATURES
@@ -24,6 +25,7 @@ from quire_worker.calls.branch_calls import BranchCalls
 from quire_worker.calls.branches import Branches
 from quire_worker.calls.checks import INTERVAL_MS_MAX, Checks, check_namespace
 from quire_worker.calls.generate_messages import response_of, sampling_of
+from quire_worker.calls.request_calls import RequestCalls, RequestRecords
 from quire_worker.engine import Engine
 from quire_worker.execution.sizing import PoolMemory, largest_shape
 from quire_worker.scheduling.order import PRIORITY_MAX
@@ -36,7 +38,7 @@ RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
 
 
-class WorkerService(AdapterCalls):
+class WorkerService(AdapterCalls, RequestCalls):
     """Serves one engine; `authorize` says what the caller of a call may do."""
 
     def __init__(
@@ -47,6 +49,7 @@ class WorkerService(AdapterCalls):
         model_name: str,
         memory: PoolMemory,
         authorize: Authorize = permit_everything,
+        request_log: RequestLog = SILENT,
     ) -> None:
         self._engine = engine
         self._memory = memory
@@ -55,6 +58,7 @@ class WorkerService(AdapterCalls):
         self._authorize = authorize
         self._version = VERSION
         self._checks = Checks(engine)
+        self._records = RequestRecords(engine, request_log, model_name=model_name, pool=pool)
         self._branches = Branches(engine)
         self._branch_calls = BranchCalls(self._branches, self._checks)
 
@@ -73,6 +77,8 @@ class WorkerService(AdapterCalls):
             outcome = "failed" if outcome == "cancelled" or isinstance(error, InternalError) else outcome
             if error.reason is Reason.NAMESPACE_FORBIDDEN:
                 log_refused("Generate", error.reason, context.peer())
+            if outcome == "rejected":
+                self._records.refused(request, error)
             await abort(context, error)
         finally:
             outcomes[outcome] += 1

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack, cast
 
-from quire import sampling, types
+from quire import sampling, types, views
 from quire._async.allocator import AsyncAllocator
 from quire._async.branches import AsyncBranchKeeper, AsyncPrefills
 from quire._async.connection import AsyncConnected
@@ -269,6 +269,26 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
         """Returns what the worker is and does."""
         reply = await self._link.call(self._stub.GetStatus, worker_pb.GetStatusRequest(), timeout_s)
         return messages.worker_status(reply)
+
+    async def requests(
+        self, request_id: str = "", *, with_ended: bool = False, timeout_s: float | None = None
+    ) -> tuple[views.RequestInfo, ...]:
+        """Returns the requests that the worker has, oldest first, and why those that wait do.
+
+        Args:
+            request_id: only requests of this id, with what happened to them and when; empty for all.
+            with_ended: also the latest of those that have ended.
+            timeout_s: for this call.
+        """
+        request = worker_pb.ListRequestsRequest(request_id=request_id, with_ended=with_ended)
+        reply = await self._link.call(self._stub.ListRequests, request, timeout_s)
+        return tuple(map(messages.request_info, reply.requests))
+
+    async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> int:
+        """Ends the requests of an id, and returns how many there were. Their callers get RequestCancelledError."""
+        request = worker_pb.CancelRequestRequest(request_id=request_id)
+        reply = await self._link.call(self._stub.CancelRequest, request, timeout_s)
+        return reply.cancelled_count
 
     async def load_adapter(self, name: str, folder: str, *, timeout_s: float | None = None) -> types.AdapterInfo:
         """Loads a LoRA adapter from a folder below the worker's --adapter-folder; requests choose it by name."""

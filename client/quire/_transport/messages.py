@@ -20,6 +20,7 @@ from quire.v1 import server_pb2
 from quire.v1 import worker_pb2 as worker_pb
 
 MessageT = TypeVar("MessageT", bound=Message)
+_FINISHED = {worker_pb.FINISH_REASON_STOP: "stop", worker_pb.FINISH_REASON_LENGTH: "length"}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Servers
@@ -45,6 +46,21 @@ def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
     device = types.DeviceMemory(**values_of(message.memory.device)) if message.memory.HasField("device") else None
     memory = types.PoolMemory(**{**values_of(message.memory), "device": device})
     return types.WorkerStatus(**{**values_of(message), "memory": memory})
+
+
+def request_info(message: worker_pb.RequestInfo) -> views.RequestInfo:
+    """Returns a request of a worker."""
+    values = values_of(message)
+    for name in ("queue_s", "first_token_s", "time_left_s"):
+        values[name] = getattr(message, name) if message.HasField(name) else None
+    values.update(
+        state=views.RequestState(message.state),
+        wait_reason=views.WaitReason(message.wait_reason) if message.wait_reason else None,
+        sequence_ids=tuple(message.sequence_ids),
+        finish_reasons=tuple(_FINISHED.get(reason, "unknown") for reason in message.finish_reasons),
+        stages=tuple(views.RequestStage(stage.name, stage.at_s) for stage in message.stages),
+    )
+    return views.RequestInfo(**values)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quire import __version__
-from quire.cli import adapter, cache, certs, generate, output, plan, pool, servers, status, up
+from quire.cli import adapter, cache, certs, generate, output, plan, pool, requests, servers, status, up
 from quire.cli.names import Group
 from quire.errors import QuireError
 
@@ -45,6 +45,7 @@ pool.register(app)
 cache.register(app)
 status.register(app)
 adapter.register(app)
+requests.register(app)
 plan.register(app)
 certs.register(app)
 

@@ -69,6 +69,86 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """It reached `max_tokens`, or the longest sequence that the model or the pool can hold."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _RequestState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_STATE_UNSPECIFIED: _RequestState.ValueType  # 0
+    """Never sent."""
+    REQUEST_STATE_WAITING: _RequestState.ValueType  # 1
+    """None of its samples runs."""
+    REQUEST_STATE_RUNNING: _RequestState.ValueType  # 2
+    """A sample of it runs."""
+    REQUEST_STATE_ENDED: _RequestState.ValueType  # 3
+    """It has ended."""
+
+class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper):
+    """RequestState: where a request is."""
+
+REQUEST_STATE_UNSPECIFIED: RequestState.ValueType  # 0
+"""Never sent."""
+REQUEST_STATE_WAITING: RequestState.ValueType  # 1
+"""None of its samples runs."""
+REQUEST_STATE_RUNNING: RequestState.ValueType  # 2
+"""A sample of it runs."""
+REQUEST_STATE_ENDED: RequestState.ValueType  # 3
+"""It has ended."""
+Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
+
+class _WaitReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WaitReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WAIT_REASON_UNSPECIFIED: _WaitReason.ValueType  # 0
+    """It does not wait."""
+    WAIT_REASON_NEXT_PASS: _WaitReason.ValueType  # 1
+    """Nothing holds it up: the next pass begins it."""
+    WAIT_REASON_NO_SESSION: _WaitReason.ValueType  # 2
+    """The worker has no session with its allocator."""
+    WAIT_REASON_ALLOCATOR: _WaitReason.ValueType  # 3
+    """The allocator was asked for its blocks, and has not answered."""
+    WAIT_REASON_BLOCKS: _WaitReason.ValueType  # 4
+    """It is the first in order, and needs more blocks than are free."""
+    WAIT_REASON_PLACES: _WaitReason.ValueType  # 5
+    """It is the first in order, and as many samples run as the worker allows."""
+    WAIT_REASON_PREFIX: _WaitReason.ValueType  # 6
+    """Another request computes a prefix of its prompt, which it will find in the cache."""
+    WAIT_REASON_PASS_FULL: _WaitReason.ValueType  # 7
+    """The next pass has as many tokens, or digests, as fit."""
+    WAIT_REASON_ORDER: _WaitReason.ValueType  # 8
+    """A request of its own namespace is before it, and waits."""
+    WAIT_REASON_FAIRNESS: _WaitReason.ValueType  # 9
+    """A request of a namespace that was served less is before it, and waits."""
+
+class WaitReason(_WaitReason, metaclass=_WaitReasonEnumTypeWrapper):
+    """WaitReason: why a request waits."""
+
+WAIT_REASON_UNSPECIFIED: WaitReason.ValueType  # 0
+"""It does not wait."""
+WAIT_REASON_NEXT_PASS: WaitReason.ValueType  # 1
+"""Nothing holds it up: the next pass begins it."""
+WAIT_REASON_NO_SESSION: WaitReason.ValueType  # 2
+"""The worker has no session with its allocator."""
+WAIT_REASON_ALLOCATOR: WaitReason.ValueType  # 3
+"""The allocator was asked for its blocks, and has not answered."""
+WAIT_REASON_BLOCKS: WaitReason.ValueType  # 4
+"""It is the first in order, and needs more blocks than are free."""
+WAIT_REASON_PLACES: WaitReason.ValueType  # 5
+"""It is the first in order, and as many samples run as the worker allows."""
+WAIT_REASON_PREFIX: WaitReason.ValueType  # 6
+"""Another request computes a prefix of its prompt, which it will find in the cache."""
+WAIT_REASON_PASS_FULL: WaitReason.ValueType  # 7
+"""The next pass has as many tokens, or digests, as fit."""
+WAIT_REASON_ORDER: WaitReason.ValueType  # 8
+"""A request of its own namespace is before it, and waits."""
+WAIT_REASON_FAIRNESS: WaitReason.ValueType  # 9
+"""A request of a namespace that was served less is before it, and waits."""
+Global___WaitReason: _TypeAlias = WaitReason  # noqa: Y015
+
 @_typing.final
 class TokenIds(_message.Message):
     """TokenIds: a tokenized prompt."""
@@ -1484,3 +1564,241 @@ class Adapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class ListRequestsRequest(_message.Message):
+    """ListRequestsRequest: which requests are asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    WITH_ENDED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Only requests of this id, with the stages of each; empty for all, without stages."""
+    with_ended: _builtins.bool
+    """True if requests that have ended are wanted, too; the worker keeps the latest 256."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        with_ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "with_ended", b"with_ended"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsRequest: _TypeAlias = ListRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ListRequestsResponse(_message.Message):
+    """ListRequestsResponse: the requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    truncated: _builtins.bool
+    """True if there are more."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestInfo]:
+        """Oldest first: those that have ended, then the others; at most 4,096."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___RequestInfo] | None = ...,
+        truncated: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
+
+@_typing.final
+class RequestInfo(_message.Message):
+    """RequestInfo: one request, without its prompt and text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    WAIT_REASON_FIELD_NUMBER: _builtins.int
+    MISSING_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    BEHIND_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
+    TIME_LEFT_S_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    SAMPLE_COUNT_FIELD_NUMBER: _builtins.int
+    FINISH_REASONS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PREEMPTION_COUNT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_MAX_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id, namespace and adapter, as its caller gave them."""
+    namespace: _builtins.str
+    adapter: _builtins.str
+    state: Global___RequestState.ValueType
+    """Where it is, and why it waits."""
+    wait_reason: Global___WaitReason.ValueType
+    missing_block_count: _builtins.int
+    """Blocks that are missing for it, of each group, with WAIT_REASON_BLOCKS."""
+    behind_request_id: _builtins.str
+    """Id of the request before it, with WAIT_REASON_ORDER and WAIT_REASON_FAIRNESS; empty if the caller may not know it."""
+    age_s: _builtins.float
+    """Seconds since it came, or from then to its end; to its first admission; to its first token."""
+    queue_s: _builtins.float
+    first_token_s: _builtins.float
+    time_left_s: _builtins.float
+    """Seconds that are left to its caller's deadline, if it has one."""
+    priority: _builtins.int
+    sample_count: _builtins.int
+    """Samples, and why each that has ended in good order did."""
+    prompt_token_count: _builtins.int
+    """As in Usage."""
+    cached_token_count: _builtins.int
+    output_token_count: _builtins.int
+    preemption_count: _builtins.int
+    block_count: _builtins.int
+    block_count_max: _builtins.int
+    error: _builtins.str
+    """Name of the `Reason` that it failed with, or "CANCELLED"; empty if it did not."""
+    @_builtins.property
+    def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]: ...
+    @_builtins.property
+    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its sequences at the allocator, the first 64 that it ever had; blocks in their tables now, and at most so far."""
+
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStage]:
+        """What happened to it, in order, the first 64."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        namespace: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        state: Global___RequestState.ValueType = ...,
+        wait_reason: Global___WaitReason.ValueType = ...,
+        missing_block_count: _builtins.int = ...,
+        behind_request_id: _builtins.str = ...,
+        age_s: _builtins.float = ...,
+        queue_s: _builtins.float | None = ...,
+        first_token_s: _builtins.float | None = ...,
+        time_left_s: _builtins.float | None = ...,
+        priority: _builtins.int = ...,
+        sample_count: _builtins.int = ...,
+        finish_reasons: _abc.Iterable[Global___FinishReason.ValueType] | None = ...,
+        prompt_token_count: _builtins.int = ...,
+        cached_token_count: _builtins.int = ...,
+        output_token_count: _builtins.int = ...,
+        preemption_count: _builtins.int = ...,
+        sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+        block_count: _builtins.int = ...,
+        block_count_max: _builtins.int = ...,
+        error: _builtins.str = ...,
+        stages: _abc.Iterable[Global___RequestStage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_s", b"_first_token_s", "_queue_s", b"_queue_s", "_time_left_s", b"_time_left_s", "first_token_s", b"first_token_s", "queue_s", b"queue_s", "time_left_s", b"time_left_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_s", b"_first_token_s", "_queue_s", b"_queue_s", "_time_left_s", b"_time_left_s", "adapter", b"adapter", "age_s", b"age_s", "behind_request_id", b"behind_request_id", "block_count", b"block_count", "block_count_max", b"block_count_max", "cached_token_count", b"cached_token_count", "error", b"error", "finish_reasons", b"finish_reasons", "first_token_s", b"first_token_s", "missing_block_count", b"missing_block_count", "namespace", b"namespace", "output_token_count", b"output_token_count", "preemption_count", b"preemption_count", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "queue_s", b"queue_s", "request_id", b"request_id", "sample_count", b"sample_count", "sequence_ids", b"sequence_ids", "stages", b"stages", "state", b"state", "time_left_s", b"time_left_s", "wait_reason", b"wait_reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_token_s: _TypeAlias = _typing.Literal["first_token_s"]  # noqa: Y015
+    _WhichOneofArgType__first_token_s: _TypeAlias = _typing.Literal["_first_token_s", b"_first_token_s"]  # noqa: Y015
+    _WhichOneofReturnType__queue_s: _TypeAlias = _typing.Literal["queue_s"]  # noqa: Y015
+    _WhichOneofArgType__queue_s: _TypeAlias = _typing.Literal["_queue_s", b"_queue_s"]  # noqa: Y015
+    _WhichOneofReturnType__time_left_s: _TypeAlias = _typing.Literal["time_left_s"]  # noqa: Y015
+    _WhichOneofArgType__time_left_s: _TypeAlias = _typing.Literal["_time_left_s", b"_time_left_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_s) -> _WhichOneofReturnType__first_token_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_s) -> _WhichOneofReturnType__queue_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_left_s) -> _WhichOneofReturnType__time_left_s | None: ...
+
+Global___RequestInfo: _TypeAlias = RequestInfo  # noqa: Y015
+
+@_typing.final
+class RequestStage(_message.Message):
+    """RequestStage: something that happened to a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    AT_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What: "received", "admitted", "preempted", "first token" or "ended"."""
+    at_s: _builtins.float
+    """Seconds since it came."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        at_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestStage: _TypeAlias = RequestStage  # noqa: Y015
+
+@_typing.final
+class CancelRequestRequest(_message.Message):
+    """CancelRequestRequest: requests that are not wanted any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Their id."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequestRequest: _TypeAlias = CancelRequestRequest  # noqa: Y015
+
+@_typing.final
+class CancelRequestResponse(_message.Message):
+    """CancelRequestResponse: they have ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANCELLED_COUNT_FIELD_NUMBER: _builtins.int
+    cancelled_count: _builtins.int
+    """How many there were."""
+    def __init__(
+        self,
+        *,
+        cancelled_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_count", b"cancelled_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequestResponse: _TypeAlias = CancelRequestResponse  # noqa: Y015

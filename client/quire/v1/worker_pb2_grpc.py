@@ -107,6 +107,16 @@ class WorkerServiceStub:
                 request_serializer=quire_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/quire.v1.WorkerService/ListRequests',
+                request_serializer=quire_dot_v1_dot_worker__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.CancelRequest = channel.unary_unary(
+                '/quire.v1.WorkerService/CancelRequest',
+                request_serializer=quire_dot_v1_dot_worker__pb2.CancelRequestRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.CancelRequestResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -226,6 +236,22 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """ListRequests: says which requests wait and run, and why those that wait do. Read-only; a caller with a certificate
+        needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelRequest(self, request, context):
+        """CancelRequest: ends requests of one id; their callers get CANCELLED. A caller with a certificate ends only those in
+        namespaces that it may use. An id that no such request has is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -298,6 +324,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=quire_dot_v1_dot_server__pb2.GetServerInfoRequest.FromString,
                     response_serializer=quire_dot_v1_dot_server__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.ListRequestsRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'CancelRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRequest,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.CancelRequestRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.CancelRequestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -680,6 +716,60 @@ class WorkerService:
             '/quire.v1.WorkerService/GetServerInfo',
             quire_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
             quire_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/ListRequests',
+            quire_dot_v1_dot_worker__pb2.ListRequestsRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/CancelRequest',
+            quire_dot_v1_dot_worker__pb2.CancelRequestRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.CancelRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

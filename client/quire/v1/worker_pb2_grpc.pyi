@@ -88,6 +88,14 @@ class WorkerServiceStub:
     """GetServerInfo: says which version, protocol and features this worker has. Read-only.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
+    ListRequests: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListRequestsRequest, _worker_pb2.ListRequestsResponse]
+    """ListRequests: says which requests wait and run, and why those that wait do. Read-only; a caller with a certificate
+    needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
+    """
+    CancelRequest: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CancelRequestRequest, _worker_pb2.CancelRequestResponse]
+    """CancelRequest: ends requests of one id; their callers get CANCELLED. A caller with a certificate ends only those in
+    namespaces that it may use. An id that no such request has is no error.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -145,6 +153,14 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """GetServerInfo: says which version, protocol and features this worker has. Read-only.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    ListRequests: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListRequestsRequest, _worker_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    """ListRequests: says which requests wait and run, and why those that wait do. Read-only; a caller with a certificate
+    needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
+    """
+    CancelRequest: _aio.UnaryUnaryMultiCallable[_worker_pb2.CancelRequestRequest, _worker_pb2.CancelRequestResponse]  # type: ignore[assignment]
+    """CancelRequest: ends requests of one id; their callers get CANCELLED. A caller with a certificate ends only those in
+    namespaces that it may use. An id that no such request has is no error.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -284,6 +300,26 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_server_pb2.GetServerInfoResponse, _abc.Awaitable[_server_pb2.GetServerInfoResponse]]:
         """GetServerInfo: says which version, protocol and features this worker has. Read-only.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+
+    @_abc_1.abstractmethod
+    def ListRequests(
+        self,
+        request: _worker_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ListRequestsResponse, _abc.Awaitable[_worker_pb2.ListRequestsResponse]]:
+        """ListRequests: says which requests wait and run, and why those that wait do. Read-only; a caller with a certificate
+        needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
+        """
+
+    @_abc_1.abstractmethod
+    def CancelRequest(
+        self,
+        request: _worker_pb2.CancelRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CancelRequestResponse, _abc.Awaitable[_worker_pb2.CancelRequestResponse]]:
+        """CancelRequest: ends requests of one id; their callers get CANCELLED. A caller with a certificate ends only those in
+        namespaces that it may use. An id that no such request has is no error.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -13,6 +13,7 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.engine import Engine
 from quire_worker.model.adapters.adapter import Adapter
+from quire_worker.requests.adapters import request_count
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
@@ -39,7 +40,7 @@ class AdapterCalls(pb_grpc.WorkerServiceServicer):
         try:
             self._check(self._authorize(context).may_own(self._pool))
             adapter = engine.adapters.named(request.name)
-            engine.adapters.drop(request.name, engine.request_count(adapter))
+            engine.adapters.drop(request.name, request_count(adapter, engine.open_requests))
         except QuireError as error:
             await abort(context, error)
         return pb.UnloadAdapterResponse()
@@ -70,5 +71,5 @@ class AdapterCalls(pb_grpc.WorkerServiceServicer):
             rank=adapter.rank,
             layer_count=len(adapter.factors),
             byte_count=adapter.byte_count,
-            request_count=self._engine.request_count(adapter),
+            request_count=request_count(adapter, self._engine.open_requests),
         )

@@ -28,7 +28,7 @@ from quire_worker.scheduling.request import Delivery, FinishReason, Request
 
 KNOWN_BYTES_MAX = 64  # of sampling parameters that are kept; longer ones have texts or lists of tokens
 
-_FINISH_REASONS = {
+FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -141,7 +141,7 @@ def response_of(request: Request, delivery: Delivery, sequence_tokens_max: int) 
         sample=delivery.sample,
         token_ids=delivery.token_ids,
         text=delivery.text,
-        finish_reason=_FINISH_REASONS[delivery.finish_reason],
+        finish_reason=FINISH_REASONS[delivery.finish_reason],
     )
     if delivery.logprobs:
         response.logprobs.CopyFrom(_logprobs(delivery.logprobs))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
+from quire._serving import request_log
 from quire._serving.server import add_arguments
 from quire.session.lookahead import AHEAD_TOKENS
 
@@ -74,6 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_tls(parser)
     add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
+    request_log.add_argument(parser)
     _add_pool(parser)
     for option, text in (
         ("--max-batch-tokens", "tokens per forward pass"),

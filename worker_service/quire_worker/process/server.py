@@ -21,6 +21,7 @@ from quire._distribution import how_to_install
 from quire._serving import logs
 from quire._serving.never_blocking import write_out
 from quire._serving.process import collect_garbage_rarely, stop_event
+from quire._serving.request_log import RequestLog
 from quire._serving.server import Server
 from quire.errors import QuireError, Reason, UsageError
 from quire.session import AsyncSession
@@ -281,7 +282,12 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     )
     engine = build_engine(options, loaded, session)
     service = WorkerService(
-        engine, pool=options.pool, model_name=loaded.name, memory=loaded.memory, authorize=server.authorize
+        engine,
+        pool=options.pool,
+        model_name=loaded.name,
+        memory=loaded.memory,
+        authorize=server.authorize,
+        request_log=RequestLog(options.log_requests),
     )
     pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(WorkerCollector(engine))

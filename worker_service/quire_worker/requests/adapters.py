@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import structlog
@@ -20,11 +21,17 @@ from quire.errors import QuireError, Reason
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.adapters.peft_folder import AdapterError, AdapterLimits, read_adapter
 from quire_worker.model.paged_model import PagedModel
+from quire_worker.scheduling.request import Request
 
 LIMITS = AdapterLimits(count_max=16, rank_max=64, byte_count_max=1 << 30)  # if nothing is said
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 log = structlog.get_logger()
+
+
+def request_count(adapter: Adapter, requests: Iterable[Request]) -> int:
+    """Counts the requests that have chosen an adapter and are not done."""
+    return sum(request.adapter is adapter and not request.is_done for request in requests)
 
 
 class Adapters:

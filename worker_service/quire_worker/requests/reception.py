@@ -26,6 +26,7 @@ from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Plan
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.roster import Roster
+from quire_worker.scheduling.trace import Stage
 from quire_worker.telemetry import WorkerTelemetry
 
 QUEUED_TOKENS_MAX = 1 << 22  # of what waits for one namespace, 48 bytes each; of all, twice as many
@@ -116,11 +117,21 @@ class Reception:
                 fail(request, _hopeless(request))
 
     def note_admitted(self, plan: Plan) -> None:
-        """Measures the waiting time of the requests that the answer to a plan has admitted for the first time."""
-        for request in {sample.request for sample in plan.admitted}:
+        """Notes when the answer to a plan admitted requests, and when others were preempted. Measures the waiting time
+        of requests that are admitted for the first time."""
+        if not (plan.grows or self._roster.preempted):
+            return
+        now_s = self._clock()
+        for request in self._roster.preempted:
+            request.trace.note_stage(Stage.PREEMPTED, now_s)
+        self._roster.preempted.clear()
+        for sample in plan.admitted:
+            request = sample.request
+            if sample.sequence_id:
+                request.trace.note_stage(Stage.ADMITTED, now_s)
             if request.admitted and request.admitted_s is None:
-                request.admitted_s = self._clock()
-                self._telemetry.queue_seconds.observe(request.admitted_s - request.arrived_s)
+                request.admitted_s = now_s
+                self._telemetry.queue_seconds.observe(now_s - request.arrived_s)
 
     def _check_room(self, namespace: str, token_count: int) -> None:
         """Refuses a request if the queue is full, or its namespace has its share of the queue. A namespace's only

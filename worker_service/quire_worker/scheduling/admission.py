@@ -29,6 +29,7 @@ from quire_worker.scheduling.backfill import (
 )
 from quire_worker.scheduling.plan import Admission, Round
 from quire_worker.scheduling.request import Sample
+from quire_worker.scheduling.waiting import Wait, WaitReason
 
 
 class TurnLimits(NamedTuple):
@@ -96,6 +97,7 @@ class Applicants:
         resting: Iterable[Sample] = (),
     ) -> None:
         self.chosen = Round()
+        self._waits: dict[Sample, Wait] | None = None
         self._running = running
         self._resting = tuple(resting)
         self._left = limits
@@ -106,22 +108,27 @@ class Applicants:
         self._head: Sample | None = None
         self._reservation: Reservation | None = None
 
-    def consider(self, waiting: Iterable[Sample], *, may_preempt: bool) -> Round:
+    def consider(
+        self, waiting: Iterable[Sample], *, may_preempt: bool, waits: dict[Sample, Wait] | None = None
+    ) -> Round:
         """Chooses from `waiting`. Changes nothing but caches of digests.
 
         Args:
             waiting: in the order of their turn.
             may_preempt: whether backfilled samples may make room for the head that they passed. If they may not but
                 could, neither the head nor any later sample is admitted.
+            waits: takes why samples wait, where that is wanted.
         """
-        looked_at = 0
+        looked_at, self._waits = 0, waits
         for sample in waiting:
-            if self._left.tokens == 0 or self._left.digest_bytes < DIGEST_BYTES:
+            if self._left.tokens <= 0 or self._left.digest_bytes < DIGEST_BYTES:
+                self._note(sample, WaitReason.PASS_FULL)
                 break
             if self._head is not None and looked_at >= DEPTH:
                 break
             digests = sample.digests(self._block_size, 0, sample.matchable_token_count // self._block_size)
             if not self._being_computed.isdisjoint(digests):
+                self._note(sample, WaitReason.PREFIX)
                 continue
             if self._head is not None:
                 looked_at += 1
@@ -132,8 +139,10 @@ class Applicants:
                     if not may_preempt:
                         break
                     self._preempt_for(sample, digests, passed)
-                elif not self._reserve_for(sample, digests):
-                    break
+                else:
+                    self._note_shortage(sample, digests)
+                    if not self._reserve_for(sample, digests):
+                        break
         return self.chosen
 
     def _let_in(self, sample: Sample, digests: list[bytes], running: Sequence[Sample]) -> bool:
@@ -157,6 +166,18 @@ class Applicants:
         blocks = self._left.blocks
         return self._left.samples >= places_of(sample) and (blocks is None or needed + running_count + 1 <= blocks)
 
+    def _note(self, sample: Sample, reason: WaitReason, missing_block_count: int = 0) -> None:
+        if self._waits is not None:
+            self._waits[sample] = Wait(reason, missing_block_count)
+
+    def _note_shortage(self, sample: Sample, digests: list[bytes]) -> None:
+        """Notes what a sample lacks that does not fit beside the running ones."""
+        if self._left.samples < places_of(sample):
+            self._note(sample, WaitReason.PLACES)
+        elif self._waits is not None:
+            needed = self._needed(sample, self._shared(digests, self._running)) + len(self._running) + 1
+            self._note(sample, WaitReason.BLOCKS, needed - (self._left.blocks or 0))
+
     def _add(
         self, sample: Sample, needed: int, digests: list[bytes], shared: int, passed: Sample | None = None
     ) -> None:
@@ -164,6 +185,7 @@ class Applicants:
         token_count = min(len(sample.tokens) - shared * self._block_size, tokens)
         sent = digests[: digest_bytes // DIGEST_BYTES]  # fewer digests only make the hit shorter
         self.chosen.admissions.append(Admission(sample, token_count, needed, sent, passed))
+        self._note(sample, WaitReason.NEXT_PASS)
         self._being_computed.update(digests[shared:])
         self._left = TurnLimits(
             tokens - token_count,

@@ -44,6 +44,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
     assert grown.result is Result.OK, f"the allocator answered {grown.result.name} to a grow"
     if entering is not None:
         sample.sequence_id = grown.sequence_id
+        sample.request.trace.note_sequence(grown.sequence_id)
     if entering is not None and sample.has_ended:  # cancelled while the allocator was being asked
         roster.leaving.append(sample)
         return False

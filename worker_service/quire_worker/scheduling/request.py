@@ -38,6 +38,7 @@ from quire.protocol.outcomes import NULL_BLOCK, Swap
 from quire.types import GroupSpec
 
 from quire_worker.scheduling.slots import Beam, BranchTask, Draft, RequestBeams, Scored, Swapped
+from quire_worker.scheduling.trace import Trace
 
 if TYPE_CHECKING:  # the worker's options read numbers of this folder without torch
     from quire_worker.model.adapters.adapter import Adapter
@@ -108,6 +109,7 @@ class Request:
         prompt_logprobs: of its tokens from the second on, as far as they were computed.
         is_read: whether the caller has taken the last delivery.
         beams: of its beam search, whose beams are its samples.
+        trace: what is remembered of it for logs.
     """
 
     number: int
@@ -132,11 +134,20 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     is_read: bool = False
     beams: RequestBeams | None = None
+    trace: Trace = field(default_factory=Trace)
 
     @property
     def is_done(self) -> bool:
         """Tells whether every sample has ended."""
         return all(sample.has_ended for sample in self.samples)
+
+    @property
+    def block_count(self) -> int:
+        """Counts the distinct blocks in the tables of samples that have not ended."""
+        holders = [sample for sample in self.samples if sample.sequence_id and not sample.has_ended]
+        if len(holders) == 1:
+            return holders[0].held_block_count
+        return len(set[int]().union(*(sample.held_blocks() for sample in holders)))
 
 
 @dataclass(slots=True, eq=False)

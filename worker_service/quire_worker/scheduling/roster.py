@@ -40,6 +40,8 @@ class Roster:
         preemption_count: how often a sample that ran had to wait again.
         backfilled_count: how often one passed a head.
         yield_count: how often such a one was preempted in the step in which others got its blocks.
+        noted: requests whose blocks were counted since the last pass, because a sample of theirs ended.
+        preempted: requests of samples that were preempted; whoever has the time takes them out.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], swap_slot_count: int = 0) -> None:
@@ -68,6 +70,8 @@ class Roster:
         self.preemption_count = 0
         self.backfilled_count = 0
         self.yield_count = 0
+        self.preempted: list[Request] = []
+        self.noted: set[Request] = set()
 
     @property
     def group_count(self) -> int:
@@ -121,6 +125,9 @@ class Roster:
         """Ends a sample; its blocks are freed with the next step."""
         if sample.has_ended:
             return
+        if sample.request not in self.noted:  # once a pass, as the samples of a request often end together
+            self.noted.add(sample.request)
+            sample.request.trace.note_blocks(sample.request.block_count)
         sample.request.usage.unshared_block_count += self.group_count * -(-sample.computed // self.block_size)
         self._end(sample, reason)
 
@@ -180,6 +187,7 @@ class Roster:
         for sample in (*running, *self.waiting.in_any_order()):
             self.swap.release(sample)  # it is not known which blocks were moved
         for sample in running:
+            sample.request.trace.note_blocks(sample.request.block_count)
             self._uncount_ahead(sample)
             sample.forget_blocks()
             sample.passed = None
@@ -227,6 +235,8 @@ class Roster:
         self.running.remove(victim)
         self.preemption_count += 1
         victim.request.usage.preemption_count += 1
+        victim.request.trace.note_blocks(victim.request.block_count)
+        self.preempted.append(victim.request)
         self._uncount_ahead(victim)
         if victim.swapped is None and self.swap.slot_count and not victim.awaits_choice:
             digests = victim.digests(self.block_size, 0, victim.computed // self.block_size)

@@ -99,7 +99,7 @@ class Scheduler:
         freed = self._free(plan)
         first, backfilled = self.roster.backfilled_apart()
         budget, taken = self._want(plan, first, self.batch_tokens_max)
-        room = self._room()
+        room = self.room()
         spare = None if room is None else room + freed - taken
         if spare is not None and spare < 0:
             spare += self._take_back(plan, backfilled, -spare)
@@ -141,7 +141,7 @@ class Scheduler:
             return True
         if not self._can_admit(ready.tokens_left):
             return False
-        ready.chosen = self._choose(ready.tokens_left, self._room())
+        ready.chosen = self._choose(ready.tokens_left, self.room())
         return bool(ready.chosen.admissions)
 
     def plan_ahead(self, work: Sequence[Work], *, may_wait: bool = False) -> Plan:
@@ -210,6 +210,7 @@ class Scheduler:
         take_commits(self.roster, plan, outcome)
         for fork in plan.forks:
             fork.child.take_blocks_of(fork.parent, self.roster.block_size)
+            fork.child.request.trace.note_sequence(fork.child_id)
         self.roster.resting.take_shares(fork.child for fork in plan.forks)
         self.roster.moves += outcome.copies
         return {
@@ -232,6 +233,7 @@ class Scheduler:
     def advance(self, work: Iterable[Work]) -> None:
         """Counts the computed tokens of the batch. Only these may be committed, and not the place of a token that was
         dropped because the sample had ended with the one before. Resting samples keep their counts."""
+        self.roster.noted.clear()
         for item in work:
             if item.sample not in self.roster.resting:
                 item.sample.computed = min(item.end, len(item.sample.tokens))
@@ -348,7 +350,7 @@ class Scheduler:
         first, _ = self.roster.backfilled_apart()
         return bool(self.roster.waiting) and budget > 0 and len(first) < self.running_max
 
-    def _room(self) -> int | None:
+    def room(self) -> int | None:
         """Counts the blocks that are free, or held ahead, by left samples or by branches alone: these are as good as
         free. None if the allocator has not said."""
         return None if self._free_block_count is None else self._free_block_count + self.roster.spare_block_count()
@@ -359,9 +361,14 @@ class Scheduler:
     def _choose(
         self, budget: int, free_block_count: int | None, *, may_preempt: bool = True, without: Sequence[Sample] = ()
     ) -> Round:
+        applicants = self.applicants(budget, free_block_count, without)
+        return applicants.consider(self.roster.waiting.in_turn(), may_preempt=may_preempt)
+
+    def applicants(self, budget: int, free_block_count: int | None, without: Sequence[Sample] = ()) -> Applicants:
+        """Returns what chooses from the waiting samples, with a budget of tokens and so many free blocks."""
         running = [sample for sample in self.roster.running if sample not in without]
         limits = TurnLimits(budget, self.running_max - len(running), free_block_count, self.digest_bytes_max)
-        applicants = Applicants(
+        return Applicants(
             running,
             limits,
             block_size=self.roster.block_size,
@@ -369,7 +376,6 @@ class Scheduler:
             sequence_tokens_max=self.sequence_tokens_max,
             resting=self.roster.resting,
         )
-        return applicants.consider(self.roster.waiting.in_turn(), may_preempt=may_preempt)
 
     def _let_in(self, plan: Plan, chosen: Round) -> int:
         """Returns how many blocks they take at most, beyond those of their victims."""

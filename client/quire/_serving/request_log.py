@@ -1,0 +1,96 @@
+"""One line in the log for each request that has ended: numbers and names, never a text or a token.
+
+Worker and gateway choose by the request's id, so that both log the same ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any, Final
+
+import structlog
+
+log = structlog.get_logger()
+
+LINES_PER_SECOND_MAX: Final = 1_000  # callers cannot fill a disk faster
+_CHOICES: Final = {"all": 1.0, "errors": 0.0, "none": None}
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that says which requests are logged."""
+    parser.add_argument(
+        "--log-requests",
+        type=rate_of,
+        default="all",
+        metavar="WHICH",
+        help="log a line when a request ends, without its text: all, errors, none, or a share of them, as 0.01, and all"
+        " errors (default: %(default)s)",
+    )
+
+
+def rate_of(text: str) -> float | None:
+    """Returns the share of requests to log, beside all that failed; None for no line at all.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither a word of the option nor from 0 to 1.
+    """
+    if text in _CHOICES:
+        return _CHOICES[text]
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_CHOICES)} and no number from 0 to 1")
+    return rate
+
+
+class RequestLog:
+    """Writes the lines of one server.
+
+    Args:
+        rate: of `rate_of`.
+        clock: seconds.
+    """
+
+    def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._second = -1
+        self._written_count = self._unwritten_count = 0
+
+    def ended(self, request_id: str, *, error: str, **values: Any) -> None:
+        """Logs that a request has ended.
+
+        Args:
+            request_id: of the request.
+            error: what it failed with; empty if it did not.
+            values: numbers, names, and lists of them.
+        """
+        if self._rate is None or not (error or self._is_chosen(request_id)) or not self._has_room():
+            return
+        if error:
+            values["error"] = error
+        if self._unwritten_count:
+            values["unwritten"], self._unwritten_count = self._unwritten_count, 0
+        log.info("request ended", request_id=request_id, **values)
+
+    def _is_chosen(self, request_id: str) -> bool:
+        assert self._rate is not None
+        return self._rate >= 1 or zlib.crc32(request_id.encode()) < self._rate * (1 << 32)
+
+    def _has_room(self) -> bool:
+        second = int(self._clock())
+        if second != self._second:
+            self._second, self._written_count = second, 0
+        if self._written_count >= LINES_PER_SECOND_MAX:
+            self._unwritten_count += 1
+            return False
+        self._written_count += 1
+        return True
+
+
+SILENT: Final = RequestLog(None)

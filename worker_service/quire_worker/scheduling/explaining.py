@@ -1,0 +1,47 @@
+"""Explains to people why samples wait, by asking what decides about their admission."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.scheduler import Scheduler
+from quire_worker.scheduling.waiting import Wait, WaitReason
+
+
+def waits_of(scheduler: Scheduler, asked: Collection[Sample] = (), *, is_connected: bool = True) -> dict[Request, Wait]:
+    """Returns why each request waits that has a waiting sample, as the next plan would decide. Changes nothing but
+    caches of digests.
+
+    Args:
+        scheduler: of the worker.
+        asked: samples whose blocks the allocator was asked for.
+        is_connected: whether there is a session with the allocator.
+    """
+    roster = scheduler.roster
+    left = sum(max(1, len(sample.tokens) - sample.computed) for sample in roster.running)
+    found: dict[Sample, Wait] = {}
+    applicants = scheduler.applicants(scheduler.batch_tokens_max - left, scheduler.room())
+    applicants.consider(roster.waiting.in_turn(), may_preempt=True, waits=found)
+    waits: dict[Request, Wait] = {}
+    head: Request | None = None
+    for sample in roster.waiting.in_turn():
+        request = sample.request
+        if sample in asked:
+            wait = Wait(WaitReason.ALLOCATOR)
+        elif not is_connected:
+            wait = Wait(WaitReason.NO_SESSION)
+        else:
+            wait = found.get(sample) or _behind(request, head)
+        if wait.reason in (WaitReason.BLOCKS, WaitReason.PLACES, WaitReason.PASS_FULL) and head is None:
+            head = request
+        waits.setdefault(request, wait)
+    return waits
+
+
+def _behind(request: Request, head: Request | None) -> Wait:
+    """Returns the wait of a request that the head is before."""
+    if head is None or head is request:
+        return Wait(WaitReason.NEXT_PASS)
+    is_own = head.namespace == request.namespace
+    return Wait(WaitReason.ORDER if is_own else WaitReason.FAIRNESS, behind=head)

@@ -22,12 +22,19 @@ from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
 from quire_gateway.reading import Reader
 from quire_gateway.serving import Served
+from quire_gateway.stream_head import KEEP_ALIVE_S
 from quire_gateway.texts import DetokenizeBody, TokenizeBody
 
 PATH_SHOWN: Final = 256  # characters of one that there is not
 BodyT = TypeVar("BodyT", bound=Body)
 ReadT = TypeVar("ReadT", bound=BaseModel)
 AskT = TypeVar("AskT")
+EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
+# OpenAI's and vLLM's endpoints of models that do not generate.
+POOLING_PATHS: Final = (
+    *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling", "/classify"),
+    "/v1/moderations",
+)
 
 
 def make_app(
@@ -37,6 +44,7 @@ def make_app(
     version: str,
     request_timeout_s: float,
     is_draining: Callable[[], bool],
+    keep_alive_s: float = KEEP_ALIVE_S,
 ) -> FastAPI:
     """Returns the endpoints as an ASGI application."""
     # Its pages would load scripts from elsewhere; /openapi.json has the same for programs.
@@ -56,8 +64,15 @@ def make_app(
         call = await relay.prepare(
             fleet, ask, namespace=state.namespace, request_id=state.request_id, timeout_s=request_timeout_s
         )
-        shape = form(state.request_id, int(time.time()), call.model.name, with_usage=ask.with_usage)
-        return Served(fleet, call, shape, telemetry, state.started_s)
+        shape = form(
+            state.request_id,
+            int(time.time()),
+            call.model.name,
+            with_usage=ask.with_usage,
+            fingerprint=call.model.fingerprint,
+            service_tier=ask.service_tier,
+        )
+        return Served(fleet, call, shape, telemetry, state.started_s, keep_alive_s=keep_alive_s)
 
     @app.post("/v1/completions", openapi_extra=_described(CompletionBody))
     async def completions(request: Request) -> Response:
@@ -67,38 +82,57 @@ def make_app(
     async def chat_completions(request: Request) -> Response:
         return await answer(request, ChatBody, asks.of_chat, replies.ChatForm)
 
-    @app.get("/v1/models")
-    @app.head("/v1/models", include_in_schema=False)
+    @_got(app, "/v1/models")
     async def models() -> Response:
-        return _json(replies.models(fleet.models()))
+        return _json(replies.models(model[:5] for model in fleet.models()))
 
-    @app.get("/v1/models/{name:path}")
+    @_got(app, "/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        return _json(orjson.dumps(replies.model(*fleet.model(name))))
+        return _json(orjson.dumps(replies.model(*fleet.model(name)[:5])))
 
-    @app.get("/healthz")
-    @app.head("/healthz", include_in_schema=False)
+    @_got(app, "/healthz")
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)  # what probes of vLLM's server ask
     async def healthz() -> Response:
         return PlainTextResponse("ok\n")
 
-    @app.get("/readyz")
-    @app.head("/readyz", include_in_schema=False)
+    @_got(app, "/readyz")
     async def readyz() -> Response:
         if is_draining():
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
         fleet.check_ready()
         return PlainTextResponse("ok\n")
 
-    @app.get("/metrics")
+    @_got(app, "/metrics")
     async def metrics() -> Response:
         return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
 
     _serve_texts(app, fleet, reader)
+    _refuse_pooling(app)
     _serve_overview(app, version)
     _put_errors_in_form(app)
     _describe_bodies(app)
     return app
+
+
+def _got(app: FastAPI, path: str) -> Callable[[EndpointT], EndpointT]:
+    """Returns a decorator that serves a path for GET and for HEAD. The description for programs has GET alone."""
+
+    def add(endpoint: EndpointT) -> EndpointT:
+        app.head(path, include_in_schema=False)(endpoint)
+        return app.get(path)(endpoint)
+
+    return add
+
+
+def _refuse_pooling(app: FastAPI) -> None:
+    """Answers callers of endpoints that need a model for embeddings, which workers do not serve."""
+
+    async def refuse(request: Request) -> Response:
+        what = "is not served: the workers generate text, and compute no embeddings, scores or classes"
+        raise ApiError(404, f"{request.url.path} {what}", code="unsupported_endpoint")
+
+    for path in POOLING_PATHS:
+        app.post(path, include_in_schema=False)(refuse)
 
 
 def _serve_texts(app: FastAPI, fleet: Fleet, reader: Reader) -> None:
@@ -121,14 +155,13 @@ def _serve_texts(app: FastAPI, fleet: Fleet, reader: Reader) -> None:
 def _serve_overview(app: FastAPI, version: str) -> None:
     """Adds what says what there is."""
 
-    @app.get("/")
-    @app.head("/", include_in_schema=False)
+    @_got(app, "/")
     async def root() -> Response:
-        paths = sorted({route.path for route in app.routes if isinstance(route, APIRoute)} - {"/"})
+        served = {route.path for route in app.routes if isinstance(route, APIRoute)}
+        paths = sorted(served - {"/", *POOLING_PATHS})
         return _json(orjson.dumps({"name": "quire-gateway", "version": version, "paths": paths}))
 
-    @app.get("/version")
-    @app.head("/version", include_in_schema=False)
+    @_got(app, "/version")
     async def version_of() -> Response:
         return _json(orjson.dumps({"version": version}))
 

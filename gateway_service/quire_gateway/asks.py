@@ -54,7 +54,6 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "verbosity": (),
     "store": (False,),
     "continue_final_message": (False,),
-    "service_tier": ("auto", "default"),
     "bad_words": ([],),
     "include_stop_str_in_output": (False,),
     "logprob_token_ids": ([],),
@@ -64,7 +63,6 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "routed_experts_prompt_start": (0,),
     "mm_payload": ("tensors",),
     "add_special_tokens": (),
-    "truncate_prompt_tokens": (),
     "cache_salt": (),
     "documents": ([],),
     "chat_template": (),
@@ -95,6 +93,8 @@ class Ask(NamedTuple):
         is_echo_alone: whether nothing but the prompt is wanted; workers compute a token behind it, which is not told.
         tools: that can be called; None where the answer is text.
         tells_reasoning: whether reasoning is wanted; None where nothing is a part of the answer but its text.
+        service_tier: that is asked for, which changes nothing.
+        prompt_tokens_max: tokens of a prompt's end that are kept; 0 for as many as fit, None for all.
     """
 
     model: str | None
@@ -113,6 +113,8 @@ class Ask(NamedTuple):
     is_echo_alone: bool = False
     tools: Tools | None = None
     tells_reasoning: bool | None = None
+    service_tier: str | None = None
+    prompt_tokens_max: int | None = None
 
     @property
     def prompt_param(self) -> str:
@@ -229,6 +231,9 @@ def _ask(
         names[option] = name
     if "seed" in options:
         options["seed"] %= 2**64  # a worker's seeds have no sign
+    kept = body.truncate_prompt_tokens
+    if kept == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for what fits")
     with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     so_far = body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
     return Ask(
@@ -245,6 +250,8 @@ def _ask(
         -(body.priority or 0),
         with_usage and so_far,  # without the one, the other has no effect in vLLM
         bool(body.return_token_ids),
+        service_tier=body.service_tier,
+        prompt_tokens_max=None if kept is None else max(kept, 0),
     )
 
 

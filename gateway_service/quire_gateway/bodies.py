@@ -124,6 +124,8 @@ class Body(BaseModel):
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # taken and not used: a key says who calls
+    # There is one tier; the answer names it.
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=METADATA_MAX)] | None = None  # likewise
 
     n: Choices | None = None
@@ -154,6 +156,7 @@ class Body(BaseModel):
     banned_token_ids: Tokens | None = None  # Quire's own
     use_beam_search: Flag | None = None  # its beams are `n`
     length_penalty: Number | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31), _NUMBER] | None = None  # of its end; -1: what fits
 
     # vLLM's; only values that change nothing are accepted
     bad_words: Texts | None = None
@@ -163,7 +166,6 @@ class Body(BaseModel):
     return_tokens_as_token_ids: Flag | None = None
     skip_special_tokens: Flag | None = None
     spaces_between_special_tokens: Flag | None = None
-    truncate_prompt_tokens: Annotated[int, _NUMBER] | None = None
     cache_salt: str | None = None
     return_token_offsets: Flag | None = None
     routed_experts_prompt_start: Annotated[int, _NUMBER] | None = None
@@ -220,7 +222,6 @@ class ChatBody(Body):
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    service_tier: str | None = None
     store: Flag | None = None
     functions: Objects | None = None
     function_call: Any = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -35,6 +36,7 @@ POLL_S: Final = 1.0
 POLL_TIMEOUT_S: Final = 5.0
 SILENT_S: Final = 15.0  # of a worker, after which its answers are given up
 WATCH_AGAIN_S: Final = 1.0
+FINGERPRINT_SHOWN: Final = 10  # digits, as in OpenAI's
 NAME_SHOWN: Final = 128  # characters of a name that somebody made up
 
 
@@ -46,6 +48,7 @@ class Model(NamedTuple):
     sequence_tokens_max: int  # the largest limit among its workers
     base: str  # name of the checkpoint; equals `name` without an adapter
     adapter: str  # name of the adapter, or empty
+    fingerprint: str = ""  # changes with the weights of the checkpoint and with the worker's version
 
 
 class Backend:
@@ -54,6 +57,7 @@ class Backend:
     Attributes:
         status: its latest status; None before the first.
         is_ready: whether it answered the last poll.
+        fingerprint: of its version and weights, for callers; empty before the first status.
         adapters: digests of its loaded adapters, by name.
         in_flight: requests of this gateway that it is answering.
         chosen_count: requests ever sent to it.
@@ -65,6 +69,7 @@ class Backend:
         self.client = client
         self.status: WorkerStatus | None = None
         self.is_ready = False
+        self.fingerprint = ""
         self.adapters: dict[str, bytes] = {}
         self.in_flight = 0
         self.chosen_count = 0
@@ -88,6 +93,8 @@ class Backend:
         """Stores its new status."""
         if not self.is_ready:
             log.info("worker is there", address=self.client.address, model=status.model)
+            of_both = hashlib.sha256(status.version.encode() + b"\0" + status.model_fingerprint)
+            self.fingerprint = f"fp_{of_both.hexdigest()[:FINGERPRINT_SHOWN]}"
         self.status, self.is_ready, self._is_missed, self._silent_since_s = status, True, False, None
         self._load_of_others = max(0, status.running_count + status.waiting_count - self.in_flight)
 
@@ -178,9 +185,11 @@ class Fleet:
         """Returns the models of the ready workers: checkpoints, then adapters, each sorted by name. Of several with one
         name, requests get the first."""
         longest: dict[tuple[bool, str, str], int] = {}
+        fingerprints: dict[str, str] = {}
         for backend in self.backends:
             if backend.is_ready and backend.status is not None:
                 base, tokens = backend.status.model, backend.status.sequence_tokens_max
+                fingerprints.setdefault(base, backend.fingerprint)
                 for adapter in ("", *backend.adapters):
                     key = (adapter != "", adapter, base)
                     longest[key] = max(tokens, longest.get(key, 0))
@@ -189,7 +198,7 @@ class Fleet:
             _, adapter, base = key
             name = adapter or base
             created_s = self._created_s.setdefault(name, int(time.time()))
-            found.setdefault(name, Model(name, created_s, longest[key], base, adapter))
+            found.setdefault(name, Model(name, created_s, longest[key], base, adapter, fingerprints[base]))
         return list(found.values())
 
     def model(self, name: str | None) -> Model:

@@ -9,6 +9,7 @@ from typing import Final
 
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS
 from quire_gateway.calls.recognition import AUTO, NONE, Named
+from quire_gateway.stream_head import KEEP_ALIVE_S
 
 LISTEN: Final = "127.0.0.1:8000"
 DRAIN_S: Final = 30.0
@@ -35,6 +36,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not options.request_timeout > 0:
         parser.error("--request-timeout must be above 0")
+    if not options.sse_keep_alive >= 0:
+        parser.error("--sse-keep-alive must be at least 0")
     if not options.drain_timeout >= 0:
         parser.error("--drain-timeout must be at least 0")
     return options
@@ -165,6 +168,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         default=REQUEST_TIMEOUT_S,
         help="for a whole answer (default: %(default)g)",
+    )
+    limits.add_argument(
+        "--sse-keep-alive",
+        type=float,
+        metavar="SECONDS",
+        default=KEEP_ALIVE_S,
+        help="of a stream's silence, after which it gets a comment, so that no proxy ends it; 0 for none"
+        " (default: %(default)g)",
     )
     limits.add_argument(
         "--drain-timeout",

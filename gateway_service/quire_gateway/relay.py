@@ -69,8 +69,13 @@ async def prepare(fleet: Fleet, ask: Ask, *, namespace: str, request_id: str, ti
     """
     model = fleet.model(ask.model)
     tokens = tuple([await tokens_of(fleet, model, prompt, ask.names) for prompt in ask.prompts])
-    longest = max(map(len, tokens))
     wanted = ask.max_tokens or 1
+    if ask.prompt_tokens_max is not None:
+        kept = max(ask.prompt_tokens_max or model.sequence_tokens_max - wanted, 1)
+        if any(len(prompt) > kept for prompt in tokens):
+            tokens = tuple(prompt[-kept:] for prompt in tokens)
+            ask = ask._replace(prompts=tokens)  # an echo is of what was kept
+    longest = max(map(len, tokens))
     if longest + wanted > model.sequence_tokens_max:
         raise ApiError(
             400,

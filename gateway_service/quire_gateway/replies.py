@@ -129,9 +129,20 @@ class _Form:
     """Base of the forms of both endpoints."""
 
     def __init__(
-        self, *, identity: str, kind: str, piece_kind: str, created_s: int, model: str, with_usage: bool
+        self,
+        *,
+        identity: str,
+        kind: str,
+        piece_kind: str,
+        created_s: int,
+        model: str,
+        with_usage: bool,
+        fingerprint: str | None,
+        service_tier: str | None,
     ) -> None:
-        head = {"id": identity, "object": kind, "created": created_s, "model": model}
+        head = {"id": identity, "object": kind, "created": created_s, "model": model, "system_fingerprint": fingerprint}
+        if service_tier is not None:  # there is one tier, whichever was asked for
+            head["service_tier"] = "default"
         self._head = head
         self._piece_head = {**head, "object": piece_kind}
         # A stream's events differ only in their choice: the bytes before it are made once.
@@ -158,7 +169,16 @@ class _Form:
 class CompletionForm(_Form, Form):
     """Has the shape of /v1/completions."""
 
-    def __init__(self, request_id: str, created_s: int, model: str, *, with_usage: bool) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        created_s: int,
+        model: str,
+        *,
+        with_usage: bool,
+        fingerprint: str | None = None,
+        service_tier: str | None = None,
+    ) -> None:
         super().__init__(
             identity=f"cmpl-{request_id}",
             kind="text_completion",
@@ -166,6 +186,8 @@ class CompletionForm(_Form, Form):
             created_s=created_s,
             model=model,
             with_usage=with_usage,
+            fingerprint=fingerprint or None,
+            service_tier=service_tier,
         )
 
     def logprobs(
@@ -192,7 +214,16 @@ class CompletionForm(_Form, Form):
 class ChatForm(_Form, Form):
     """Has the shape of /v1/chat/completions."""
 
-    def __init__(self, request_id: str, created_s: int, model: str, *, with_usage: bool) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        created_s: int,
+        model: str,
+        *,
+        with_usage: bool,
+        fingerprint: str | None = None,
+        service_tier: str | None = None,
+    ) -> None:
         super().__init__(
             identity=f"chatcmpl-{request_id}",
             kind="chat.completion",
@@ -200,6 +231,8 @@ class ChatForm(_Form, Form):
             created_s=created_s,
             model=model,
             with_usage=with_usage,
+            fingerprint=fingerprint or None,
+            service_tier=service_tier,
         )
 
     def logprobs(

@@ -148,6 +148,7 @@ async def serve(options: argparse.Namespace) -> None:
             version=VERSION,
             request_timeout_s=options.request_timeout,
             is_draining=lambda: gate.is_draining,
+            keep_alive_s=options.sse_keep_alive,
         )
         gate = Gate(
             app,

@@ -27,7 +27,7 @@ from quire_gateway.metrics import Telemetry
 from quire_gateway.probabilities import Places, Told, of_prompt, text_of, token_ids, told_of, told_of_prompt
 from quire_gateway.relay import Call
 from quire_gateway.replies import DONE, Answer, Beside, Form, Taken, reason_of
-from quire_gateway.stream_head import StreamHead
+from quire_gateway.stream_head import KEEP_ALIVE_S, StreamHead
 
 log = structlog.get_logger()
 _ID_CHARACTERS: Final = string.ascii_letters + string.digits
@@ -68,6 +68,7 @@ class Served(Response):
         form: the shape of the answer.
         telemetry: what is counted.
         started_s: when the request came, on the scale of `time.monotonic`.
+        keep_alive_s: silence of a stream after which it gets a comment; 0 for none.
     """
 
     def __init__(
@@ -77,8 +78,11 @@ class Served(Response):
         form: Form,
         telemetry: Telemetry,
         started_s: float,
+        *,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         super().__init__()
+        self._keep_alive_s = keep_alive_s
         self._fleet, self._call, self._form = fleet, call, form
         self._telemetry, self._started_s = telemetry, started_s
         self._taken = Taken()
@@ -134,7 +138,7 @@ class Served(Response):
         form, has_echo = self._form, bool(self._call.ask.options.get("echo"))
         top_count = self._call.ask.top_logprob_count
         choices = self._new_choices()
-        head = StreamHead(send)
+        head = StreamHead(send, self._keep_alive_s)
         try:
             async with head, aclosing(relay.pieces(self._fleet, self._call)) as pieces:
                 async for number, came in pieces:
@@ -156,10 +160,7 @@ class Served(Response):
                         choice.has_piece = True
                         data += form.piece(index, delta, self._reason(choice, chunk), beside)
                     self._note(chunk)
-                    if head.waits_for_piece:
-                        await head.piece_came()
-                    if data:
-                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await head.piece_came(data)
             self._check_whole(choices)
             if self._call.ask.with_usage:
                 await self._count_reasoning(choices)

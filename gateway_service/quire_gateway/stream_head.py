@@ -1,4 +1,4 @@
-"""The head of a stream, and the signs of life before its first piece."""
+"""The head of a stream, and the signs of life while it has nothing to say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from starlette.types import Send
 
 HEAD_AFTER_S: Final = 0.2  # workers refuse sooner than that; a stream that has begun cannot change its status
-BEAT_S: Final = 15.0  # between signs of life before the first piece: proxies end connections that are silent for 60 s
+KEEP_ALIVE_S: Final = 15.0  # between signs of life: proxies end connections that are silent for 60 s
 _BEAT: Final = b": waiting\n\n"  # a comment: clients of server-sent events ignore it
 _STREAM_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -20,37 +20,38 @@ _STREAM_HEADERS: Final = [
 class StreamHead:
     """The head of a stream. It is sent with the first piece, or after 0.2 s if no worker has refused the request.
 
-    Clients and proxies wait for a head only so long, and a first piece may need all of a long prompt.
+    Clients and proxies wait for a head only so long, and a first piece may need all of a long prompt. Later pieces may
+    be far apart, too: reasoning that the caller does not want has none.
 
     Args:
         send: sends messages to the caller.
+        keep_alive_s: silence after which a comment is sent; 0 for none.
 
     Attributes:
         is_sent: whether the head was sent.
-        waits_for_piece: whether no piece has come.
     """
 
-    def __init__(self, send: Send) -> None:
-        self._send_message = send
+    def __init__(self, send: Send, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self._send_message, self._keep_alive_s = send, keep_alive_s
         self.is_sent = False
-        self.waits_for_piece = True
+        self._loop = asyncio.get_running_loop()
+        self._spoke_s = self._loop.time()
         self._waiting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> None:
         self._waiting = asyncio.create_task(self._wait())
 
     async def __aexit__(self, *_: object) -> None:
-        self._stop_waiting()
-
-    async def piece_came(self) -> None:
-        """Sends the head, unless it was sent."""
-        self.waits_for_piece = False
-        self._stop_waiting()
-        await self._send()
-
-    def _stop_waiting(self) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
+
+    async def piece_came(self, data: bytes) -> None:
+        """Sends a piece, behind the head. An empty one, of which the caller gets nothing, sends the head alone."""
+        if not self.is_sent:
+            await self._send()
+        if data:
+            self._spoke_s = self._loop.time()
+            await self._send_message({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _send(self) -> None:
         if not self.is_sent:
@@ -60,6 +61,10 @@ class StreamHead:
     async def _wait(self) -> None:
         await asyncio.sleep(HEAD_AFTER_S)
         await self._send()
-        while True:
-            await asyncio.sleep(BEAT_S)
+        while self._keep_alive_s:
+            left_s = self._spoke_s + self._keep_alive_s - self._loop.time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+                continue
+            self._spoke_s = self._loop.time()
             await self._send_message({"type": "http.response.body", "body": _BEAT, "more_body": True})

@@ -167,6 +167,7 @@ def test_beams_are_asked_for_in_vllms_words_or_in_those_of_transformers(fields: 
 
 def test_what_clients_of_openai_and_vllm_send_without_effect_is_taken() -> None:
     plain = chat(user="u", metadata={"a": "b"}, parallel_tool_calls=False, prompt_cache_key="k", safety_identifier="s")
+    assert plain.options == chat(service_tier="flex").options
     assert plain.options == chat(skip_special_tokens=True, bad_words=[], return_token_ids=False).options
     assert plain.options == {"temperature": 1.0}
     assert not chat(stream=None, n=None, stop=None, temperature=None).is_streamed

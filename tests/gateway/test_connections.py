@@ -95,7 +95,6 @@ async def test_a_caller_that_reads_nothing_is_ended(monkeypatch: pytest.MonkeyPa
 
 async def test_a_stream_that_waits_gives_signs_of_life_and_then_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_head, "HEAD_AFTER_S", 0.0)
-    monkeypatch.setattr(stream_head, "BEAT_S", 0.01)
     sent, several = list[bytes](), asyncio.Event()
 
     async def send(message: Message) -> None:
@@ -103,13 +102,51 @@ async def test_a_stream_that_waits_gives_signs_of_life_and_then_its_pieces(monke
         if len(sent) == 4:
             several.set()
 
-    async with stream_head.StreamHead(send) as _, asyncio.timeout(30):
+    async with stream_head.StreamHead(send, 0.01) as _, asyncio.timeout(30):
         await several.wait()
     assert sent[:4] == [b"head", *[b": waiting\n\n"] * 3]
     quick = stream_head.StreamHead(send)
     sent.clear()
     async with quick:
-        await quick.piece_came()
+        await quick.piece_came(b"")
         for _ in range(10):
             await asyncio.sleep(0)
         assert (sent, quick.is_sent) == ([b"head"], True)
+
+
+async def test_a_stream_that_falls_silent_between_its_pieces_gives_signs_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_head, "HEAD_AFTER_S", 0.0)
+    sent, several = list[bytes](), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b"head"))
+        if sent.count(b": waiting\n\n") == 2:
+            several.set()
+
+    head = stream_head.StreamHead(send, 0.01)
+    async with head, asyncio.timeout(30):
+        await head.piece_came(b"piece")
+        await several.wait()
+        await head.piece_came(b"next")
+    told = list(sent)
+    assert told[:2] == [b"head", b"piece"]
+    assert told[-1] == b"next"
+    await asyncio.sleep(0)
+    assert sent == told, "nothing comes behind the last piece"
+
+
+async def test_a_stream_without_signs_of_life_has_its_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_head, "HEAD_AFTER_S", 0.0)
+    sent, begun = list[bytes](), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b"head"))
+        begun.set()
+
+    async with stream_head.StreamHead(send, 0.0), asyncio.timeout(30):
+        await begun.wait()
+        for _ in range(10):
+            await asyncio.sleep(0)
+    assert sent == [b"head"]

@@ -132,8 +132,8 @@ bench-smoke: $(READY) ## run every benchmark at its smallest size: whether it st
 instructions: $(COMPILED)/.ready ## count instructions of the compiled core with callgrind, and compare with the committed counts: WRITE=1
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/instructions.py $(if $(WRITE),--write,--check)
 
-kernels-compile: $(READY) ## compile every kernel for sm_80, sm_90 and gfx942 without a GPU, and compare with the committed table
-	$(BIN)/python scripts/compile_kernels.py --check
+kernels-compile: $(READY) ## compile every kernel for sm_80, sm_90 and gfx942 without a GPU, and compare with the committed table: SHARE=4 draws a fourth
+	$(BIN)/python scripts/compile_kernels.py --check $(if $(SHARE),--share $(SHARE))
 
 kernels-neon: ## compile the kernels for CPUs for ARM and run them under qemu against plain loops
 	scripts/check_neon.sh

@@ -2,6 +2,7 @@
 
     python scripts/compile_kernels.py                 compile, print and write benchmarks/results/kernels_compiled.csv
     python scripts/compile_kernels.py --check         compile, print and compare with the table that is committed
+    python scripts/compile_kernels.py --check --share 4   a fourth of them, drawn: print them and compare
     python scripts/compile_kernels.py --only append   those whose title contains a word: print them, write nothing
 
 Fails if a kernel spills registers or needs more shared memory than the chip has: both compile without complaint, and
@@ -18,6 +19,7 @@ import argparse
 import csv
 import multiprocessing
 import os
+import random
 import re
 import subprocess
 import sys
@@ -82,6 +84,7 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", metavar="WORD", help="only kernels whose title contains it; writes nothing"
     )
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="one in N of them, drawn; writes nothing")
     parser.add_argument("--architectures", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
@@ -92,6 +95,8 @@ def main() -> int:
         for architecture in arguments.architectures
         if architecture in configuration.architectures
     ]
+    drawn = random.randrange(arguments.share)
+    work = work[drawn :: arguments.share]
     rows, complaints = [], []
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
         for result in pool.imap(_compile_one, work, chunksize=1):
@@ -102,14 +107,15 @@ def main() -> int:
             else:
                 complaints.append(result)
                 print(result, flush=True)
-    is_whole = not arguments.only and arguments.architectures == list(ARCHITECTURES)
+    is_whole = not arguments.only and arguments.share == 1 and arguments.architectures == list(ARCHITECTURES)
     if arguments.check:
-        complaints += _differences(rows, _read_table(), is_whole=is_whole)
+        complaints += _differences(rows, _read_table())
     elif is_whole and not complaints:
         _write_table(rows)
     for complaint in complaints:
         print(complaint, file=sys.stderr)
-    print(f"{len(rows)} compiled, {len(complaints)} complaints")
+    part = f", those from number {drawn} on of every {arguments.share}" if arguments.share > 1 else ""
+    print(f"{len(rows)} compiled{part}, {len(complaints)} complaints")
     return 1 if complaints else 0
 
 
@@ -219,17 +225,16 @@ def _write_table(rows: list[Row]) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
-def _differences(rows: list[Row], committed: list[Row], *, is_whole: bool) -> list[str]:
-    """Returns the differences between the compiled rows and the table. Rows that only the table has count if everything
-    was compiled."""
+def _differences(rows: list[Row], committed: list[Row]) -> list[str]:
+    """Returns what differs between the compiled rows and the table, and between its kernels and the shipped."""
     before = {row.key: row for row in committed}
-    now = {row.key: row for row in rows}
-    found = [f"{' '.join(key)} is not in {TABLE.name}" for key in now.keys() - before.keys()]
-    if is_whole:
-        found += [f"{' '.join(key)} is in {TABLE.name} only" for key in before.keys() - now.keys()]
-    for key in sorted(now.keys() & before.keys()):
-        if now[key] != before[key] and now[key].triton == before[key].triton:
-            found.append(f"{' '.join(key)}: now {now[key]}, in {TABLE.name} {before[key]}")
+    shipped = {(each.kernel.__name__, each.name, chip) for each in SHIPPED for chip in each.architectures}
+    found = [f"{' '.join(key)} is not in {TABLE.name}" for key in shipped - before.keys()]
+    found += [f"{' '.join(key)} is in {TABLE.name} only" for key in before.keys() - shipped]
+    for row in rows:
+        known = before.get(row.key)
+        if known is not None and row != known and row.triton == known.triton:
+            found.append(f"{' '.join(row.key)}: now {row}, in {TABLE.name} {known}")
     return sorted(found)
 
 

@@ -1,7 +1,8 @@
 """The doors of allocator and worker: while one caller does its worst within its permissions, another one is served.
 
 Real servers and sockets. The attacker has a certificate of its own, and the token; a stranger has neither. The attempts
-on both are generated from the protocol: every call held half-sent, every wait held as often as possible.
+on both are generated from the protocol: every call held half-sent, every call that waits held as often as possible,
+every list at each limit and one beyond.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire import AsyncAllocator, AsyncClient, PoolSpec, ResourceExhaustedError
 from quire._serving.calls import MESSAGE_S
 from quire._serving.server import HANDSHAKE_S
+from quire.protocol import limits as protocol_limits
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire.v1 import worker_pb2 as worker_pb
+from quire_allocator import limits as allocator_limits
+from quire_worker.sampling import params as worker_limits
 
-from tests.allocator.service.harness import spec
 from tests.client.servers import allocator_process, secret_file
 from tests.security.certificates import Certificates
 from tests.security.deployment import TOKEN, Caller, Deployment, deployed
@@ -49,7 +52,26 @@ METHODS = {
     ]
     for server, own in (("allocator", pb), ("worker", worker_pb))
 }
+WAITS = [
+    (server, f"/{service.full_name}/{method.name}")
+    for server, own in (("allocator", pb), ("worker", worker_pb))
+    for module in (own, health_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+    if method.server_streaming
+]
+HELD = 1_200  # calls that wait, more than one caller may have of any kind
 ITEMS = 250_000  # of a list, which is what a message has room for, or more
+# Every limit on a count that allocator, worker or protocol has, and one beyond.
+COUNTS = sorted(
+    {
+        count + beyond
+        for module in (protocol_limits, allocator_limits, worker_limits)
+        for name, count in vars(module).items()
+        if name.endswith("_MAX") and isinstance(count, int) and 1 < count <= 1 << 16
+        for beyond in (0, 1)
+    }
+)
 EVERY = [(server, method) for server, methods in METHODS.items() for method in methods]
 
 
@@ -145,8 +167,8 @@ def lists_of(descriptor: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any,
             yield from lists_of(field.message_type, (*path, field))
 
 
-def full_of_items(descriptor: Any, path: tuple[Any, ...], wrong: int) -> bytes:
-    """A message of one list, whose items are wrong in one of several ways."""
+def full_of_items(descriptor: Any, path: tuple[Any, ...], wrong: int, count: int) -> bytes:
+    """A message of one list of so many items, which are wrong in one of several ways."""
     message = whole = GetMessageClass(descriptor)()
     for field in path[:-1]:
         message = getattr(message, field.name)
@@ -155,13 +177,12 @@ def full_of_items(descriptor: Any, path: tuple[Any, ...], wrong: int) -> bytes:
     if leaf.message_type is not None and leaf.message_type.GetOptions().map_entry:
         return bytes(whole.SerializeToString())
     if leaf.message_type is not None:
-        for _ in range(ITEMS // 2):
-            items.add()
+        items.MergeFrom([GetMessageClass(leaf.message_type)()] * count)
     elif leaf.cpp_type == leaf.CPPTYPE_STRING:
         kinds = [b"", b"\xff", b"x"] if leaf.type == leaf.TYPE_BYTES else ["", "\x00", "x"]
-        items.extend([kinds[wrong % 3]] * (ITEMS // 2))
+        items.extend([kinds[wrong % 3]] * count)
     else:
-        items.extend([(0, 1, 127)[wrong % 3]] * ITEMS)
+        items.extend([(0, 1, 127)[wrong % 3]] * count)
     return bytes(whole.SerializeToString())
 
 
@@ -174,25 +195,39 @@ LISTS = [
 ]
 
 
-async def test_messages_full_of_items_are_answered_and_keep_nobody_from_an_answer(deployment: Deployment) -> None:
-    assert len(LISTS) > 20, "the protocol has lists"
-    async with memory_bounded(deployment), contextlib.AsyncExitStack() as open_ones:
-        connections = {
-            server: await open_ones.enter_async_context(channel(deployment, "attacker", server)) for server in METHODS
-        }
-        for wrong, (server, method, path) in enumerate(LISTS):
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("server", METHODS)
+async def test_lists_of_wrong_items_are_answered_at_each_limit_and_keep_nobody_from_an_answer(
+    deployment: Deployment, server: str
+) -> None:
+    """Steps of a session that has attached are what `make fuzz` has."""
+    lists = [each[1:] for each in LISTS if each[0] == server]
+    assert len(lists) > 10, "the protocol has lists"
+    assert len(COUNTS) > 20, "the servers have limits"
+    wrongs = itertools.count()
+    async with memory_bounded(deployment), channel(deployment, "attacker", server) as connection:
+        for method, path in lists:
             name = f"/{method.containing_service.full_name}/{method.name}"
-            call = connections[server].stream_stream(name)(metadata=metadata())
-            where = f"{name} {'.'.join(field.name for field in path)}"
-            with contextlib.suppress(grpc.RpcError):
-                async with asyncio.timeout(30):
-                    await call.write(full_of_items(method.input_type, path, wrong))
-                    await call.done_writing()
-                    while await call.read() is not aio.EOF:
-                        pass
-            code = await asyncio.wait_for(call.code(), 30)
-            assert code not in {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}, where
+            await asyncio.gather(
+                *(
+                    assert_answered(connection, name, path, full_of_items(method.input_type, path, next(wrongs), count))
+                    for count in (*COUNTS, ITEMS)
+                )
+            )
         await assert_others_are_served(deployment)
+
+
+async def assert_answered(connection: aio.Channel, name: str, path: tuple[Any, ...], message: bytes) -> None:
+    call = connection.stream_stream(name)(metadata=metadata())
+    with contextlib.suppress(grpc.RpcError):
+        async with asyncio.timeout(60):
+            await call.write(message)
+            await call.done_writing()
+            while await call.read() is not aio.EOF:
+                pass
+    code = await asyncio.wait_for(call.code(), 60)
+    where = f"{name} {'.'.join(field.name for field in path)}"
+    assert code not in {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}, where
 
 
 @pytest.mark.parametrize("server", METHODS)
@@ -218,37 +253,52 @@ async def test_a_call_whose_message_does_not_come_ends(deployment: Deployment) -
         assert await asyncio.wait_for(call.code(), 3 * MESSAGE_S) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def held(calls: list[Any]) -> int:
-    """Counts the calls that were not refused."""
-    firsts = [asyncio.ensure_future(call.read()) for call in calls]
-    await asyncio.wait(firsts, timeout=3)
-    for first in firsts:
-        first.cancel()
-    await asyncio.gather(*firsts, return_exceptions=True)
-    return sum(not call.done() for call in calls)
+def goes_on(method: str, namespace: str) -> list[Any]:
+    """The messages with which a call of this kind waits, or goes on for long."""
+    long = worker_pb.SamplingParams(max_tokens=400, ignore_eos=True)
+    messages: dict[str, list[Any]] = {
+        "Session": [],  # it waits for an attach
+        "WatchEvents": [pb.WatchEventsRequest(pool="default")],
+        "Generate": [worker_pb.GenerateRequest(text="The for", namespace=namespace, sampling=long)],
+        "Watch": [health_pb2.HealthCheckRequest()],
+    }
+    return messages[method.rpartition("/")[2]]
 
 
-async def test_watches_of_health_and_of_pools_leave_places_for_others(deployment: Deployment) -> None:
-    async with contextlib.AsyncExitStack() as open_ones:
+async def begin(connection: aio.Channel, method: str, messages: list[Any]) -> Any:
+    call = connection.stream_stream(method)(metadata=metadata())
+    with contextlib.suppress(grpc.RpcError):  # a call that is refused
+        for message in messages:
+            await call.write(message.SerializeToString())
+    return call
+
+
+async def refused(calls: list[Any]) -> list[Any]:
+    """Returns the calls that end within 3 s, other than well."""
+    ends = [asyncio.ensure_future(call.code()) for call in calls]
+    ended, still = await asyncio.wait(ends, timeout=3)
+    for end in still:
+        end.cancel()
+    return [end for end in ended if end.result() is not grpc.StatusCode.OK]
+
+
+@pytest.mark.parametrize(("server", "method"), WAITS, ids=[f"{server}{method}" for server, method in WAITS])
+async def test_calls_that_wait_leave_places_for_others(deployment: Deployment, server: str, method: str) -> None:
+    """Every call whose answer is a stream, held as often as one caller can."""
+    async with memory_bounded(deployment), contextlib.AsyncExitStack() as open_ones:
         attacker, honest = [
-            await open_ones.enter_async_context(channel(deployment, who, "allocator")) for who in ("attacker", "honest")
+            await open_ones.enter_async_context(channel(deployment, who, server, next(NUMBERS)))
+            for who in ("attacker", "honest")
         ]
-        pool = f"attacker-{next(NUMBERS)}"
-        opening = pb.OpenSessionRequest(version=2, request_id="1", pool=pool, spec=spec())
-        await pb_grpc.AllocatorServiceStub(attacker).OpenSession(opening, metadata=metadata())
-
-        def watches(connection: aio.Channel, count: int) -> list[Any]:
-            health, stub = health_pb2_grpc.HealthStub(connection), pb_grpc.AllocatorServiceStub(connection)
-            of_health = [health.Watch(health_pb2.HealthCheckRequest(), metadata=metadata()) for _ in range(count)]
-            return of_health + [stub.WatchEvents(pb.WatchEventsRequest(pool=pool), metadata=metadata())
-                                for _ in range(count)]  # fmt: skip
-
-        taken = watches(attacker, 300)
-        assert 0 < await held(taken) < len(taken)
-        mine = watches(honest, 10)
-        assert await held(mine) == len(mine)
+        messages = goes_on(method, "attacker")
+        taken = await asyncio.gather(*(begin(attacker, method, messages) for _ in range(HELD)))
+        assert len(await refused(taken)) < HELD
+        mine = await asyncio.gather(*(begin(honest, method, goes_on(method, "honest")) for _ in range(3)))
+        assert await refused(mine) == []
+        for call in mine:
+            call.cancel()
         await assert_others_are_served(deployment)
-        for call in taken + mine:
+        for call in taken:
             call.cancel()
 
 

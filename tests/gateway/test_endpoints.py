@@ -244,8 +244,6 @@ def test_logprobs_of_a_chat_have_bytes_that_make_characters_of_several_tokens(
         ({"length_penalty": 2}, 400, "length_penalty", None),
         ({"n": 2, "best_of": 1}, 400, "best_of", None),
         ({"num_beams": 2, "early_stopping": "soon"}, 400, "early_stopping", None),
-        ({"structured_outputs": {"choice": "ab"}}, 400, "structured_outputs.choice", None),
-        ({"stop_token_ids": [2048]}, 400, "stop_token_ids", None),
         ({"temperature": "hot"}, 400, "temperature", None),
         ({"suffix": "x"}, 400, "suffix", "unsupported_parameter"),
         ({"colour": "red"}, 400, "colour", "unknown_parameter"),
@@ -260,46 +258,6 @@ def test_what_is_wrong_is_said_in_openais_form(
     assert (answer.status, answer.error["param"], answer.error["code"]) == (status, param, code)
     assert answer.error["type"] == "invalid_request_error"
     assert "\n" not in answer.error["message"]
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "message"),
-    [
-        ("completions", {"prompt": ""}, "the prompt has no token: at least one is needed"),
-        ("completions", {"prompt": "a" * 1_100_000}, "prompt must be at most 1,048,576 bytes, not 1,100,000"),
-        (
-            "completions",
-            {"prompt": "a", "stop": "a" * 300},
-            "stop must be texts of 1 to 256 characters, not one of 300",
-        ),
-        (
-            "chat/completions",
-            {"messages": CHAT, "chat_template_kwargs": {"tokenize": True}},
-            "chat_template_kwargs has 'tokenize', which is no variable of a template",
-        ),
-        (
-            "chat/completions",
-            {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
-            "response_format must be a JSON object; or true, which anything fits",
-        ),
-        (
-            "chat/completions",
-            {"messages": CHAT, "response_format": {"type": "yaml"}},
-            "response_format.type is 'yaml'; known are text, json_object, json_schema",
-        ),
-    ],
-)
-def test_a_refusal_has_the_value_and_the_callers_name_for_it(
-    served: ServerProcess, tmp_path: Path, path: str, fields: dict[str, Any], message: str
-) -> None:
-    (tmp_path / "body").write_text(json.dumps({"model": "demo", "max_tokens": 2, **fields}))
-    answer = curl(served, f"/v1/{path}", "--json", f"@{tmp_path / 'body'}")
-    assert answer.error["message"] == message
-
-
-def test_a_schema_that_everything_fits_may_be_true(served: ServerProcess) -> None:
-    fields = {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}, "max_tokens": 2}
-    assert curl(served, "/v1/completions", body={**ASK, **fields}).status == 200
 
 
 def test_paths_methods_and_bodies_that_are_none_have_the_same_form(served: ServerProcess) -> None:

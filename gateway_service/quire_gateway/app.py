@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from quire_gateway import asks, relay, replies, texts
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
-from quire_gateway.failures import ApiError
+from quire_gateway.failures import ApiError, defect
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
 from quire_gateway.reading import Reader
@@ -195,10 +195,15 @@ def _put_errors_in_form(app: FastAPI) -> None:
     async def known(_request: Request, error: ApiError) -> Response:
         return _failed(error)
 
+    @app.exception_handler(Exception)  # else the framework answers by itself; the gate logs it all the same
+    async def unknown(_request: Request, _error: Exception) -> Response:
+        return _failed(defect())
+
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:
         called = f"{request.method} {request.url.path[:PATH_SHOWN]}"
-        what = {404: f"Unknown request URL: {called}", 405: f"{called} is not allowed"}
+        allowed = (error.headers or {}).get("Allow", "another method")
+        what = {404: f"Unknown request URL: {called}", 405: f"{called} is not allowed; {allowed} is"}
         failure = ApiError(error.status_code, what.get(error.status_code, str(error.detail)))
         failure.headers.update(error.headers or {})  # which methods there are
         return _failed(failure)

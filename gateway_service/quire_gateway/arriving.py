@@ -108,7 +108,9 @@ def _may_make_room(other: _Arriving, body: _Arriving) -> bool:
 
 
 def _full() -> ApiError:
-    return ApiError(429, "the requests under way fill what memory there is for them", kind=RATE, code="queue_full")
+    return ApiError(
+        429, "the requests under way fill what memory there is for them: try again later", kind=RATE, code="queue_full"
+    )
 
 
 def too_large(bytes_max: int) -> ApiError:

@@ -146,7 +146,7 @@ def of_chat(body: ChatBody) -> Ask:
     if body.echo:
         raise unsupported("echo")
     if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs", "top_logprobs needs logprobs")
+        raise invalid("top_logprobs", "top_logprobs is for logprobs: it needs logprobs=true")
     top = (body.top_logprobs or 0) if body.logprobs else None
     names = {
         PROMPT: "messages",

@@ -68,7 +68,7 @@ def read_prompts(given: object) -> Prompts:
     if not isinstance(given, list) or not given:
         raise ValueError(_PROMPTS)
     if len(given) > PROMPTS_MAX:
-        raise ValueError(f"a batch has at most {PROMPTS_MAX} prompts")
+        raise ValueError(f"a batch has at most {PROMPTS_MAX} prompts, not {len(given):,}")
     if all(isinstance(prompt, str) for prompt in given):
         return tuple(given)
     if all(map(_are_tokens, given)):

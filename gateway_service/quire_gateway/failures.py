@@ -40,7 +40,7 @@ _TOO_LONG: Final = (
 )
 # For errors that no Quire server wrote: their texts name workers and options that callers cannot reach or use.
 _UNEXPLAINED: Final = {
-    grpc.StatusCode.UNAVAILABLE: "a worker cannot be reached",
+    grpc.StatusCode.UNAVAILABLE: "a worker cannot be reached: try again",
     grpc.StatusCode.DEADLINE_EXCEEDED: _TOO_LONG,
 }
 # For errors of Quire servers that name options which callers of the gateway do not have.
@@ -103,6 +103,12 @@ def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
     if field is not None and param != field and message.startswith(f"{field} "):
         message = f"{param}{message.removeprefix(field)}"
     return ApiError(status, message, kind=kind, param=param, code=code, retry_after_s=error.retry_after_s)
+
+
+def defect() -> ApiError:
+    """Returns the error of a request that the gateway itself cannot answer."""
+    message = "the gateway has a defect; its log has a line with the X-Request-Id of this answer"
+    return ApiError(500, message, kind=SERVER, code="internal_error")
 
 
 def unsupported(name: str, what: str = "is not supported by this server") -> ApiError:

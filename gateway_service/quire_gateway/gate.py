@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire_gateway import hosts
 from quire_gateway.arriving import Bodies, LeftError, too_large
-from quire_gateway.failures import RATE, ApiError
+from quire_gateway.failures import RATE, ApiError, defect
 from quire_gateway.hosts import Hosts
 from quire_gateway.keys import ApiKeys
 from quire_gateway.metrics import Telemetry
@@ -36,7 +36,6 @@ WORK: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize",
 BODIES_BYTES: Final = 64 << 20  # all bodies in flight may take the largest of: this,
 BODIES_PER_BODY: Final = 8  # this many bodies of the largest size,
 BODY_BYTES_EXPECTED: Final = 32 << 10  # and this many for each request that may be in flight
-_DEFECT: Final = "the gateway has a defect; its log has a line with the X-Request-Id of this answer"
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,64}")
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
@@ -108,7 +107,7 @@ class Gate:
             self._telemetry.left_count += 1
         except Exception as error:  # its text may contain data of the caller
             log.error("request failed", request_id=request_id.decode(), error=type(error).__name__, where=_where(error))
-            await answer.refuse(ApiError(500, _DEFECT, kind="server_error", code="internal_error"))
+            await answer.refuse(defect())
         finally:
             route = scope["path"] if scope["path"] in ROUTES else "other"
             self._telemetry.answers[route, answer.status] += 1
@@ -163,7 +162,12 @@ class Gate:
         if path == METRICS_PATH and self._operator_token is not None:
             if hmac.compare_digest(given, f"Bearer {self._operator_token}".encode()):
                 return ""
-            raise ApiError(401, "metrics ask for the bearer token", kind="authentication_error", code="invalid_api_key")
+            raise ApiError(
+                401,
+                "the metrics are for the token of the gateway's --token-file, as a bearer token",
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
         if self._keys is None:
             return ""
         namespace = self._keys.namespace_of(given)

@@ -151,9 +151,13 @@ def of_validation(found: Sequence[Any]) -> ApiError:
         message = f"must be {' or '.join(kinds)}, not {_shown(fault['input'])}"
     elif kind in ("too_long", "too_short"):
         bound = "at most" if kind == "too_long" else "at least"
-        message = f"must have {bound} {context.get('max_length', context.get('min_length')):,} items"
+        count = context.get("max_length", context.get("min_length"))
+        message = f"must have {bound} {count:,} {'item' if count == 1 else 'items'}"
     elif kind == "literal_error":
-        message = f"must be {context['expected']}, not {_shown(fault['input'])}"
+        others = dict.fromkeys(_KINDS[each["type"]] for _, each in faults if each["type"] in _KINDS)
+        given = fault["input"]
+        shown = repr(given[:VALUE_SHOWN]) if isinstance(given, str) else _shown(given)
+        message = f"must be {' or '.join([context['expected'], *others])}, not {shown}"
     else:
         message = fault["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param or 'the body'}: {message}", param=param)

@@ -30,9 +30,11 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
     for kind, option in _KINDS.items():
         given = getattr(body, f"guided_{kind}")
         if given is not None:
+            _check_kind(kind, f"guided_{kind}", given)
             found[f"guided_{kind}"] = (option, given)
         given = structured.get(kind)
         if given is not None:
+            _check_kind(kind, f"structured_outputs.{kind}", given)
             found["structured_outputs"] = (option, given)
     format_ = {"type": "text"} if body.response_format is None else body.response_format
     match format_.get("type"):
@@ -45,8 +47,10 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
             _check_keys(format_, _FORMAT_KEYS["json_schema"], "response_format")
             found["response_format"] = ("json_schema", _schema_of(format_))
         case _:
+            given = format_.get("type")
+            shown = "missing" if given is None else repr(given)[:64]
             raise invalid(
-                "response_format", "response_format has no type that is known: text, json_object, json_schema"
+                "response_format.type", f"response_format.type is {shown}; known are {', '.join(_FORMAT_KEYS)}"
             )
     if len(found) > 1:
         raise invalid(next(reversed(found)), f"only one of {', '.join(found)} can be asked for")
@@ -54,6 +58,20 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
         if option == "json_schema":
             _check_numbers(name, value)
     return found
+
+
+def _check_kind(kind: str, name: str, given: object) -> None:
+    """Refuses a structure of another type, which no worker's option can carry.
+
+    Raises:
+        ApiError: it is one.
+    """
+    if kind in ("regex", "grammar") and not isinstance(given, str):
+        raise invalid(name, f"{name} must be a text")
+    if kind == "choice" and not (isinstance(given, list) and all(isinstance(text, str) for text in given)):
+        raise invalid(name, f"{name} must be an array of texts")
+    if kind == "json" and not isinstance(given, dict | str | bool):
+        raise invalid(name, f"{name} must be a JSON schema, or the text of one")
 
 
 def _check_numbers(name: str, schema: Any) -> None:

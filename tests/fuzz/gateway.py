@@ -2,7 +2,8 @@
 sockets.
 
 A connection fails if the gateway reports a defect of its own, does not end within 2 s, answers a request that was never
-sent, answers in another order, or sends bytes that are no answer. Without workers, a request that is right is 503.
+sent, answers in another order, or sends bytes that are no answer. Half of the connections are to a gateway with a
+worker that plays back a script; without workers, a request that is right is 503.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import structlog
 import uvicorn
+from quire import AsyncClient
+from quire.v1 import worker_pb2 as worker_pb
 from quire_gateway.app import make_app
 from quire_gateway.bounded_http import BoundedHttp
 from quire_gateway.connections import Connections
@@ -27,7 +32,9 @@ from quire_gateway.gate import Gate
 from quire_gateway.metrics import Telemetry
 from uvicorn.server import ServerState
 
+from tests.client.servers import USAGE, scripted_server
 from tests.fuzz.gateway_requests import Sent, connection_of
+from tests.gateway.scene import script
 
 LIMIT_S = 2.0
 FAILURES_MAX = 10
@@ -41,11 +48,11 @@ class ViolationError(AssertionError):
 
 
 class FuzzedGateway:
-    """A gateway without workers, in this process; made inside the event loop."""
+    """A gateway in this process, without workers or with one; made inside the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         telemetry = Telemetry()
-        app = make_app(Fleet([], []), telemetry, version="0", request_timeout_s=1, is_draining=lambda: False)
+        app = make_app(fleet, telemetry, version="0", request_timeout_s=1, is_draining=lambda: False)
         self.described: dict[str, Any] = app.openapi()
         gate = Gate(
             app,
@@ -117,13 +124,44 @@ class FuzzedGateway:
             raise ViolationError("nothing is answered")
 
 
-async def run_connection(gateway: FuzzedGateway, seed: int, seen: Counter[str]) -> int:
+def continued(request: worker_pb.GenerateRequest, _context: object) -> Iterator[worker_pb.GenerateResponse]:
+    """A token for each sample that is wanted."""
+    count = max(1, request.sampling.n)
+    for sample in range(count):
+        yield worker_pb.GenerateResponse(
+            sample=sample,
+            token_ids=[1],
+            text="a",
+            finish_reason=worker_pb.FINISH_REASON_LENGTH,
+            usage=USAGE if sample == count - 1 else None,
+        )
+
+
+def spelled(request: worker_pb.DetokenizeRequest, _context: object) -> worker_pb.DetokenizeResponse:
+    return worker_pb.DetokenizeResponse(texts=[b"a" for _ in request.token_ids])
+
+
+@asynccontextmanager
+async def gateways() -> AsyncIterator[tuple[FuzzedGateway, FuzzedGateway]]:
+    """A gateway without workers, and one with a worker."""
+    with scripted_server() as server:
+        script(server).answers |= {"Generate": continued, "Detokenize": spelled}
+        fleet = Fleet([AsyncClient(server.address)], [])
+        await fleet.open()
+        try:
+            yield FuzzedGateway(Fleet([], [])), FuzzedGateway(fleet)
+        finally:
+            await fleet.close()
+
+
+async def run_connection(both: tuple[FuzzedGateway, FuzzedGateway], seed: int, seen: Counter[str]) -> int:
     """One connection; everything in it follows from the seed. Returns how many requests it had.
 
     Raises:
         ViolationError: the gateway broke a rule.
     """
     dice = random.Random(seed)
+    gateway = dice.choice(both)
     sent = connection_of(dice, gateway.described, seed)
     await gateway.check(dice, sent, seen)
     return len(sent.ids)
@@ -131,15 +169,16 @@ async def run_connection(gateway: FuzzedGateway, seed: int, seen: Counter[str]) 
 
 async def run(count: int, seed: int) -> int:
     """Returns 1 if anything was violated, or a status was never seen."""
-    gateway, seen, failed = FuzzedGateway(), Counter[str](), list[int]()
+    seen, failed = Counter[str](), list[int]()
     asked, first, started_s = 0, seed, time.perf_counter()
-    while asked < count and len(failed) < FAILURES_MAX:
-        try:
-            asked += await run_connection(gateway, seed, seen)
-        except Exception as error:
-            failed.append(seed)
-            print(f"seed {seed}: {error}")
-        seed += 1
+    async with gateways() as both:
+        while asked < count and len(failed) < FAILURES_MAX:
+            try:
+                asked += await run_connection(both, seed, seen)
+            except Exception as error:
+                failed.append(seed)
+                print(f"seed {seed}: {error}")
+            seed += 1
     missing = {str(status) for status in STATUSES} - set(seen)
     seconds = time.perf_counter() - started_s
     print(f"requests {asked:,} on {seed - first:,} connections, {seconds:.0f} s; answers {dict(seen.most_common())}")

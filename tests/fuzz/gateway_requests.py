@@ -66,6 +66,21 @@ def value_of(dice: random.Random, schema: Any, schemas: dict[str, Any], depth: i
     return kinds[schema["type"]](dice, schema, schemas, depth + 1)
 
 
+def structure_of(dice: random.Random) -> object:
+    """A structure as vLLM's callers name it, of which the description says no more than that it is an object."""
+    value = dice.choice((*EDGES, "[a-z]", "start: /a/", ["a", "b"], {"type": "object"}, '{"type": "integer"}'))
+    return {dice.choice(("json", "regex", "choice", "grammar", "json_object")): value}
+
+
+def right_but_for_one(dice: random.Random, schema: Any, schemas: dict[str, Any]) -> object:
+    """A body of which one field at most can be wrong, so that a worker is asked if it is not."""
+    known = schema["properties"]
+    body: dict[str, object] = {"prompt": "a"} if "prompt" in known else {"messages": [{"role": "user", "content": "a"}]}
+    name = "structured_outputs" if dice.random() < 0.1 else dice.choice(list(known))
+    body[name] = structure_of(dice) if name == "structured_outputs" else value_of(dice, known[name], schemas)
+    return body
+
+
 def list_of(dice: random.Random, schema: Any, schemas: dict[str, Any], depth: int) -> object:
     return [value_of(dice, schema.get("items", {}), schemas, depth) for _ in range(dice.choice((0, 1, 2, 65)))]
 
@@ -90,7 +105,10 @@ def body_of(dice: random.Random, described: dict[str, Any], path: str) -> bytes:
     """A body for a route: by its schema, with a few bytes changed, or of the edges of JSON."""
     schemas = described["components"]["schemas"]
     schema = schemas["ChatBody" if "chat" in path else "CompletionBody"]
-    text = json.dumps(value_of(dice, schema, schemas)).encode()
+    value = value_of(dice, schema, schemas)
+    if dice.random() < 0.5:
+        value = right_but_for_one(dice, schema, schemas)
+    text = json.dumps(value).encode()
     luck = dice.random()
     if luck < 0.1:
         return changed(dice, text)

@@ -6,23 +6,27 @@ The long set is `make fuzz COUNT=1000000`.
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import httptools
 import pytest
-from quire_gateway import reading
+from quire_gateway import reading, structures
 from quire_gateway.bounded_http import BoundedHttp
 
 from tests.fuzz import gateway
-from tests.fuzz.gateway import FuzzedGateway, ViolationError, run_connection
+from tests.fuzz.gateway import ViolationError, gateways, run_connection
+from tests.fuzz.gateway_requests import Sent
 
 
 async def run_connections(count: int) -> Counter[str]:
-    fuzzed, seen = FuzzedGateway(), Counter[str]()
-    for seed in range(count):
-        await run_connection(fuzzed, seed, seen)
+    seen = Counter[str]()
+    async with gateways() as both:
+        for seed in range(count):
+            await run_connection(both, seed, seen)
     return seen
 
 
@@ -63,6 +67,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         patch.setattr(BoundedHttp, "on_headers_complete", complete),
     )[0],
     "reading crashes": lambda patch: patch.setattr(reading, "check_values", broken),
+    "a structure is of any type": lambda patch: patch.setattr(structures, "_check_kind", lambda *_: None),
     "a request is never answered": lambda patch: patch.setattr(reading.Reader, "ask", never),
 }
 
@@ -73,3 +78,13 @@ async def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gateway, "LIMIT_S", 0.5)
     with pytest.raises((ViolationError, asyncio.TimeoutError)):
         await run_connections(400)
+
+
+async def test_a_defect_is_told_in_the_form_of_every_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "check_values", broken)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    sent = Sent(head + b"Content-Length: 2\r\nConnection: close\r\n\r\n{}", [], [], True)
+    async with gateways() as (fuzzed, _):
+        answer = await fuzzed.ask(random.Random(1), sent)
+    assert answer.startswith(b"HTTP/1.1 500 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "internal_error"

@@ -264,6 +264,7 @@ def test_paths_methods_and_bodies_that_are_none_have_the_same_form(served: Serve
     assert "GET /v2" in curl(served, "/v2").error["message"]
     listed = curl(served, "/v1/completions")
     assert (listed.status, listed.headers["allow"]) == (405, "POST")
+    assert listed.error["message"] == "GET /v1/completions is not allowed; POST is"
     assert curl(served, "/v1/completions/", body=ASK).error["message"].endswith("POST /v1/completions/")
     wrong = curl(served, "/v1/completions", body=[])
     assert wrong.error["message"] == "the body is to be a JSON object, not an array"

@@ -99,8 +99,12 @@ def test_torchrun_and_the_command_line_must_agree_and_ranks_meet_on_loopback() -
     ("arguments", "complaint"),
     [
         (["--tensor-parallel", "0"], "--tensor-parallel must be at least 1"),
-        (["--rank-timeout", "0"], "--rank-timeout must be at least 1"),
-        (["--rank-timeout", "nan"], "--rank-timeout must be at least 1"),
+        (["--rank-timeout", "0"], "--rank-timeout must be at least 1 second, not 0"),
+        (["--rank-timeout", "nan"], "--rank-timeout must be at least 1 second, not nan"),
+        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization must be above 0 and at most 1, not 1.5"),
+        (["--max-running", "100000"], "not 100000"),
+        (["--max-batch-tokens", "100000000"], "blocks of 16, not 100,000,000"),
+        (["--speculative-tokens", "-1"], "not -1"),
     ],
 )
 def test_senseless_numbers_are_refused(

@@ -78,7 +78,12 @@ def test_a_conversation_is_what_transformers_makes_of_it() -> None:
         ('[{"content": "x"}]', "", "", r"messages\[0\] has no role"),
         ('[{"role": "user"}]', "{}", "", "tools must be an array of objects"),
         ('[{"role": "user"}]', "", "[]", "variables must be an object"),
-        ('[{"role": "user"}]', "", '{"tokenize": true}', "'tokenize' is no variable of a template"),
+        (
+            '[{"role": "user"}]',
+            "",
+            '{"tokenize": true}',
+            "variables has 'tokenize', which is no variable of a template",
+        ),
         ("[" * 100_000, "", "", "messages is no JSON"),
     ],
 )

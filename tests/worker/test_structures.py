@@ -122,7 +122,7 @@ def test_a_copy_goes_on_by_itself(grammars: Grammars, tokenizer: Tokenizer) -> N
         (Structure(StructureKind.REGEX, ("(a",)), "regex cannot be used"),
         (Structure(StructureKind.GRAMMAR, ("start: nowhere",)), "grammar cannot be used"),
         (Structure(StructureKind.JSON_SCHEMA, ("{",)), "json_schema cannot be read"),
-        (Structure(StructureKind.JSON_SCHEMA, ("true",)), "json_schema cannot be read"),
+        (Structure(StructureKind.JSON_SCHEMA, ("false",)), "json_schema must be a JSON object"),
         (Structure(StructureKind.JSON_SCHEMA, ('{"$ref": "#"}',)), "json_schema cannot be used: no text fits it"),
         (Structure(StructureKind.REGEX, (r"[^\x00-\U0010ffff]",)), "regex cannot be used: no text fits it"),
         (Structure(StructureKind.GRAMMAR, ('start: start "a"',)), "grammar cannot be used: no text fits it"),

@@ -79,9 +79,11 @@ class BranchCalls:
             )
         branch = self._branches.find(message.branch_id, permissions)
         candidates = [await self._checks.continuation(each, request_id) for each in message.candidates]
-        if sum(map(len, candidates)) > CANDIDATE_TOKENS_MAX:
+        token_count = sum(map(len, candidates))
+        if token_count > CANDIDATE_TOKENS_MAX:
             raise QuireError.of(
-                Reason.TOO_LARGE, f"candidates must have at most {CANDIDATE_TOKENS_MAX:,} tokens in all"
+                Reason.TOO_LARGE,
+                f"candidates must have at most {CANDIDATE_TOKENS_MAX:,} tokens in all, not {token_count:,}",
             )
         found = await self._branches.score(branch, candidates, request_id)
         assert not any(map(math.isnan, (value for logprobs in found.logprobs for value in logprobs)))
@@ -95,12 +97,14 @@ class BranchCalls:
 
     async def renew(self, message: pb.RenewBranchesRequest, permissions: Permissions) -> pb.RenewBranchesResponse:
         """Begins the time of branches anew."""
-        require(len(message.branch_ids) <= IDS_MAX, f"branch_ids must be at most {IDS_MAX}")
+        count = len(message.branch_ids)
+        require(count <= IDS_MAX, f"branch_ids must be at most {IDS_MAX}, not {count}")
         return pb.RenewBranchesResponse(unknown_branch_ids=self._branches.renew(message.branch_ids, permissions))
 
     async def release(self, message: pb.ReleaseBranchesRequest, permissions: Permissions) -> pb.ReleaseBranchesResponse:
         """Ends branches that the caller may use."""
-        require(len(message.branch_ids) <= IDS_MAX, f"branch_ids must be at most {IDS_MAX}")
+        count = len(message.branch_ids)
+        require(count <= IDS_MAX, f"branch_ids must be at most {IDS_MAX}, not {count}")
         await self._branches.release(message.branch_ids, permissions)
         return pb.ReleaseBranchesResponse()
 

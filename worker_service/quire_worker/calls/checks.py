@@ -73,7 +73,10 @@ class Checks:
             QuireError: DRAINING; MALFORMED, the id is too long.
         """
         self.check_serving()
-        require(len(request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
+        require(
+            len(request_id) <= REQUEST_ID_CHARACTERS_MAX,
+            f"request_id must be at most {REQUEST_ID_CHARACTERS_MAX} characters, not {len(request_id):,}",
+        )
         return request_id or uuid.uuid4().hex
 
     def check_serving(self) -> None:
@@ -120,7 +123,7 @@ class Checks:
             tokens = await self._computed(request_id, self._texts.encoded(given.text, encode))
             self.check_serving()  # also after the tokenizer's time
         if not tokens:
-            raise QuireError.of(Reason.PROMPT_EMPTY, f"the {name} has no token")
+            raise QuireError.of(Reason.PROMPT_EMPTY, f"the {name} has no token: at least one is needed")
         self._check_length(name, len(tokens))
         self._check_vocabulary(tokens)
         return tokens
@@ -150,7 +153,9 @@ class Checks:
             QuireError: there are too many, or the tokenizer failed.
         """
         if len(request.token_ids) > SPELLED_MAX:
-            raise QuireError.of(Reason.LIMIT, f"at most {SPELLED_MAX} tokens at a time")
+            raise QuireError.of(
+                Reason.LIMIT, f"at most {SPELLED_MAX:,} tokens at a time, not {len(request.token_ids):,}"
+            )
         return await self._computed("", self._texts.spelled(list(request.token_ids)))
 
     async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
@@ -190,7 +195,9 @@ def check_namespace(namespace: str, permissions: Permissions) -> None:
     Raises:
         QuireError: MALFORMED; NAMESPACE_FORBIDDEN.
     """
-    require(len(namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
+    byte_count = len(namespace.encode())
+    what = f"namespace must be at most {NAMESPACE_BYTES_MAX} bytes, not {byte_count:,}"
+    require(byte_count <= NAMESPACE_BYTES_MAX, what)
     if not permissions.may_use(namespace):
         raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
 

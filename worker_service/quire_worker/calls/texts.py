@@ -71,7 +71,9 @@ class Texts:
         """
         size = len(text.encode())
         if size > TEXT_BYTES_MAX:
-            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes", field="text")
+            raise QuireError.of(
+                Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX:,} bytes, not {size:,}", field="text"
+            )
         return await self._threads(size).run(encode, text)
 
     async def written(self, tokens: Sequence[int]) -> str:
@@ -102,7 +104,7 @@ class Texts:
             raise NoTokenizerError
         size = given.ByteSize()
         if size > TEXT_BYTES_MAX:
-            message = f"a conversation must be at most {TEXT_BYTES_MAX} bytes"
+            message = f"a conversation must be at most {TEXT_BYTES_MAX:,} bytes, not {size:,}"
             raise QuireError.of(Reason.TOO_LARGE, message, field="messages")
         threads = self._threads(size)
         try:

@@ -77,7 +77,7 @@ def read_conversation(
         raise ConversationError("variables must be an object", "variables")
     taken = sorted((RESERVED | TOKENIZER_OPTIONS) & variables.keys())
     if taken:
-        raise ConversationError(f"variables: {taken[0]!r} is no variable of a template", "variables")
+        raise ConversationError(f"variables has {taken[0]!r}, which is no variable of a template", "variables")
     return Conversation(
         messages, _objects(tools_json or "[]", "tools", TOOL_COUNT_MAX), variables, with_generation_prompt
     )

@@ -158,37 +158,46 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     for name in _COUNTS:
         value = getattr(options, name)
         if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if options.grant_ahead_tokens < 0:
-        parser.error("--grant-ahead-tokens must be at least 0")
+        parser.error(f"--grant-ahead-tokens must be at least 0, not {options.grant_ahead_tokens}")
     if options.cuda_graph_batch_max < 0:
-        parser.error("--cuda-graph-batch-max must be at least 0")
+        parser.error(f"--cuda-graph-batch-max must be at least 0, not {options.cuda_graph_batch_max}")
     if not 0 <= options.stream_interval_ms <= STREAM_INTERVAL_MS_MAX:
-        parser.error(f"--stream-interval-ms must be from 0 to {STREAM_INTERVAL_MS_MAX}")
+        given = options.stream_interval_ms
+        parser.error(f"--stream-interval-ms must be from 0 to {STREAM_INTERVAL_MS_MAX}, not {given}")
     if not 0 < options.gpu_memory_utilization <= 1:
-        parser.error("--gpu-memory-utilization must be above 0 and at most 1")
+        given = options.gpu_memory_utilization
+        parser.error(f"--gpu-memory-utilization must be above 0 and at most 1, not {given:g}")
     if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:
-        parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
+        most = BLOCKS_PER_STEP_MAX * options.block_size
+        parser.error(
+            f"--max-batch-tokens must be at most {most:,}, {BLOCKS_PER_STEP_MAX:,} blocks of {options.block_size}, not"
+            f" {options.max_batch_tokens:,}"
+        )
     if isinstance(options.adapter_memory, Fraction):
-        parser.error("--adapter-memory must be a size, not a share")
+        parser.error("--adapter-memory is a size, as 2GiB, and no share")
     if not options.rank_timeout >= 1:
-        parser.error("--rank-timeout must be at least 1")
+        parser.error(f"--rank-timeout must be at least 1 second, not {options.rank_timeout:g}")
     if isinstance(options.swap_memory, Fraction):
         parser.error("--swap-memory is a size, as 2GiB, and no share")
     if options.max_running > RUNNING_MAX:
-        parser.error(f"--max-running must be at most {RUNNING_MAX}")
+        parser.error(f"--max-running must be at most {RUNNING_MAX}, not {options.max_running}")
 
 
 def _check_speculation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuses drafts that cannot be made."""
     if not 0 <= options.speculative_tokens <= SPECULATIVE_TOKENS_MAX:
-        parser.error(f"--speculative-tokens must be from 0 to {SPECULATIVE_TOKENS_MAX}")
+        given = options.speculative_tokens
+        parser.error(f"--speculative-tokens must be from 0 to {SPECULATIVE_TOKENS_MAX}, not {given}")
     if options.draft_model is not None and not options.speculative_tokens:
         parser.error("--draft-model drafts nothing without --speculative-tokens, as 4")
     if options.draft_model is not None and (options.tensor_parallel or 1) > 1:
         parser.error("--draft-model: a model that several ranks compute has none")
     if not 1 <= options.prompt_lookup_min <= options.prompt_lookup_max <= PROMPT_LOOKUP_MAX:
-        parser.error(f"--prompt-lookup-min and --prompt-lookup-max must rise, from 1 to {PROMPT_LOOKUP_MAX}")
+        given = f"{options.prompt_lookup_min} and {options.prompt_lookup_max}"
+        what = f"must rise, from 1 to {PROMPT_LOOKUP_MAX}, not be {given}"
+        parser.error(f"--prompt-lookup-min and --prompt-lookup-max {what}")
 
 
 def _add_tls(parser: argparse.ArgumentParser) -> None:

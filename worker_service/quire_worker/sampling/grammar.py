@@ -205,6 +205,10 @@ def _grammar_of(structure: Structure) -> str:
     text = structure.texts[0]
     if structure.kind is StructureKind.JSON_SCHEMA:
         check_numbers(text)
+        if text.strip() == "true":
+            text = "{}"  # the other way to write a schema that everything fits
+        if not text.lstrip().startswith("{"):
+            raise GrammarError("json_schema must be a JSON object; or true, which anything fits")
         try:
             return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
         except ValueError as error:

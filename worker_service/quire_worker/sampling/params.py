@@ -165,12 +165,12 @@ class SamplingParams:
         Raises:
             ParameterError: one does not.
         """
-        for name in ("logit_bias", "allowed_token_ids", "banned_token_ids"):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids"):
             largest = max(getattr(self, name), default=0)
             if largest >= size:
                 raise ParameterError(name, f"has token id {largest}, which is not below the vocabulary's {size}")
         if self.has_beams and self.num_beams * (2 + len(self.stop_token_ids)) > size:
-            raise ParameterError("num_beams", f"{self.num_beams} needs more tokens than the vocabulary's {size}")
+            raise ParameterError("num_beams", f"of {self.num_beams} needs more tokens than the vocabulary's {size}")
 
     def _check_tokens(self) -> None:
         check_count("stop_token_ids", self.stop_token_ids, STOP_TOKEN_COUNT_MAX)
@@ -188,7 +188,10 @@ class SamplingParams:
         check_count("stop", self.stop, STOP_TEXT_COUNT_MAX)
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= STOP_CHARACTER_COUNT_MAX:
-                raise ParameterError("stop", f"must be texts of 1 to {STOP_CHARACTER_COUNT_MAX} characters")
+                found = f"one of {len(text):,}" if isinstance(text, str) else repr(text)[:64]
+                raise ParameterError(
+                    "stop", f"must be texts of 1 to {STOP_CHARACTER_COUNT_MAX} characters, not {found}"
+                )
 
     def _check_beams(self) -> None:
         _check_integer("num_beams", self.num_beams, 1, SAMPLE_COUNT_MAX)
@@ -223,7 +226,7 @@ def _check_structure(structure: Structure) -> None:
         raise ParameterError(name, "must not be empty")
     byte_count = sum(len(text.encode()) for text in structure.texts)
     if byte_count > STRUCTURE_BYTES_MAX:
-        raise ParameterError(name, f"must be at most {STRUCTURE_BYTES_MAX} bytes, not {byte_count}")
+        raise ParameterError(name, f"must be at most {STRUCTURE_BYTES_MAX:,} bytes, not {byte_count:,}")
 
 
 def _is_number(value: object) -> bool:

@@ -1,0 +1,72 @@
+"""Refusals as their callers read them, in front of a real worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.local import LocalStack, ServerProcess
+
+from tests.gateway.scene import DEMO, curl
+
+CHAT = [{"role": "user", "content": "The for statement"}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ServerProcess]:
+    with LocalStack(DEMO, worker_arguments=["--blocks", "64"], gateway_listen="127.0.0.1:0") as running:
+        assert running.gateway is not None
+        yield running.gateway
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("completions", {"prompt": ""}, "the prompt has no token: at least one is needed"),
+        ("completions", {"prompt": "a" * 1_100_000}, "prompt must be at most 1,048,576 bytes, not 1,100,000"),
+        (
+            "completions",
+            {"prompt": "a", "stop": "a" * 300},
+            "stop must be texts of 1 to 256 characters, not one of 300",
+        ),
+        (
+            "completions",
+            {"prompt": "a", "stop_token_ids": [2048]},
+            "stop_token_ids has token id 2048, which is not below the vocabulary's 2048",
+        ),
+        (
+            "completions",
+            {"prompt": "a", "structured_outputs": {"choice": "ab"}},
+            "structured_outputs.choice must be an array of texts",
+        ),
+        (
+            "chat/completions",
+            {"messages": CHAT, "chat_template_kwargs": {"tokenize": True}},
+            "chat_template_kwargs has 'tokenize', which is no variable of a template",
+        ),
+        (
+            "chat/completions",
+            {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
+            "response_format must be a JSON object; or true, which anything fits",
+        ),
+        (
+            "chat/completions",
+            {"messages": CHAT, "response_format": {"type": "yaml"}},
+            "response_format.type is 'yaml'; known are text, json_object, json_schema",
+        ),
+    ],
+)
+def test_a_refusal_has_the_value_and_the_callers_name_for_it(
+    served: ServerProcess, tmp_path: Path, path: str, fields: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "body").write_text(json.dumps({"model": "demo", "max_tokens": 2, **fields}))
+    answer = curl(served, f"/v1/{path}", "--json", f"@{tmp_path / 'body'}")
+    assert answer.error["message"] == message
+
+
+def test_a_schema_that_everything_fits_may_be_true(served: ServerProcess) -> None:
+    fields = {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}, "max_tokens": 2}
+    assert curl(served, "/v1/completions", body={"prompt": "a", **fields}).status == 200

@@ -15,8 +15,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from quire_gateway import asks, relay, replies, texts
+from quire_gateway import asks, listing, relay, replies, texts
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
+from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
@@ -54,7 +55,12 @@ def make_app(
         state = request.state
         ask = await reader.ask(await request.body(), request.headers.get("content-type", ""), kind, ask_of)
         call = await relay.prepare(
-            fleet, ask, namespace=state.namespace, request_id=state.request_id, timeout_s=request_timeout_s
+            fleet,
+            ask,
+            entry=state.entry,
+            namespace=state.namespace,
+            request_id=state.request_id,
+            timeout_s=request_timeout_s,
         )
         shape = form(state.request_id, int(time.time()), call.model.name, with_usage=ask.with_usage)
         return Served(fleet, call, shape, telemetry, state.started_s)
@@ -93,6 +99,10 @@ def make_app(
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/requests")
+    async def requests() -> Response:
+        return _json(orjson.dumps(await listing.listed(fleet, tuple(telemetry.entries), time.monotonic())))
 
     _serve_texts(app, fleet, reader)
     _serve_overview(app, version)
@@ -159,7 +169,10 @@ def _put_errors_in_form(app: FastAPI) -> None:
     """Gives every error the form that callers know."""
 
     @app.exception_handler(ApiError)
-    async def known(_request: Request, error: ApiError) -> Response:
+    async def known(request: Request, error: ApiError) -> Response:
+        entry: Entry | None = getattr(request.state, "entry", None)
+        if entry is not None:
+            entry.error = error.code
         return _failed(error)
 
     @app.exception_handler(HTTPException)

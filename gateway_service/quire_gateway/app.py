@@ -42,8 +42,6 @@ def make_app(
     """Returns the endpoints as an ASGI application."""
     # Its pages would load scripts from elsewhere; /openapi.json has the same for programs.
     app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
-    collector = GatewayCollector(telemetry, fleet)
-
     reader = Reader()
 
     async def answer(
@@ -96,6 +94,18 @@ def make_app(
         fleet.check_ready()
         return PlainTextResponse("ok\n")
 
+    _serve_operators(app, fleet, telemetry)
+    _serve_texts(app, fleet, reader)
+    _serve_overview(app, version)
+    _put_errors_in_form(app)
+    _describe_bodies(app)
+    return app
+
+
+def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry) -> None:
+    """Adds the endpoints that are of all callers together; the gate asks for the operator's token."""
+    collector = GatewayCollector(telemetry, fleet)
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
@@ -103,12 +113,6 @@ def make_app(
     @app.get("/requests")
     async def requests() -> Response:
         return _json(orjson.dumps(await listing.listed(fleet, tuple(telemetry.entries), time.monotonic())))
-
-    _serve_texts(app, fleet, reader)
-    _serve_overview(app, version)
-    _put_errors_in_form(app)
-    _describe_bodies(app)
-    return app
 
 
 def _serve_texts(app: FastAPI, fleet: Fleet, reader: Reader) -> None:

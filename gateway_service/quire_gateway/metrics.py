@@ -144,8 +144,8 @@ class GatewayCollector(Collector):
         )
         for label, (request_count, *of_kinds) in added.items():
             requests.add_metric(label, request_count)
-            for kind, count in zip(_KINDS, of_kinds, strict=True):
-                tokens.add_metric((*label, kind), count)
+            for kind, token_count in zip(_KINDS, of_kinds, strict=True):
+                tokens.add_metric((*label, kind), token_count)
         yield from (requests, tokens)
 
 

@@ -33,7 +33,7 @@ _FORM: Final = "KEY or KEY NAMESPACE, and after these name=, requests=, tokens=,
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key.
+    """Holds what is known of one key.
 
     Attributes:
         digest: SHA-256 of it.
@@ -187,7 +187,7 @@ class KeyFile:
             self.read()
 
     def read(self) -> None:
-        """Reads the file."""
+        """Reads the file now, and puts its keys in force."""
         try:
             found = read_keys(self._path, {})
         except UsageError as error:

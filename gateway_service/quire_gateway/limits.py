@@ -30,7 +30,7 @@ class Refusal(NamedTuple):
 
 
 class _Bucket:
-    """What is left of a minute's limit."""
+    """The rest of a minute's limit, which refills steadily."""
 
     def __init__(self, capacity: int, now_s: float) -> None:
         self.capacity = capacity
@@ -49,7 +49,7 @@ class _Bucket:
 
 
 class _Use:
-    """What one key has used of its limits."""
+    """The use that one key has made of its limits."""
 
     def __init__(self) -> None:
         self.in_flight = 0

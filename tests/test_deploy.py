@@ -143,8 +143,8 @@ def test_the_gateway_starts_as_it_is_composed_and_is_scraped_with_the_token(
     options = importlib.import_module("quire_gateway.options").parse_arguments(arguments)
     shown, keys, _ = importlib.import_module("quire_gateway.server").check(options)
     assert shown == "a-token-of-the-metrics"
-    assert keys.namespace_of(b"Bearer a-key-of-the-compose-file") == ""
-    assert keys.namespace_of(f"Bearer {shown}".encode()) is None
+    assert keys.named(b"Bearer a-key-of-the-compose-file").namespace == ""
+    assert keys.named(f"Bearer {shown}".encode()) is None
     assert (options.worker, options.allocator) == (["worker:7071"], ["allocator:7070"])
     assert options.worker_ca == service["environment"]["QUIRE_TLS_CA"]
     jobs = {job["job_name"]: job for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}

@@ -15,8 +15,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from quire_gateway import asks, relay, replies, texts
+from quire_gateway import asks, listing, relay, replies, texts
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
+from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, defect
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
@@ -49,8 +50,6 @@ def make_app(
     """Returns the endpoints as an ASGI application."""
     # Its pages would load scripts from elsewhere; /openapi.json has the same for programs.
     app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
-    collector = GatewayCollector(telemetry, fleet)
-
     reader = Reader()
 
     async def answer(
@@ -62,7 +61,12 @@ def make_app(
         state = request.state
         ask = await reader.ask(await request.body(), request.headers.get("content-type", ""), kind, ask_of)
         call = await relay.prepare(
-            fleet, ask, namespace=state.namespace, request_id=state.request_id, timeout_s=request_timeout_s
+            fleet,
+            ask,
+            entry=state.entry,
+            namespace=state.namespace,
+            request_id=state.request_id,
+            timeout_s=request_timeout_s,
         )
         shape = form(
             state.request_id,
@@ -102,10 +106,7 @@ def make_app(
         fleet.check_ready()
         return PlainTextResponse("ok\n")
 
-    @_got(app, "/metrics")
-    async def metrics() -> Response:
-        return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
-
+    _serve_operators(app, fleet, telemetry)
     _serve_texts(app, fleet, reader)
     _refuse_pooling(app)
     _serve_overview(app, version)
@@ -133,6 +134,19 @@ def _refuse_pooling(app: FastAPI) -> None:
 
     for path in POOLING_PATHS:
         app.post(path, include_in_schema=False)(refuse)
+
+
+def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry) -> None:
+    """Adds the endpoints that are of all callers together; the gate asks for the operator's token."""
+    collector = GatewayCollector(telemetry, fleet)
+
+    @_got(app, "/metrics")
+    async def metrics() -> Response:
+        return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
+
+    @_got(app, "/requests")
+    async def requests() -> Response:
+        return _json(orjson.dumps(await listing.listed(fleet, tuple(telemetry.entries), time.monotonic())))
 
 
 def _serve_texts(app: FastAPI, fleet: Fleet, reader: Reader) -> None:
@@ -192,7 +206,10 @@ def _put_errors_in_form(app: FastAPI) -> None:
     """Gives every error the form that callers know."""
 
     @app.exception_handler(ApiError)
-    async def known(_request: Request, error: ApiError) -> Response:
+    async def known(request: Request, error: ApiError) -> Response:
+        entry: Entry | None = getattr(request.state, "entry", None)
+        if entry is not None:
+            entry.error = error.code
         return _failed(error)
 
     @app.exception_handler(Exception)  # else the framework answers by itself; the gate logs it all the same

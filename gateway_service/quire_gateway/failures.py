@@ -58,6 +58,7 @@ class ApiError(Exception):
 
     Attributes:
         status: the HTTP status.
+        code: of the error, or its type where it has none.
         body: the error as JSON.
         headers: beyond those of every answer.
     """
@@ -75,6 +76,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.code = code or kind
         self.headers: dict[str, str] = {}
         if status in (429, 503):
             self.headers["retry-after"] = str(math.ceil(retry_after_s or RETRY_AFTER_S))

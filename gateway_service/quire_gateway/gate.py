@@ -16,21 +16,24 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 import structlog
+from quire._serving.request_log import SILENT, RequestLog
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire_gateway import hosts
 from quire_gateway.arriving import Bodies, LeftError, too_large
+from quire_gateway.entries import Entry
 from quire_gateway.failures import RATE, ApiError, defect
 from quire_gateway.hosts import Hosts
-from quire_gateway.keys import ApiKeys
+from quire_gateway.keys import ApiKey, ApiKeys
+from quire_gateway.limits import KeyLimits
 from quire_gateway.metrics import Telemetry
 from quire_gateway.shares import Shares
 
 log = structlog.get_logger()
 
 OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # probes send no key, and no known host name
-METRICS_PATH: Final = "/metrics"
+OPERATOR_PATHS: Final = frozenset({"/metrics", "/requests"})  # of all callers together
 ROUTES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})  # labels of metrics; else "other"
 WORK: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
 BODIES_BYTES: Final = 64 << 20  # all bodies in flight may take the largest of: this,
@@ -47,10 +50,11 @@ class Gate:
         app: the endpoints. They find `namespace` and `request_id` in `scope["state"]`.
         telemetry: the metrics to update.
         keys: of the callers; None admits everybody, with the nameless namespace.
-        operator_token: required by /metrics; None with `keys` closes /metrics to everybody.
+        operator_token: required by `OPERATOR_PATHS`; None with `keys` closes them to everybody.
         names: host names that requests may have; None admits any.
         body_bytes_max: largest body of a request.
         in_flight_max: requests in flight at a time. With several namespaces, each has its share.
+        request_log: takes a line for each request when it ends.
 
     Attributes:
         is_draining: whether new work is refused.
@@ -67,10 +71,13 @@ class Gate:
         names: Hosts | None,
         body_bytes_max: int,
         in_flight_max: int,
+        request_log: RequestLog = SILENT,
     ) -> None:
         self._app = app
         self._telemetry = telemetry
         self._keys = keys
+        self._limits = KeyLimits()
+        self._log = request_log
         self._operator_token = operator_token
         self._names = names
         self._body_bytes_max = body_bytes_max
@@ -78,10 +85,17 @@ class Gate:
         are_several = keys is not None and keys.namespace_count > 1
         self._places = Shares(in_flight_max, is_for_several=are_several)
         bodies_bytes = max(BODIES_BYTES, BODIES_PER_BODY * body_bytes_max, BODY_BYTES_EXPECTED * in_flight_max)
-        self._bodies = Bodies(Shares(bodies_bytes, is_for_several=are_several), body_bytes_max)
+        self._body_shares = Shares(bodies_bytes, is_for_several=are_several)
+        self._bodies = Bodies(self._body_shares, body_bytes_max)
         self.is_draining = False
         self.idle = asyncio.Event()
         self.idle.set()
+
+    def take_keys(self, keys: ApiKeys) -> None:
+        """Replaces the keys. Requests that keys no more there have begun are answered."""
+        self._keys = keys
+        self._limits.keep(keys.digests)
+        self._places.is_for_several = self._body_shares.is_for_several = keys.namespace_count > 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -91,19 +105,24 @@ class Gate:
         headers = dict(scope["headers"])  # the last one of a repeated name
         given_id = headers.get(b"x-request-id", b"")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex.encode()
-        answer = _Answer(send, request_id)
+        answer, entry = _Answer(send, request_id), None
         try:
             self._check_name(scope, headers)
-            namespace = self._namespace(scope["path"], headers)
+            key = self._key(scope["path"], headers)
+            namespace = "" if key is None else key.namespace
             state = scope.setdefault("state", {})
             state.update(namespace=namespace, request_id=request_id.decode(), started_s=started_s)
             if scope["path"] in WORK and scope["method"] == "POST":
-                await self._work(scope, receive, answer, headers)
+                name = "" if key is None else key.name
+                entry = Entry(request_id.decode(), name, namespace, scope["path"], started_s)
+                state["entry"] = entry
+                await self._work(scope, receive, answer, headers, key)
             else:
                 await self._app(scope, receive, answer)
         except ApiError as error:
             await answer.refuse(error)
         except LeftError:
+            answer.error = "caller_left"
             self._telemetry.left_count += 1
         except Exception as error:  # its text may contain data of the caller
             log.error("request failed", request_id=request_id.decode(), error=type(error).__name__, where=_where(error))
@@ -113,8 +132,15 @@ class Gate:
             self._telemetry.answers[route, answer.status] += 1
             if scope["path"] in WORK:
                 self._telemetry.whole.observe(time.monotonic() - started_s)
+            if entry is not None:
+                entry.error = entry.error or answer.error
+                self._telemetry.note(entry)
+                values = entry.values(time.monotonic())
+                self._log.ended(entry.request_id, error=entry.error, status=answer.status, **values)
 
-    async def _work(self, scope: Scope, receive: Receive, answer: _Answer, headers: dict[bytes, bytes]) -> None:
+    async def _work(
+        self, scope: Scope, receive: Receive, answer: _Answer, headers: dict[bytes, bytes], key: ApiKey | None
+    ) -> None:
         """Has a request answered once its body is complete and a place is free.
 
         Raises:
@@ -130,11 +156,21 @@ class Gate:
             if not self._places.take(namespace, 1):
                 what = f"as many requests are being answered as there is room for here (at most {self._in_flight_max})"
                 raise ApiError(429, f"{what}: try again", kind=RATE, code="queue_full")
+            entry = scope["state"]["entry"]
+            try:
+                self._count_in(key)
+            except ApiError:
+                self._places.give_back(namespace, 1)
+                raise
+            self._telemetry.entries[entry] = None
             self._telemetry.in_flight += 1
             self.idle.clear()
             try:
                 await self._app(scope, _with_body(receive, body), answer)
             finally:
+                if key is not None:
+                    self._limits.end(key, entry.token_count)
+                del self._telemetry.entries[entry]
                 self._places.give_back(namespace, 1)
                 self._telemetry.in_flight -= 1
                 if not self._telemetry.in_flight:
@@ -150,36 +186,47 @@ class Gate:
         if self._names is not None and scope["path"] not in OPEN_PATHS:
             self._names.check(headers.get(b"host", b""))
 
-    def _namespace(self, path: str, headers: dict[bytes, bytes]) -> str:
-        """Returns the namespace of the caller's key.
+    def _count_in(self, key: ApiKey | None) -> None:
+        """Counts a request that begins.
+
+        Raises:
+            ApiError: a limit of its key refuses it.
+        """
+        refusal = None if key is None else self._limits.begin(key, time.monotonic())
+        if refusal is None:
+            return
+        what = "requests at a time" if refusal.limit == "concurrent" else f"{refusal.limit} a minute"
+        message = f"this key may have {refusal.value:,} {what} (limit {refusal.limit!r}): try again later"
+        raise ApiError(429, message, kind=RATE, code="rate_limit_exceeded", retry_after_s=refusal.retry_after_s)
+
+    def _key(self, path: str, headers: dict[bytes, bytes]) -> ApiKey | None:
+        """Returns the caller's key; None where none is asked for.
 
         Raises:
             ApiError: the request has no key, or a wrong one.
         """
         given = headers.get(b"authorization", b"")
         if path in OPEN_PATHS:
-            return ""
-        if path == METRICS_PATH and self._operator_token is not None:
+            return None
+        if path in OPERATOR_PATHS and self._operator_token is not None:
             if hmac.compare_digest(given, f"Bearer {self._operator_token}".encode()):
-                return ""
+                return None
             raise ApiError(
                 401,
-                "the metrics are for the token of the gateway's --token-file, as a bearer token",
+                f"{path} is for the token of the gateway's --token-file, as a bearer token",
                 kind="authentication_error",
                 code="invalid_api_key",
             )
         if self._keys is None:
-            return ""
-        namespace = self._keys.namespace_of(given)
-        if namespace is None:
+            return None
+        key = self._keys.named(given)
+        if key is None:
             what = "Incorrect API key provided." if given else "You didn't provide an API key."
             raise ApiError(401, what, kind="authentication_error", code="invalid_api_key")
-        if path == METRICS_PATH:
-            what = (
-                "no API key opens the metrics: they are of all callers, and for the token of the gateway's --token-file"
-            )
+        if path in OPERATOR_PATHS:
+            what = f"no API key opens {path}: it is of all callers, and for the token of the gateway's --token-file"
             raise ApiError(403, what, kind="permission_error", code="permission_denied")
-        return namespace
+        return key
 
     def _check_draining(self) -> None:
         if self.is_draining:
@@ -226,6 +273,7 @@ class _Answer:
         self._send = send
         self._request_id = request_id
         self.status = 0  # no answer was sent: the caller left
+        self.error = ""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -235,6 +283,7 @@ class _Answer:
 
     async def refuse(self, error: ApiError) -> None:
         """Answers with an error, unless an answer has begun."""
+        self.error = error.code
         if self.status:
             return
         for message in refusal(error):

@@ -1,4 +1,4 @@
-"""API keys, and the namespace that each of them opens.
+"""API keys: the namespace that each opens, its name, its limits and its end.
 
 Only the SHA-256 of a key is kept. The time of a lookup does not depend on how much of a guess is right, and a dump of
 the process does not contain the key.
@@ -7,73 +7,146 @@ the process does not contain the key.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import structlog
 from quire._secret_files import TOKEN_CHARACTERS_MIN, require_private
 from quire.errors import UsageError
 from quire.protocol.limits import NAMESPACE_BYTES_MAX
 
+log = structlog.get_logger()
+
 KEYS_MAX: Final = 10_000
+LIMIT_MAX: Final = 1_000_000_000
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,63}")
+NAMELESS: Final = "default"  # name of a key that has neither a name nor a namespace
+_LIMITS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minute", "concurrent": "concurrent_max"}
+_FORM: Final = "KEY or KEY NAMESPACE, and after these name=, requests=, tokens=, concurrent= or expires="
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """Holds what is known of one key.
+
+    Attributes:
+        digest: SHA-256 of it.
+        namespace: that it opens.
+        name: for logs and metrics; several keys may have one.
+        requests_per_minute, tokens_per_minute, concurrent_max: limits; None where there is none.
+        expires_s: when it ends, in seconds since 1970; None where it does not.
+    """
+
+    digest: bytes
+    namespace: str
+    name: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_max: int | None = None
+    expires_s: float | None = None
 
 
 class ApiKeys:
-    """The keys of callers, and the namespace of each key.
+    """The keys of callers.
 
     Args:
-        text: one key a line, or between commas: `KEY` or `KEY NAMESPACE`; what follows `#` is a comment.
+        text: one key a line, or between commas; see `_FORM`. What follows `#` is a comment.
         source: where the text comes from, for error messages.
+        clock: seconds since 1970.
 
     Raises:
         UsageError: a line is not a key, a key occurs twice, several have no namespace, or there is no key. The message
             gives the number of the line, not its text.
     """
 
-    def __init__(self, text: str, source: str) -> None:
-        self._namespaces: dict[bytes, str] = {}
+    def __init__(self, text: str, source: str, clock: Callable[[], float] = time.time) -> None:
+        self._keys: dict[bytes, ApiKey] = {}
+        self._clock = clock
         nameless: list[int] = []
         for number, line in enumerate(re.split(r"[\n,]", text), start=1):
             words = line.partition("#")[0].split()
             if not words:
                 continue
-            key, namespace = words[0], words[1] if len(words) > 1 else ""
-            if len(words) > 2 or len(key) < TOKEN_CHARACTERS_MIN or not (key.isascii() and key.isprintable()):
-                raise UsageError(
-                    f"{source}, entry {number}: write KEY or KEY NAMESPACE; a key has at least"
-                    f" {TOKEN_CHARACTERS_MIN} printable ASCII characters"
-                )
-            if len(namespace.encode()) > NAMESPACE_BYTES_MAX:
-                raise UsageError(f"{source}, entry {number}: a namespace has at most {NAMESPACE_BYTES_MAX} bytes")
-            if _digest(key) in self._namespaces:
+            try:
+                key = _key_of(words)
+            except ValueError as error:
+                raise UsageError(f"{source}, entry {number}: {error}") from None
+            if key.digest in self._keys:
                 raise UsageError(f"{source}, entry {number}: this key is there already")
-            self._namespaces[_digest(key)] = namespace
-            nameless += [] if namespace else [number]
+            self._keys[key.digest] = key
+            nameless += [] if key.namespace else [number]
         if len(nameless) > 1:
             raise UsageError(
                 f"{source}, entries {nameless[0]} and {nameless[1]}: only one key can be without a namespace, because"
                 " keys of one namespace share their cached prefixes, and with them what can be learned by timing. Write"
                 " KEY NAMESPACE, with the same namespace where they may share"
             )
-        if not 1 <= len(self._namespaces) <= KEYS_MAX:
-            raise UsageError(f"{source} has {len(self._namespaces)} keys; 1 to {KEYS_MAX:,} can be served")
+        if not 1 <= len(self._keys) <= KEYS_MAX:
+            raise UsageError(f"{source} has {len(self._keys)} keys; 1 to {KEYS_MAX:,} can be served")
 
     @property
     def namespace_count(self) -> int:
         """Counts the namespaces that keys open."""
-        return len(set(self._namespaces.values()))
+        return len({key.namespace for key in self._keys.values()})
 
-    def namespace_of(self, authorization: bytes) -> str | None:
-        """Returns the namespace of `Bearer KEY`; None if it is no key."""
-        scheme, _, key = authorization.partition(b" ")
+    @property
+    def digests(self) -> frozenset[bytes]:
+        """Returns the SHA-256 of each key."""
+        return frozenset(self._keys)
+
+    def named(self, authorization: bytes) -> ApiKey | None:
+        """Returns the key of `Bearer KEY`; None if there is none, or it has expired."""
+        scheme, _, given = authorization.partition(b" ")
         if scheme.lower() != b"bearer":
             return None
-        return self._namespaces.get(hashlib.sha256(key.strip()).digest())
+        key = self._keys.get(hashlib.sha256(given.strip()).digest())
+        if key is not None and key.expires_s is not None and self._clock() >= key.expires_s:
+            return None
+        return key
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _key_of(words: list[str]) -> ApiKey:
+    """Returns the key of a line.
+
+    Raises:
+        ValueError: it is none. The message does not show it.
+    """
+    secret, *rest = words
+    if len(secret) < TOKEN_CHARACTERS_MIN or not (secret.isascii() and secret.isprintable()):
+        raise ValueError(f"write {_FORM}; a key has at least {TOKEN_CHARACTERS_MIN} printable ASCII characters")
+    namespace = "" if not rest or "=" in rest[0] else rest.pop(0)
+    if len(namespace.encode()) > NAMESPACE_BYTES_MAX:
+        raise ValueError(f"a namespace has at most {NAMESPACE_BYTES_MAX} bytes")
+    found: dict[str, Any] = {"name": namespace if NAME.fullmatch(namespace) else NAMELESS}
+    given = [word.partition("=")[::2] for word in rest]
+    if len(dict(given)) < len(given):
+        raise ValueError("an option is there twice")
+    for option, value in given:
+        if option in _LIMITS:
+            if not value.isdecimal() or not 1 <= int(value) <= LIMIT_MAX:
+                raise ValueError(f"{option}= takes a whole number from 1 to {LIMIT_MAX:,}")
+            found[_LIMITS[option]] = int(value)
+        elif option == "name" and NAME.fullmatch(value):
+            found["name"] = value
+        elif option == "expires":
+            found["expires_s"] = _time_of(value)
+        else:
+            raise ValueError(f"write {_FORM}; a name has 1 to 64 letters, digits, '.', '_', '@', '/' and '-'")
+    return ApiKey(hashlib.sha256(secret.encode()).digest(), namespace, **found)
+
+
+def _time_of(text: str) -> float:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError("expires= takes a date or a time in ISO 8601, as 2027-01-31 or 2027-01-31T12:00Z") from None
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
 def read_keys(path: str | None, environment: Mapping[str, str]) -> ApiKeys | None:
@@ -92,3 +165,41 @@ def read_keys(path: str | None, environment: Mapping[str, str]) -> ApiKeys | Non
         raise UsageError(f"key file {path}: it is no UTF-8 text") from None
     except OSError as error:
         raise UsageError(f"key file {path}: {error.strerror}") from None
+
+
+class KeyFile:
+    """A file of keys that is read again when it is replaced. If it is unusable then, the keys before stay in force.
+
+    Args:
+        path: of the file.
+        on_change: gets the new keys.
+    """
+
+    def __init__(self, path: str, on_change: Callable[[ApiKeys], None]) -> None:
+        self._path = path
+        self._on_change = on_change
+        self._stamp = self._look()
+
+    def check(self) -> None:
+        """Reads the file if it is another than at the last look."""
+        if (stamp := self._look()) != self._stamp:
+            self._stamp = stamp
+            self.read()
+
+    def read(self) -> None:
+        """Reads the file now, and puts its keys in force."""
+        try:
+            found = read_keys(self._path, {})
+        except UsageError as error:
+            log.warning("the API keys stay as they were: the file cannot be used", error=str(error))
+            return
+        assert found is not None, "a path was given"
+        self._on_change(found)
+        log.info("API keys were read", keys=len(found.digests))
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Final
 
@@ -12,10 +12,11 @@ from prometheus_client.registry import Collector
 from quire._serving.logs import dropped_lines
 from quire._serving.metrics import Histogram
 
+from quire_gateway.entries import Entry
 from quire_gateway.fleet import Fleet
 from quire_gateway.replies import Taken
 
-_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 METRIC_NAMES: Final = frozenset(
     {
         "quire_gateway_requests_total",
@@ -28,9 +29,14 @@ METRIC_NAMES: Final = frozenset(
         "quire_gateway_worker_requests_total",
         "quire_gateway_worker_load",
         "quire_gateway_worker_watched",
+        "quire_gateway_key_requests_total",
+        "quire_gateway_key_tokens_total",
+        "quire_gateway_retries_total",
         "quire_gateway_log_lines_dropped_total",
     }
 )
+KEYS_SHOWN: Final = 20
+OTHER: Final = "other"
 _KINDS: Final = ("prompt", "cached", "output")
 
 
@@ -44,6 +50,9 @@ class Telemetry:
         first_token: seconds to the first piece of a text.
         whole: seconds to the end of an answer.
         taken: tokens of all answers.
+        entries: requests that are being answered, in the order in which they came.
+        by_key: requests and tokens of each kind, by model and by name of the key.
+        retry_count: workers that were asked after another one had refused.
     """
 
     def __init__(self) -> None:
@@ -53,6 +62,17 @@ class Telemetry:
         self.first_token = Histogram(_SECONDS)
         self.whole = Histogram(_SECONDS)
         self.taken = Taken()
+        self.entries: dict[Entry, None] = {}
+        self.by_key: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * (1 + len(_KINDS)))
+        self.retry_count = 0
+
+    def note(self, entry: Entry) -> None:
+        """Counts a request that has ended; without a model if it was refused before that was known."""
+        if entry.model:
+            counts = self.by_key[entry.model, entry.key]
+            for place, count in enumerate((1, entry.prompt_tokens, entry.cached_tokens, entry.output_tokens)):
+                counts[place] += count
+        self.retry_count += entry.retry_count
 
 
 class GatewayCollector(Collector):
@@ -79,6 +99,10 @@ class GatewayCollector(Collector):
         for kind, count in zip(_KINDS, numbers.taken[:3], strict=True):
             tokens.add_metric((kind,), count)
         yield tokens
+        yield from self._by_key()
+        yield CounterMetricFamily(
+            "quire_gateway_retries", "Workers that were asked after another had refused.", numbers.retry_count
+        )
         for name, text, histogram in (
             ("first_token", "Seconds from a request to the first piece of its text.", numbers.first_token),
             ("request", "Seconds from a request to the end of its answer.", numbers.whole),
@@ -100,6 +124,29 @@ class GatewayCollector(Collector):
             watched.add_metric(address, float(backend.mirror is not None and backend.mirror.is_exact))
         yield from (ready, chosen, load, watched)
         yield dropped_lines("quire_gateway")
+
+    def _by_key(self) -> Iterator[Metric]:
+        """Yields what keys took: of the `KEYS_SHOWN` names with most requests, and of all others together."""
+        counts = {each: list(count) for each, count in self._telemetry.by_key.items()}
+        of_name = Counter[str]()
+        for (_, name), count in counts.items():
+            of_name[name] += count[0]
+        shown = {name for name, _ in of_name.most_common(KEYS_SHOWN)}
+        added: dict[tuple[str, str], list[int]] = {}
+        for (model, name), count in sorted(counts.items()):
+            label = model, name if name in shown else OTHER
+            added[label] = [sum(pair) for pair in zip(added.get(label, [0] * len(count)), count, strict=True)]
+        requests = CounterMetricFamily(
+            "quire_gateway_key_requests", "Requests that ended, by name of their key.", labels=("model", "key")
+        )
+        tokens = CounterMetricFamily(
+            "quire_gateway_key_tokens", "Tokens, by name of their key.", labels=("model", "key", "kind")
+        )
+        for label, (request_count, *of_kinds) in added.items():
+            requests.add_metric(label, request_count)
+            for kind, token_count in zip(_KINDS, of_kinds, strict=True):
+                tokens.add_metric((*label, kind), token_count)
+        yield from (requests, tokens)
 
 
 def exposition(collector: GatewayCollector) -> bytes:

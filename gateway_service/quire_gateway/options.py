@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
+from quire._serving import request_log
+
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS
 from quire_gateway.calls.recognition import AUTO, NONE, Named
 from quire_gateway.stream_head import KEEP_ALIVE_S
@@ -66,8 +68,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--api-keys",
         metavar="FILE",
         default=os.environ.get("QUIRE_API_KEYS_FILE") or None,
-        help="who may call: one KEY, or KEY NAMESPACE, a line (default: $QUIRE_API_KEYS_FILE, or the keys themselves in"
-        " $QUIRE_API_KEYS)",
+        help="who may call: KEY, or KEY NAMESPACE, a line, then perhaps name=NAME, requests=N and tokens=N a minute,"
+        " concurrent=N, expires=DATE; read again when it changes (default: $QUIRE_API_KEYS_FILE, or the keys themselves"
+        " in $QUIRE_API_KEYS)",
     )
     parser.add_argument(
         "--token-file",
@@ -86,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_notations(parser)
     _add_limits(parser)
+    request_log.add_argument(parser)
     parser.add_argument("--ready-file", help="write address and pid there, as JSON, once serving")
     parser.add_argument(
         "--log-format", choices=["auto", "json", "console"], default="auto", help="auto: console on a terminal"

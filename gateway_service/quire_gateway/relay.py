@@ -21,6 +21,7 @@ from quire.streams import AsyncChunkStream
 from quire_gateway.asks import Ask, Prompt
 from quire_gateway.calls.plans import TAIL_TOKENS, Plan, ends_in_reasoning, plan_of
 from quire_gateway.conversations import Chat
+from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, of_quire, unavailable
 from quire_gateway.fleet import Backend, Fleet, Model
 
@@ -49,6 +50,7 @@ class Call(NamedTuple):
         namespace: in which prefixes are shared.
         request_id: which logs of gateway and workers name.
         timeout_s: for all of it.
+        entry: of the list of requests.
         plan: how its answers are read; None where they are text.
     """
 
@@ -58,16 +60,18 @@ class Call(NamedTuple):
     namespace: str
     request_id: str
     timeout_s: float
+    entry: Entry
     plan: Plan | None = None
 
 
-async def prepare(fleet: Fleet, ask: Ask, *, namespace: str, request_id: str, timeout_s: float) -> Call:
+async def prepare(fleet: Fleet, ask: Ask, *, entry: Entry, namespace: str, request_id: str, timeout_s: float) -> Call:
     """Finds the model, and tokenizes the prompts.
 
     Raises:
         ApiError: nobody serves the model, or a prompt cannot be tokenized or has no room.
     """
     model = fleet.model(ask.model)
+    entry.model = model.name
     tokens = tuple([await tokens_of(fleet, model, prompt, ask.names) for prompt in ask.prompts])
     wanted = ask.max_tokens or 1
     if ask.prompt_tokens_max is not None:
@@ -84,7 +88,7 @@ async def prepare(fleet: Fleet, ask: Ask, *, namespace: str, request_id: str, ti
             param=ask.prompt_param if longest >= model.sequence_tokens_max else ask.names["max_tokens"],
             code="context_length_exceeded",
         )
-    call = Call(ask, model, tokens, namespace, request_id, timeout_s)
+    call = Call(ask, model, tokens, namespace, request_id, timeout_s, entry)
     return call if ask.tells_reasoning is None else await _planned(fleet, call)
 
 
@@ -165,6 +169,8 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
     refusal = unavailable("no worker answers")
     while (backend := fleet.backend(call.model, tokens, call.namespace, asked)) is not None:
         asked.append(backend)
+        call.entry.workers.append(backend.client.address)
+        call.entry.retry_count += len(asked) > 1
         has_begun = False
         try:
             async with backend.client.stream(

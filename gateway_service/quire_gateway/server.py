@@ -29,6 +29,7 @@ from quire._distribution import VERSION
 from quire._secret_files import read_token
 from quire._serving import logs
 from quire._serving.process import allow_open_files, collect_garbage_rarely, stop_event, write_ready_file
+from quire._serving.request_log import RequestLog
 from quire._serving.tls import ServerTls
 from quire._transport.address import is_local, is_unix, require_free, resolve
 from quire.errors import UsageError
@@ -41,7 +42,7 @@ from quire_gateway.connections import Connections
 from quire_gateway.fleet import Fleet
 from quire_gateway.gate import Gate, let_in
 from quire_gateway.hosts import Hosts
-from quire_gateway.keys import ApiKeys, read_keys
+from quire_gateway.keys import ApiKeys, KeyFile, read_keys
 from quire_gateway.metrics import Telemetry
 from quire_gateway.options import named_notation, parse_arguments
 
@@ -54,6 +55,7 @@ WAITING_MAX: Final = 4_096  # connections without a request
 FILES_BESIDE: Final = 128  # open ones that are no connections of callers
 ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 ANY_ORIGIN: Final = "*"
+KEYS_LOOK_S: Final = 1.0  # between two looks at the file of keys
 LAST_S: Final = 2  # for cancelled answers to end
 
 
@@ -132,8 +134,9 @@ async def serve(options: argparse.Namespace) -> None:
     Raises:
         UsageError: an address is unsafe or taken, or a file is unusable.
     """
-    stop = stop_event()
     token, keys, tls = check(options)
+    key_file: KeyFile | None = None
+    stop = stop_event(lambda: None if key_file is None else key_file.read())
     to_workers = tls_of(options.worker_ca, options.worker_cert, options.worker_key)
     with bind(options.listen) as listener:
         fleet = Fleet(
@@ -158,7 +161,10 @@ async def serve(options: argparse.Namespace) -> None:
             names=Hosts(options.host) if options.host or is_local(options.listen) else None,
             body_bytes_max=options.body_bytes_max,
             in_flight_max=options.in_flight_max,
+            request_log=RequestLog(options.log_requests),
         )
+        if options.api_keys is not None:
+            key_file = KeyFile(options.api_keys, gate.take_keys)
         server = _Uvicorn(_configuration(options, let_in(gate, options.cors_origin), tls))
         await fleet.open()
         collect_garbage_rarely()
@@ -166,7 +172,7 @@ async def serve(options: argparse.Namespace) -> None:
         host, port = options.listen.rpartition(":")[0], listener.getsockname()[1]
         write_ready_file(options.ready_file, address=f"{host}:{port}")
         log.info("serving", address=f"{host}:{port}", workers=len(options.worker), keys=keys is not None)
-        stopping = asyncio.create_task(stop.wait())
+        stopping, looking = asyncio.create_task(stop.wait()), asyncio.create_task(_look_again(key_file))
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         log.info("draining", in_flight=telemetry.in_flight)
         gate.is_draining = True
@@ -176,7 +182,15 @@ async def serve(options: argparse.Namespace) -> None:
         await serving
         await fleet.close()
         stopping.cancel()
+        looking.cancel()
         log.info("stopped")
+
+
+async def _look_again(key_file: KeyFile | None) -> None:
+    """Looks for ever whether the file of keys was replaced."""
+    while key_file is not None:
+        await asyncio.sleep(KEYS_LOOK_S)
+        key_file.check()
 
 
 def waiting_max(in_flight_max: int) -> int:

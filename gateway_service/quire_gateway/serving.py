@@ -100,6 +100,8 @@ class Served(Response):
             await until_gone(receive, answer)
         except CallerGoneError:
             self._telemetry.left_count += 1
+            self._call.entry.error = "caller_left"
+            self._call.entry.prompt_tokens = sum(map(len, self._call.tokens))  # its worker has computed some of them
             log.debug("caller left", request_id=self._call.request_id)
 
     async def _whole(self, send: Send) -> None:
@@ -168,6 +170,7 @@ class Served(Response):
         except ApiError as error:
             if not head.is_sent:
                 raise
+            self._call.entry.error = error.code
             last = b"data: " + orjson.dumps(error.body) + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": last})
 
@@ -295,10 +298,18 @@ class Served(Response):
     def _note(self, chunk: Chunk) -> None:
         if self._waits_for_first:
             self._waits_for_first = False
-            self._telemetry.first_token.observe(time.monotonic() - self._started_s)
+            first_token_s = time.monotonic() - self._started_s
+            self._telemetry.first_token.observe(first_token_s)
+            self._call.entry.first_token_s = first_token_s
+            self._call.entry.prompt_tokens = sum(map(len, self._call.tokens))
+        entry = self._call.entry
+        entry.output_tokens += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            entry.finish.append(chunk.finish_reason.name.lower())
         if chunk.usage is not None:
             self._taken = self._taken.plus(chunk.usage)
             self._telemetry.taken = self._telemetry.taken.plus(chunk.usage)
+            entry.cached_tokens = self._taken.cached_token_count
 
     @staticmethod
     def _check_whole(choices: Iterable[_Choice]) -> None:

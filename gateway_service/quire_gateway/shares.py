@@ -15,12 +15,12 @@ class Shares:
 
     def __init__(self, total: int, *, is_for_several: bool) -> None:
         self._free = total
-        self._is_for_several = is_for_several
+        self.is_for_several = is_for_several
         self._taken: Counter[str] = Counter()
 
     def take(self, caller: str, amount: int) -> bool:
         """Takes an amount for a caller, and returns whether it may have it."""
-        of_caller = self._taken[caller] + amount if self._is_for_several else amount
+        of_caller = self._taken[caller] + amount if self.is_for_several else amount
         if of_caller > self._free:
             return False
         self._free -= amount

@@ -10,9 +10,14 @@ import os
 import resource
 import secrets
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
 from quire.errors import UsageError
+
+log = structlog.get_logger()
 
 # New objects before the garbage collector looks for cycles. A server makes almost none.
 YOUNG_OBJECTS_MAX = 50_000
@@ -75,10 +80,22 @@ def write_ready_file(path: str | None, **values: object) -> None:
         raise UsageError(f"cannot write the ready file {path}: {error.strerror}") from None
 
 
-def stop_event() -> asyncio.Event:
-    """Returns an event that SIGTERM and SIGINT set."""
+def stop_event(reload: Callable[[], None] | None = None) -> asyncio.Event:
+    """Returns an event that SIGTERM and SIGINT set.
+
+    Args:
+        reload: called on SIGHUP, which never ends a server: also where there is nothing to read again, as certificates
+            are read at each handshake.
+    """
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, event.set)
+
+    def hang_up() -> None:
+        log.info("SIGHUP", reads_again=reload is not None)
+        if reload is not None:
+            reload()
+
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
     return event

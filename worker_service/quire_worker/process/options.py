@@ -28,6 +28,13 @@ CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
+# vLLM's names of options that mean the same, for those who come from it; --help leaves them out.
+VLLM_NAMES = {
+    "max_running": ("--max-num-seqs",),
+    "max_batch_tokens": ("--max-num-batched-tokens",),
+    "max_waiting": ("--max-num-queued-reqs",),
+    "tensor_parallel": ("-tp", "--tensor-parallel-size"),
+}
 DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _COUNTS = (
     "block_size",
@@ -123,6 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_speculation(parser)
     _add_adapters(parser)
     _add_ranks(parser)
+    for name, theirs in VLLM_NAMES.items():
+        parser.add_argument(*theirs, dest=name, type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 

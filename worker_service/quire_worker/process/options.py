@@ -15,6 +15,7 @@ from quire.session.lookahead import AHEAD_TOKENS
 
 from quire_worker.choices import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
 from quire_worker.model.checkpoint import attention_chunk_of
+from quire_worker.process.pool_policy import add_policy
 from quire_worker.scheduling.request import STREAM_INTERVAL_S
 from quire_worker.speculation.lookup import NGRAM_MAX as PROMPT_LOOKUP_MAX
 from quire_worker.speculation.lookup import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
@@ -82,6 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_tls(parser)
     add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
     _add_pool(parser)
+    add_policy(parser)
     for option, text in (
         ("--max-batch-tokens", "tokens per forward pass"),
         ("--max-running", "samples computed at a time"),

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Annotated
 
 import typer
 
 from quire import __version__
-from quire.cli import adapter, cache, certs, generate, output, plan, pool, requests, servers, status, up
+from quire.cli import (
+    about,
+    adapter,
+    cache,
+    certs,
+    chat,
+    doctor,
+    generate,
+    output,
+    plan,
+    pool,
+    requests,
+    score,
+    servers,
+    status,
+    up,
+)
 from quire.cli.names import Group
 from quire.errors import QuireError
 
@@ -41,6 +58,8 @@ def quire(
 up.register(app)
 servers.register(app)
 generate.register(app)
+chat.register(app)
+score.register(app)
 pool.register(app)
 cache.register(app)
 status.register(app)
@@ -48,10 +67,17 @@ adapter.register(app)
 requests.register(app)
 plan.register(app)
 certs.register(app)
+doctor.register(app)
+about.register(app)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"quire: {message}", file=sys.stderr)
 
 
 def run() -> None:
     """Runs the command line; an error of Quire ends it with one line, and an exit code that says of what kind."""
+    warnings.showwarning = _show_warning
     try:
         try:  # not standalone with JSON, or wrong options would be said in a box
             code = app(prog_name="quire", standalone_mode=not output.is_json_asked_for())

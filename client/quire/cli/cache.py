@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
-from quire import Allocator
+from quire import Allocator, Client
+from quire._transport.channel import GENERATE_TIMEOUT_S
 from quire.cli import options, output
 from quire.cli.names import Group
+from quire.cli.prompts import Prompt, prompted, tokens_of
 from quire.errors import UsageError
 from quire.views import CacheDropped
 
@@ -24,12 +26,83 @@ Examples:
     quire cache drop default --json
 """
 
+MATCH_EXAMPLES = """Say how many leading tokens of a prompt each pool would serve from its cache. Nothing is computed.
+
+Examples:
+
+    quire cache match "The for statement iterates over the items of a sequence, in their order."
+    quire cache match - --namespace tenant-7 < system-prompt.txt
+    quire cache match --messages @chat.json --json
+"""
+WARM_EXAMPLES = """Compute a prompt, so that later ones hit it. It stays cached until others need the room.
+
+Examples:
+
+    quire cache warm - --namespace tenant-7 < system-prompt.txt
+    quire cache warm --messages @chat.json
+"""
+Namespace = Annotated[str, typer.Option(help="Prefixes are shared inside it only.")]
+
 
 def register(app: typer.Typer) -> None:
     """Adds the group of commands to the application."""
-    group = typer.Typer(no_args_is_help=True, cls=Group, help="What prompts can hit: drop.")
+    group = typer.Typer(no_args_is_help=True, cls=Group, help="What prompts can hit: match, warm, drop.")
+    group.command(help=MATCH_EXAMPLES)(match)
+    group.command(help=WARM_EXAMPLES)(warm)
     group.command(help=DROP_EXAMPLES)(drop)
     app.add_typer(group, name="cache")
+
+
+@options.connects
+@prompted
+def match(
+    *,
+    prompt: Prompt,
+    namespace: Namespace = "",
+    adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
+    worker: options.Worker = options.WORKER,
+    allocator: options.Allocator = options.ALLOCATOR,
+    timeout: options.Timeout = 10.0,
+    as_json: options.Json = False,
+    credentials: options.Credentials,
+) -> None:
+    """Asks the worker for the prompt's digests, and the allocator for who has published them."""
+    with (
+        Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client,
+        Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as of_pools,
+    ):
+        token_ids = tokens_of(client, prompt, timeout)
+        digests = client.digests(token_ids, namespace=namespace, adapter=adapter)
+        found = of_pools.match_prefix(digests, namespace)
+    if as_json:
+        output.print_json({"token_count": len(token_ids), "matches": [each._asdict() for each in found]})
+        return
+    if not found:
+        print(f"no pool has the beginning of these {len(token_ids):,} tokens")
+    for each in found:
+        print(f"{each.pool}: {each.matched_token_count:,} of {len(token_ids):,} tokens")
+
+
+@options.connects
+@prompted
+def warm(
+    *,
+    prompt: Prompt,
+    namespace: Namespace = "",
+    worker: options.Worker = options.WORKER,
+    timeout: options.Timeout = GENERATE_TIMEOUT_S,
+    as_json: options.Json = False,
+    credentials: options.Credentials,
+) -> None:
+    """Prefills a branch, and releases it."""
+    with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
+        given = tokens_of(client, prompt, timeout)
+        with client.prefill(given, namespace=namespace, timeout_s=timeout) as branch:
+            counts = {"token_count": branch.token_count, "cached_token_count": branch.cached_token_count}
+    if as_json:
+        output.print_json(counts)
+    else:
+        print(f"{counts['token_count']:,} tokens, {counts['cached_token_count']:,} of them were cached before")
 
 
 @options.connects

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -18,8 +17,9 @@ from rich.text import Text
 from quire import Client
 from quire._transport import generating
 from quire._transport.channel import GENERATE_TIMEOUT_S
+from quire._transport.prompts import left_s
 from quire.cli import options, output, sampling_options
-from quire.errors import UsageError
+from quire.cli.prompts import Prompt, prompted, tokens_of
 from quire.sampling import Chunk, Generation, SamplingParams
 
 EXAMPLES = """Continue a prompt; the text appears as it is made.
@@ -29,6 +29,8 @@ Examples:
     quire generate "The for statement"
     quire generate "The for statement" -n 4 --temperature 0.8 --seed 7
     quire generate - --max-tokens 200 < prompt.txt
+    quire generate --messages '[{"role": "user", "content": "Who are you?"}]'
+    quire generate --token-ids 1,17,42
     quire generate "The for statement" --stop ";" --repetition-penalty 1.1
     quire generate "The answer: " --choice yes --choice no --logprobs 2 --json
     quire generate "As JSON: " --json-schema @person.schema.json
@@ -42,9 +44,10 @@ def register(app: typer.Typer) -> None:
 
 @options.connects
 @sampling_options.samples
+@prompted
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)],
     *,
+    prompt: Prompt,
     params: SamplingParams,
     namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
     adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
@@ -55,38 +58,22 @@ def generate(
     credentials: options.Credentials,
 ) -> None:
     """Streams the text of one request."""
-    if prompt == "-":
-        prompt = _decoded("standard input", sys.stdin.buffer.read())
-    else:
-        prompt = _decoded("the prompt", os.fsencode(prompt))
     start = time.monotonic()
     try:
-        with (
-            Client(worker, token=credentials.token, tls=credentials.tls) as client,
-            client.stream(
-                prompt, params, namespace=namespace, adapter=adapter, priority=priority, timeout_s=timeout
-            ) as chunks,
-        ):
-            shown = chunks if as_json else _shown(chunks, params.n)
-            generation = generating.gather(shown, chunks.request_id)
+        with Client(worker, token=credentials.token, tls=credentials.tls) as client:
+            given = tokens_of(client, prompt, timeout) if isinstance(prompt, list) else prompt
+            left = left_s(timeout, start)
+            with client.stream(
+                given, params, namespace=namespace, adapter=adapter, priority=priority, timeout_s=left
+            ) as chunks:
+                shown = chunks if as_json else _shown(chunks, params.n)
+                generation = generating.gather(shown, chunks.request_id)
     except KeyboardInterrupt:  # the stream is closed by now, which cancels the request
         sys.exit(output.INTERRUPTED)
     if as_json:
         output.print_json(asdict(generation))
     else:
         print(_summary(generation, time.monotonic() - start, params.max_tokens), file=sys.stderr)
-
-
-def _decoded(what: str, data: bytes) -> str:
-    """Returns a prompt as it was piped in, or given as an argument.
-
-    Raises:
-        UsageError: it is no UTF-8.
-    """
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{what} is no UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
 
 
 def printable(text: str) -> str:
@@ -97,11 +84,11 @@ def printable(text: str) -> str:
 def _shown(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
     """Passes the same chunks on, put out on their way in the form that suits standard output."""
     if n == 1:
-        return _typed_out(chunks)
+        return typed_out(chunks)
     return _side_by_side(chunks, n) if sys.stdout.isatty() else _tagged(chunks)
 
 
-def _typed_out(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
+def typed_out(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
     """Writes one sample as it comes: unchanged into a pipe, made harmless on a terminal."""
     show = printable if sys.stdout.isatty() else str
     for chunk in chunks:

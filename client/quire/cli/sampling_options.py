@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
 from quire.cli.options import replaced
+from quire.cli.prompts import content
 from quire.errors import UsageError
 from quire.sampling import SamplingParams
 
@@ -59,6 +59,9 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
     "choice": (_option(list[str], "The text is one of these; repeat it."), []),
 }
 
+_OF_SEVERAL: Final = {"n", "best_of", "num_beams", "length_penalty", "early_stopping", "echo", "prompt_logprobs"}
+ANSWER_TOKENS: Final = 1_024
+
 
 def samples(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the options of sampling; what they say comes to it as `params`.
@@ -67,6 +70,14 @@ def samples(command: Callable[..., None]) -> Callable[..., None]:
         UsageError: from the command: a bias is none, or a file cannot be read.
     """
     return replaced(command, "params", _OPTIONS, _params_of)
+
+
+def answers(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of sampling that have a meaning for one answer; raises what `samples` does."""
+    chosen = {name: option for name, option in _OPTIONS.items() if name not in _OF_SEVERAL}
+    chosen["max_tokens"] = (_OPTIONS["max_tokens"][0], ANSWER_TOKENS)
+    others = {name: default for name, (_, default) in _OPTIONS.items() if name in _OF_SEVERAL}
+    return replaced(command, "params", chosen, lambda values: _params_of({**others, **values}))
 
 
 def _params_of(values: dict[str, Any]) -> SamplingParams:
@@ -78,7 +89,7 @@ def _params_of(values: dict[str, Any]) -> SamplingParams:
     values["early_stopping"] = {"false": False, "true": True}.get(values["early_stopping"], "never")
     values["choice"] = tuple(values["choice"]) or None
     for name in ("json_schema", "grammar"):
-        values[name] = _content(name, values[name])
+        values[name] = None if values[name] is None else content(name, values[name])
     return SamplingParams(**values)
 
 
@@ -88,14 +99,3 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise UsageError(f"--logit-bias must be a token's id, = and a number, not {text!r}") from None
-
-
-def _content(name: str, text: str | None) -> str | None:
-    """Returns a text, or what is in the file that it names after an @."""
-    if text is None or not text.startswith("@"):
-        return text
-    try:
-        return Path(text[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"byte {error.start} is no UTF-8 text"
-        raise UsageError(f"--{name.replace('_', '-')}: {text[1:]} cannot be read: {why}") from None

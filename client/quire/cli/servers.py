@@ -108,7 +108,7 @@ def completions(server: str, arguments: list[str], incomplete: str) -> list[tupl
         (name, " ".join((action.help or "").replace("%%", "%").split()))
         for action in parser._actions
         for name in action.option_strings
-        if name.startswith(incomplete) and name.startswith("--")
+        if name.startswith(incomplete) and name.startswith("--") and action.help != argparse.SUPPRESS
     ]
 
 

@@ -16,6 +16,7 @@ from quire.session.lookahead import AHEAD_TOKENS
 
 from quire_worker.choices import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
 from quire_worker.model.checkpoint import attention_chunk_of
+from quire_worker.process.pool_policy import add_policy
 from quire_worker.scheduling.request import STREAM_INTERVAL_S
 from quire_worker.speculation.lookup import NGRAM_MAX as PROMPT_LOOKUP_MAX
 from quire_worker.speculation.lookup import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
@@ -29,6 +30,13 @@ CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
+# vLLM's names of options that mean the same, for those who come from it; --help leaves them out.
+VLLM_NAMES = {
+    "max_running": ("--max-num-seqs",),
+    "max_batch_tokens": ("--max-num-batched-tokens",),
+    "max_waiting": ("--max-num-queued-reqs",),
+    "tensor_parallel": ("-tp", "--tensor-parallel-size"),
+}
 DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _COUNTS = (
     "block_size",
@@ -77,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
     request_log.add_argument(parser)
     _add_pool(parser)
+    add_policy(parser)
     for option, text in (
         ("--max-batch-tokens", "tokens per forward pass"),
         ("--max-running", "samples computed at a time"),
@@ -125,6 +134,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_speculation(parser)
     _add_adapters(parser)
     _add_ranks(parser)
+    for name, theirs in VLLM_NAMES.items():
+        parser.add_argument(*theirs, dest=name, type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 

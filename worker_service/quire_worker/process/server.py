@@ -277,6 +277,9 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
             cache_layout=loaded.cache.spec.layout,
             model_fingerprint=loaded.model.fingerprint,
             chunk_token_count_max=options.max_batch_tokens,
+            quotas=tuple(options.quota),
+            eviction_policy=options.eviction_policy,
+            watermark_block_count=options.watermark_blocks,
         ),
         on_wait=log_waits(),
     )

@@ -1,0 +1,177 @@
+"""The checks of `quire doctor`. Each looks at one thing and never raises."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from quire import Allocator, Client, __version__
+from quire._extras import PACKAGES, require_extra
+from quire._secret_files import read_token, require_private
+from quire._transport.address import require_free
+from quire.cli.about import core, versions
+from quire.errors import QuireError, UsageError
+from quire.tls import Tls, read_pem
+
+OK, WARNING, FAILURE = "ok", "warning", "failure"
+PORTS: Final = {
+    "7070": "--listen-allocator",
+    "7071": "--listen-worker",
+    "8000": "--listen-gateway",
+    "9470": "--metrics-allocator",
+    "9471": "--metrics-worker",
+}
+CERTIFICATES: Final = ("QUIRE_TLS_CA", "QUIRE_TLS_CERT", "QUIRE_SERVER_CERT", "QUIRE_SERVER_CLIENT_CA")
+KEYS: Final = ("QUIRE_TLS_KEY", "QUIRE_SERVER_KEY")
+RENEW_DAYS: Final = 10  # a third of what `quire certs` makes
+_TIME_ERROR: Final = 5  # of adjtimex(2): nothing keeps the clock right
+
+
+class Finding(NamedTuple):
+    """The outcome of one check; `advice` is empty where nothing is to be done."""
+
+    check: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def of_machine() -> Iterator[Finding]:
+    """Looks at what is installed and what there is of hardware."""
+    yield Finding("quire", OK, f"{__version__}, Python {versions()['python']}")
+    pure = core() == "pure"
+    advice = "install the package instead of running a clone: pip install 'quire-kv[allocator]'" if pure else ""
+    yield Finding("core", WARNING if pure else OK, core() or "the allocator is not installed", advice)
+    for server in PACKAGES:
+        yield _tried(f"{server} packages", partial(require_extra, server), WARNING)
+    yield _tried("compiler", _compiler, WARNING, "install g++ or clang++: a worker on a CPU is slower without it")
+    yield _tried("cache", _cache, WARNING, "set QUIRE_CACHE to a folder of your own that can be written")
+    yield _tried("torch", _torch, WARNING, "a worker needs it: pip install 'quire-kv[worker]'")
+    yield _clock()
+    for port, option in PORTS.items():
+        other = f"if that is no server of yours, give quire up another one with {option}"
+        yield _tried(f"port {port}", partial(require_free, option, f"127.0.0.1:{port}"), WARNING, other)
+
+
+def of_files() -> Iterator[Finding]:
+    """Looks at the files that variables name."""
+    for variable in CERTIFICATES:
+        path = os.environ.get(variable)
+        if path:
+            yield _certificate(variable, path)
+    for variable in KEYS:
+        path = os.environ.get(variable)
+        if path:
+            yield _tried(variable, partial(require_private, path, "private key"), FAILURE)
+    path = os.environ.get("QUIRE_TOKEN_FILE")
+    if path:
+        yield _tried("QUIRE_TOKEN_FILE", partial(_readable, path), FAILURE)
+
+
+def of_servers(allocator: str, worker: str, token: str | None, tls: Tls | None, timeout_s: float) -> Iterator[Finding]:
+    """Asks the servers that commands call."""
+    down = "name others with --allocator and --worker, or start them here: quire up"
+    try:
+        with Allocator(allocator, token=token, tls=tls, timeout_s=timeout_s) as client:
+            yield _tried("allocator", lambda: f"{allocator}, {len(client.list_pools()):,} pools", WARNING, down)
+        with Client(worker, token=token, tls=tls, timeout_s=timeout_s) as client:
+            found = client.status()
+    except QuireError as error:
+        yield Finding("worker", WARNING, str(error), down)
+        return
+    yield Finding("worker", OK, f"{worker}, {found.model} on {found.device}")
+    is_same = found.version == __version__
+    yield Finding(
+        "worker's version", OK if is_same else WARNING, found.version,
+        "" if is_same else f"this command is {__version__}: bring both to one version",
+    )  # fmt: skip
+    agrees = found.allocator_connected and not found.disagreement_count
+    session = "connected" if found.allocator_connected else "not connected"
+    yield Finding(
+        "worker's session", OK if agrees else WARNING,
+        f"{session}, {found.disagreement_count:,} disagreements with the allocator's tables",
+        "" if agrees else "see the logs of both servers",
+    )  # fmt: skip
+
+
+def _tried(check: str, look: Callable[[], Any], state: str, advice: str = "") -> Finding:
+    """Returns what a look says, if it says anything; where it raises, the error in that state."""
+    try:
+        said = look()
+        return Finding(check, OK, "fine" if said is None else str(said))
+    except Exception as error:
+        return Finding(check, state, str(error) or type(error).__name__, advice)
+
+
+def _readable(path: str) -> str:
+    read_token(path)
+    return path  # never what is in it
+
+
+def _compiler() -> str:
+    return str(importlib.import_module("quire_cpu.build").compiler())
+
+
+def _cache() -> str:
+    """Returns the folder of compiled kernels, which it makes as a worker would.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder: Path = importlib.import_module("quire_cpu.library").cache_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} cannot be written")
+    return str(folder)
+
+
+def _torch() -> str:
+    torch = importlib.import_module("torch")
+    triton = versions()["packages"]["triton"]
+    if not torch.cuda.is_available():
+        return f"{torch.__version__}, no GPU that it can use"
+    gpu = torch.cuda.get_device_properties(0)
+    memory = f"{gpu.total_memory / (1 << 30):.0f} GiB"
+    return (
+        f"{torch.__version__}, triton {triton or 'not installed'}, {torch.cuda.device_count()} x {gpu.name}, {memory}"
+    )
+
+
+def _clock() -> Finding:
+    """Asks the kernel whether anything keeps the clock right: certificates and logs of several machines need it."""
+    try:
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # more than struct timex, zero: ask only
+    except (OSError, AttributeError):
+        state = -1
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    if state == _TIME_ERROR:
+        return Finding("clock", WARNING, f"{now}, not synchronised", "run chrony, or timedatectl set-ntp true")
+    return Finding("clock", OK, f"{now}, {'state unknown' if state < 0 else 'synchronised'}")
+
+
+def _certificate(variable: str, path: str) -> Finding:
+    try:
+        from cryptography import x509
+
+        certificates = x509.load_pem_x509_certificates(read_pem(path))
+        ends = min(each.not_valid_after_utc for each in certificates)
+        begins = max(each.not_valid_before_utc for each in certificates)
+    except ModuleNotFoundError:
+        return Finding(variable, WARNING, f"{path} was not looked at", "pip install 'quire-kv[cli]'")
+    except (UsageError, ValueError) as error:
+        return Finding(variable, FAILURE, str(error), f"let {variable} name a certificate in PEM")
+    now = datetime.datetime.now(datetime.UTC)
+    days = (ends - now).days
+    found = f"{path} ends on {ends:%Y-%m-%d}"
+    renew = "make it again, with quire certs --renew if that made it"
+    if begins > now:
+        return Finding(variable, FAILURE, f"{path} begins on {begins:%Y-%m-%d %H:%M} UTC", "set this machine's clock")
+    if ends <= now:
+        return Finding(variable, FAILURE, found, renew)
+    return Finding(variable, WARNING, found, renew) if days < RENEW_DAYS else Finding(variable, OK, found)

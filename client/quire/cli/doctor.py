@@ -1,0 +1,55 @@
+"""`quire doctor`: what may be wrong with this machine and its servers, and what to do about it."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from quire.cli import checkup, options, output
+
+EXAMPLES = """Look at this machine and its servers: packages, compiler, GPU, cache, clock, ports, certificates.
+
+Exit code 0 if nothing fails; what only warns works, but slower or not for long.
+
+Examples:
+
+    quire doctor
+    quire doctor --json
+    quire doctor --worker 10.0.0.5:7071 --allocator 10.0.0.5:7070
+"""
+STYLES = {checkup.OK: "green", checkup.WARNING: "yellow", checkup.FAILURE: "red"}
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the application."""
+    app.command(help=EXAMPLES)(doctor)
+
+
+@options.connects
+def doctor(
+    *,
+    allocator: options.Allocator = options.ALLOCATOR,
+    worker: options.Worker = options.WORKER,
+    timeout: options.Timeout = 5.0,
+    as_json: options.Json = False,
+    credentials: options.Credentials,
+) -> None:
+    """Prints all findings."""
+    findings = [
+        *checkup.of_machine(),
+        *checkup.of_files(),
+        *checkup.of_servers(allocator, worker, credentials.token, credentials.tls, timeout),
+    ]
+    if as_json:
+        output.print_json([each._asdict() for each in findings])
+    else:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for each in findings:
+            advice = f"; {each.advice}" if each.advice else ""
+            table.add_row(Text(each.state, style=STYLES[each.state]), each.check, Text(f"{each.found}{advice}"))
+        output.console().print(table)
+    if any(each.state == checkup.FAILURE for each in findings):
+        sys.exit(output.FAILED)

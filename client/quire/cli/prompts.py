@@ -1,0 +1,104 @@
+"""Prompts on a command line: text, standard input, token ids, or the messages of a chat."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeAlias
+
+import typer
+
+from quire import Client
+from quire.cli.options import replaced
+from quire.errors import UsageError
+
+Prompt: TypeAlias = str | tuple[int, ...] | list[Mapping[str, Any]]
+
+_OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
+    "prompt": (
+        Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)],
+        None,
+    ),
+    "messages": (
+        Annotated[
+            str | None,
+            typer.Option(metavar="JSON", help="Instead of it, a chat: a list of messages; @FILE reads it."),
+        ],
+        None,
+    ),
+    "token_ids": (
+        Annotated[str | None, typer.Option(metavar="IDS", help="Instead of it, its tokens: 1,2,3; @FILE reads them.")],
+        None,
+    ),
+}
+
+
+def prompted(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the ways to say a prompt; what they say comes to it as `prompt`.
+
+    Raises:
+        UsageError: from the command: none of them is given, or several are, or what is given is none.
+    """
+    return replaced(command, "prompt", _OPTIONS, _prompt_of)
+
+
+def tokens_of(client: Client, prompt: Prompt, timeout_s: float) -> Sequence[int]:
+    """Returns a prompt's tokens, which the worker says."""
+    return prompt if isinstance(prompt, tuple) else client.tokenize(prompt, timeout_s=timeout_s)
+
+
+def _prompt_of(values: dict[str, Any]) -> Prompt:
+    text, messages, token_ids = values["prompt"], values["messages"], values["token_ids"]
+    if (text is not None) + (messages is not None) + (token_ids is not None) != 1:
+        raise UsageError("give a prompt, --messages or --token-ids: one of them")
+    if messages is not None:
+        return _messages(content("messages", messages))
+    if token_ids is not None:
+        ids = content("token_ids", token_ids)
+        try:
+            return tuple(map(int, ids.replace(",", " ").split()))
+        except ValueError:
+            raise UsageError(f"--token-ids must be numbers with commas between them, not {ids[:60]!r}") from None
+    if text == "-":
+        return decoded("standard input", sys.stdin.buffer.read())
+    return decoded("the prompt", os.fsencode(text))
+
+
+def _messages(text: str) -> list[Mapping[str, Any]]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--messages is no JSON: {error}") from None
+    if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
+        raise UsageError('--messages must be a list of messages, as [{"role": "user", "content": "Hello"}]')
+    return found
+
+
+def content(name: str, text: str) -> str:
+    """Returns a text, or what is in the file that it names after an @.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"byte {error.start} is no UTF-8 text"
+        raise UsageError(f"--{name.replace('_', '-')}: {text[1:]} cannot be read: {why}") from None
+
+
+def decoded(what: str, data: bytes) -> str:
+    """Returns a prompt as it was piped in, or given as an argument.
+
+    Raises:
+        UsageError: it is no UTF-8.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{what} is no UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None

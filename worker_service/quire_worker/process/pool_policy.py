@@ -1,0 +1,52 @@
+"""What a worker asks of its pool beyond its size: quotas, the policy of eviction, and room for those that run."""
+
+from __future__ import annotations
+
+import argparse
+
+from quire.types import Quota
+
+# Not `held`: a scheduler that is refused by such a quota has no answer to it.
+_LIMITS = {"cached": "cached_blocks_max"}
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the pool's policy, which the allocator enforces."""
+    policy = parser.add_argument_group("policy of the pool, which the allocator enforces")
+    policy.add_argument(
+        "--quota",
+        action="append",
+        type=quota,
+        default=[],
+        metavar="NAMESPACE:cached=N",
+        help="blocks that a namespace may leave in the cache; * is every namespace without one of its own; may be given"
+        " several times",
+    )
+    policy.add_argument("--eviction-policy", default="", metavar="NAME", help="as lru (default: the allocator's)")
+    policy.add_argument(
+        "--watermark-blocks",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="free blocks that a new sequence must leave for those that run (default: %(default)s)",
+    )
+
+
+def quota(text: str) -> Quota:
+    """Returns the limits of `namespace:cached=N`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not of that form.
+    """
+    namespace, colon, limits = text.rpartition(":")
+    given = dict(limit.partition("=")[::2] for limit in limits.split(","))
+    is_known = bool(colon) and given.keys() <= _LIMITS.keys() and len(given) == limits.count(",") + 1
+    if not is_known or not all(count.isascii() and count.isdigit() for count in given.values()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no quota; write NAMESPACE:cached=N")
+    return Quota(namespace, **{_LIMITS[name]: int(count) for name, count in given.items()})
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of blocks")
+    return int(text)

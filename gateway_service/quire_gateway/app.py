@@ -49,8 +49,6 @@ def make_app(
     """Returns the endpoints as an ASGI application."""
     # Its pages would load scripts from elsewhere; /openapi.json has the same for programs.
     app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
-    collector = GatewayCollector(telemetry, fleet)
-
     reader = Reader()
 
     async def answer(
@@ -90,22 +88,7 @@ def make_app(
     async def model(name: str) -> Response:
         return _json(orjson.dumps(replies.model(*fleet.model(name)[:5])))
 
-    @_got(app, "/healthz")
-    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)  # what probes of vLLM's server ask
-    async def healthz() -> Response:
-        return PlainTextResponse("ok\n")
-
-    @_got(app, "/readyz")
-    async def readyz() -> Response:
-        if is_draining():
-            raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
-        fleet.check_ready()
-        return PlainTextResponse("ok\n")
-
-    @_got(app, "/metrics")
-    async def metrics() -> Response:
-        return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
-
+    _serve_probes(app, fleet, telemetry, is_draining)
     _serve_texts(app, fleet, reader)
     _refuse_pooling(app)
     _serve_overview(app, version)
@@ -133,6 +116,27 @@ def _refuse_pooling(app: FastAPI) -> None:
 
     for path in POOLING_PATHS:
         app.post(path, include_in_schema=False)(refuse)
+
+
+def _serve_probes(app: FastAPI, fleet: Fleet, telemetry: Telemetry, is_draining: Callable[[], bool]) -> None:
+    """Adds what probes and Prometheus ask."""
+    collector = GatewayCollector(telemetry, fleet)
+
+    @_got(app, "/healthz")
+    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)  # what probes of vLLM's server ask
+    async def healthz() -> Response:
+        return PlainTextResponse("ok\n")
+
+    @_got(app, "/readyz")
+    async def readyz() -> Response:
+        if is_draining():
+            raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
+        fleet.check_ready()
+        return PlainTextResponse("ok\n")
+
+    @_got(app, "/metrics")
+    async def metrics() -> Response:
+        return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
 
 
 def _serve_texts(app: FastAPI, fleet: Fleet, reader: Reader) -> None:

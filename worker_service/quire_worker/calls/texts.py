@@ -39,7 +39,9 @@ class Texts:
     many wait.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, trusts_templates: bool = False) -> None:
+        """Begins with no text. `trusts_templates`: a conversation may bring a chat template of its own."""
+        self._trusts_templates = trusts_templates
         self._tokenizer = tokenizer
         self._short = Threads("tokenized", 2, 1 << 14)
         self._long = Threads("tokenized", 1, WAITING_MAX)
@@ -52,7 +54,7 @@ class Texts:
 
     async def warm(self) -> None:
         """Starts the process that writes conversations down, where the checkpoint has a template."""
-        if self._tokenizer.chat_template.sources:
+        if self._tokenizer.chat_template.sources or self._trusts_templates:
             try:
                 await self._bench.warm()
             except OSError as error:  # and the first conversation tries again
@@ -80,6 +82,15 @@ class Texts:
     async def spelled(self, tokens: Sequence[int]) -> list[bytes]:
         """Returns the bytes of each token."""
         return await self._threads(len(tokens)).run(self._tokenizer.spell, tokens)
+
+    async def bad_word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Returns the tokens of each word, as it may begin a text, and as it may come behind a space."""
+        size = sum(map(len, words))
+        return await self._threads(size).run(self._tokenizer.word_ids, words)
+
+    async def surrounded(self, tokens: list[int]) -> list[int]:
+        """Returns tokens with the special ones that the checkpoint puts around a text."""
+        return await self._short.run(self._tokenizer.surrounded, tokens)
 
     async def conversation(self, given: pb.Conversation) -> list[int]:
         """Returns the tokens of a conversation.
@@ -112,6 +123,13 @@ class Texts:
             given.variables_json,
             with_generation_prompt=not given.without_generation_prompt,
         )
+        if given.chat_template and not self._trusts_templates:
+            what = "is refused: start the worker with --trust-request-chat-template to run templates of callers"
+            raise ConversationError(f"chat_template {what}", "chat_template")
+        if given.continue_final_message and conversation.with_generation_prompt:
+            what = "cannot be used with a generation prompt: the answer goes on with the last message"
+            raise ConversationError(f"continue_final_message {what}", "continue_final_message")
+        conversation = conversation._replace(continues_final=given.continue_final_message, template=given.chat_template)
         return self._tokenizer.sign(conversation)
 
     async def _text_of(self, conversation: Conversation, size: int) -> str:

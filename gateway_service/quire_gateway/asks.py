@@ -55,6 +55,7 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (),
     "verbosity": (),
     "store": (False,),
+    "moderation": (),
     "logprob_token_ids": ([],),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),

@@ -234,5 +234,8 @@ class ChatBody(Body):
     chat_template: str | None = None
     echo: Flag | None = None
     include_reasoning: Flag | None = None
+    moderation: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, Any] | None = None  # taken and not used: they change no answer
+    prompt_cache_retention: str | None = None  # likewise
     prompt_cache_key: str | None = None  # taken and not used: every prefix is found by what it is
     safety_identifier: str | None = None  # likewise: a key says who calls

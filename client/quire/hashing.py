@@ -38,6 +38,7 @@ _PACKED_TOKENS: Final = 2_048  # at a time: a whole prompt as arguments of one c
 _VERSION: Final = b"quire/2"
 _KEYS: Final = b"quire/2/keys"
 _MULTIMODAL: Final = b"mm/1"
+_SALT: Final = b"salt/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,14 @@ def root_digest(*, fingerprint: bytes, layout: str, adapter: bytes = b"", namesp
     for part in (fingerprint, layout.encode(), adapter, namespace.encode()):
         state.update(_field(part))
     return state.digest()
+
+
+def salted_root(root: bytes, salt: str) -> bytes:
+    """Returns the root of the requests of a namespace that have a salt of their own; without one, the root itself.
+
+    It is the root that an extra key of the first block makes: chains of different salts have no digest in common.
+    """
+    return root if not salt else hashlib.sha256(_KEYS + root + _field(_SALT + salt.encode())).digest()
 
 
 class DigestChain:

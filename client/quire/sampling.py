@@ -47,6 +47,8 @@ class SamplingOptions(TypedDict, total=False):
     length_penalty: float
     early_stopping: bool | Literal["never"]
     skip_special_tokens: bool
+    include_stop_in_output: bool
+    bad_words: Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class SamplingParams:
         early_stopping: when a search with as many finished texts as beams ends: with True at once, with False when the
             best beam is no better at its length, with "never" when none can become better.
         skip_special_tokens: special tokens are no part of a text; with False their names are in it.
+        include_stop_in_output: a text ends with the stop text that ended it, and its tokens with the stop token.
+        bad_words: texts that no sample has, up to 256.
     """
 
     max_tokens: int = 16
@@ -117,6 +121,8 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     skip_special_tokens: bool = True
+    include_stop_in_output: bool = False
+    bad_words: Sequence[str] | None = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on
     score: float | None = None  # of a text that a beam search has found
+    stop_reason: str | int | None = None  # the stop text or the stop token that ended the sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +176,7 @@ class Sample:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
     score: float | None = None  # of a text that a beam search has found
+    stop_reason: str | int | None = None  # the stop text or the stop token that ended it
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,18 @@ class PoolMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Sampling parameters that a checkpoint's generation_config.json proposes; None where it says nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """A worker in a few numbers. Totals count since its start."""
 
@@ -139,6 +151,7 @@ class WorkerStatus:
     branch_count: int
     held_branch_count: int  # of these, those that hold blocks at present
     memory: PoolMemory
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # the worker itself never applies them
 
     def __repr__(self) -> str:
         at_work = f"{self.running_count} running, {self.waiting_count} waiting"

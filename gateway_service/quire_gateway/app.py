@@ -94,18 +94,7 @@ def make_app(
     async def model(name: str) -> Response:
         return _json(orjson.dumps(replies.model(*fleet.model(name)[:5])))
 
-    @_got(app, "/healthz")
-    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)  # what probes of vLLM's server ask
-    async def healthz() -> Response:
-        return PlainTextResponse("ok\n")
-
-    @_got(app, "/readyz")
-    async def readyz() -> Response:
-        if is_draining():
-            raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
-        fleet.check_ready()
-        return PlainTextResponse("ok\n")
-
+    _serve_probes(app, fleet, is_draining)
     _serve_operators(app, fleet, telemetry)
     _serve_texts(app, fleet, reader)
     _refuse_pooling(app)
@@ -134,6 +123,22 @@ def _refuse_pooling(app: FastAPI) -> None:
 
     for path in POOLING_PATHS:
         app.post(path, include_in_schema=False)(refuse)
+
+
+def _serve_probes(app: FastAPI, fleet: Fleet, is_draining: Callable[[], bool]) -> None:
+    """Adds what probes ask."""
+
+    @_got(app, "/healthz")
+    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)  # what probes of vLLM's server ask
+    async def healthz() -> Response:
+        return PlainTextResponse("ok\n")
+
+    @_got(app, "/readyz")
+    async def readyz() -> Response:
+        if is_draining():
+            raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
+        fleet.check_ready()
+        return PlainTextResponse("ok\n")
 
 
 def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry) -> None:

@@ -16,6 +16,7 @@ from quire_gateway.structures import structure_of
 
 MAX_TOKENS_DEFAULT: Final = 16  # of completions, as OpenAI has it; an answer in a chat may be as long as the model's
 TOP_P_MIN: Final = 1e-9
+TEMPERATURE: Final = 1.0  # OpenAI's default
 _TOKEN: Final = re.compile("[0-9]{1,10}", re.ASCII)
 TEMPERATURE_MIN: Final = 1e-3  # the least that workers take beside 0: the likeliest token is all that there is below it
 
@@ -24,15 +25,15 @@ TEMPERATURE_MIN: Final = 1e-3  # the least that workers take beside 0: the likel
 _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "temperature": (),
     "top_p": (),
-    "top_k": (0, -1),
+    "top_k": (),
     "seed": (),
     "n": (),
     "stop_token_ids": ([],),
     "ignore_eos": (False,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
+    "repetition_penalty": (),
+    "min_p": (),
     "min_tokens": (0,),
     "best_of": (1,),
     "echo": (False,),
@@ -41,6 +42,7 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "length_penalty": (1,),
     "early_stopping": (False,),
     "skip_special_tokens": (True,),
+    "bad_words": ([],),
 }
 # What no worker does, and values of them that change nothing, beside those that a body has by default.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -53,19 +55,14 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (),
     "verbosity": (),
     "store": (False,),
-    "continue_final_message": (False,),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
+    "moderation": (),
     "logprob_token_ids": ([],),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
     "mm_payload": ("tensors",),
-    "add_special_tokens": (),
-    "cache_salt": (),
     "documents": ([],),
-    "chat_template": (),
 }
 
 
@@ -94,6 +91,9 @@ class Ask(NamedTuple):
         tools: that can be called; None where the answer is text.
         tells_reasoning: whether reasoning is wanted; None where nothing is a part of the answer but its text.
         service_tier: that is asked for, which changes nothing.
+        add_special_tokens: whether a prompt has the tokens that the checkpoint puts around a text; None for its way.
+        is_cut_to_fit: whether an answer may have fewer tokens than `max_tokens`, which its caller did not ask for.
+        cache_salt: that the caller's prefixes are kept apart by.
         prompt_tokens_max: tokens of a prompt's end that are kept; 0 for as many as fit, None for all.
     """
 
@@ -115,6 +115,9 @@ class Ask(NamedTuple):
     tells_reasoning: bool | None = None
     service_tier: str | None = None
     prompt_tokens_max: int | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str = ""
+    is_cut_to_fit: bool = False
 
     @property
     def prompt_param(self) -> str:
@@ -154,6 +157,7 @@ def of_chat(body: ChatBody) -> Ask:
         "tools_json": "tools",
         "variables": "chat_template_kwargs",
         "variables_json": "chat_template_kwargs",
+        "include_stop_in_output": "include_stop_str_in_output",
         "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         "logprobs": "top_logprobs",
     }
@@ -200,7 +204,7 @@ def _ask(
     best_of = getattr(body, "best_of", None)
     if best_of is not None and best_of < (body.n or 1):
         raise invalid("best_of", f"best_of must be at least n, {body.n}, not {best_of}")
-    options: dict[str, Any] = {"temperature": 1.0}  # OpenAI's default
+    options: dict[str, Any] = {}
     for name, neutral in _SAME_NAME.items():
         if name in given:
             _put(options, name, name, getattr(body, name), neutral)
@@ -210,6 +214,7 @@ def _ask(
     _put(options, beams_name, "num_beams", beam_count, (1,))
     if beam_count > 1 and body.temperature is None:
         options["temperature"] = 0.0  # beams are not drawn
+    _put(options, "include_stop_str_in_output", "include_stop_in_output", body.include_stop_str_in_output, (False,))
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     _put(options, "stop", "stop", stop, ((),))
     _put(options, "logit_bias", "logit_bias", _biases(body.logit_bias), ({},))
@@ -231,9 +236,6 @@ def _ask(
         names[option] = name
     if "seed" in options:
         options["seed"] %= 2**64  # a worker's seeds have no sign
-    kept = body.truncate_prompt_tokens
-    if kept == 0:
-        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for what fits")
     with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     so_far = body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
     return Ask(
@@ -251,8 +253,40 @@ def _ask(
         with_usage and so_far,  # without the one, the other has no effect in vLLM
         bool(body.return_token_ids),
         service_tier=body.service_tier,
-        prompt_tokens_max=None if kept is None else max(kept, 0),
+        add_special_tokens=body.add_special_tokens,
+        cache_salt=body.cache_salt or "",
+        prompt_tokens_max=_kept(body.truncate_prompt_tokens),
     )
+
+
+def _kept(count: int | None) -> int | None:
+    """Returns how many tokens of a prompt's end are kept: 0 for as many as fit, None for all.
+
+    Raises:
+        ApiError: it is 0.
+    """
+    if count == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for what fits")
+    return None if count is None else max(count, 0)
+
+
+def with_defaults(ask: Ask, proposed: Mapping[str, float | int | None]) -> Ask:
+    """Returns a request whose parameters are those that its caller gave, then the checkpoint's, then OpenAI's. Beams
+    are not drawn, and no penalty is for them.
+
+    Args:
+        ask: as its caller gave it.
+        proposed: by the checkpoint's generation_config.json; None where it says nothing.
+    """
+    max_tokens = proposed.get("max_tokens")
+    if ask.max_tokens is None and max_tokens is not None:
+        ask = ask._replace(max_tokens=int(max_tokens), is_cut_to_fit=True)
+    if ask.options.get("num_beams", 1) > 1:
+        return ask
+    given = {name: value for name, value in proposed.items() if value is not None and name != "max_tokens"}
+    options: dict[str, Any] = {"temperature": TEMPERATURE, **given}
+    _settle_edges(options)
+    return ask._replace(options=cast("SamplingOptions", {**options, **ask.options}))
 
 
 def _put(options: dict[str, Any], name: str, option: str, value: Any, neutral: tuple[Any, ...]) -> None:
@@ -271,7 +305,7 @@ def _put(options: dict[str, Any], name: str, option: str, value: Any, neutral: t
 def _settle_edges(options: dict[str, Any]) -> None:
     """Gives workers the least that they take for what OpenAI takes and they do not: next to no temperature, and a share
     of 0, in which the likeliest token is all the same."""
-    if 0 < options["temperature"] < TEMPERATURE_MIN:
+    if 0 < options.get("temperature", 1) < TEMPERATURE_MIN:
         options["temperature"] = TEMPERATURE_MIN
     if options.get("top_p") == 0:
         options["top_p"] = TOP_P_MIN

@@ -18,6 +18,8 @@ BIASES_MAX = 1_024
 CHOICE_TEXTS_MAX = 1_024
 TOOLS_MAX = 1_024
 LOGPROBS_MAX = 20
+BAD_WORDS_MAX = 256
+SALT_MAX = 128
 METADATA_MAX = 16  # as OpenAI has it
 _PROMPTS = "must be a text, an array of token ids, or an array of either"
 
@@ -158,15 +160,17 @@ class Body(BaseModel):
     length_penalty: Number | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31), _NUMBER] | None = None  # of its end; -1: what fits
 
-    # vLLM's; only values that change nothing are accepted
-    bad_words: Texts | None = None
+    bad_words: Annotated[list[str], Field(max_length=BAD_WORDS_MAX, fail_fast=True)] | None = None
     include_stop_str_in_output: Flag | None = None
+    add_special_tokens: Flag | None = None  # that a tokenizer puts around a text; a template writes a chat's itself
+    cache_salt: Annotated[str, Field(min_length=1, max_length=SALT_MAX)] | None = None
+
+    # vLLM's; only values that change nothing are accepted
     logprob_token_ids: Annotated[list[Token], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)] | None = None
     return_token_ids: Flag | None = None
     return_tokens_as_token_ids: Flag | None = None
     skip_special_tokens: Flag | None = None
     spaces_between_special_tokens: Flag | None = None
-    cache_salt: str | None = None
     return_token_offsets: Flag | None = None
     routed_experts_prompt_start: Annotated[int, _NUMBER] | None = None
     mm_payload: str | None = None
@@ -192,7 +196,6 @@ class CompletionBody(Body):
     echo: Flag | None = None
     logprobs: Annotated[Logprobs | None, BeforeValidator(_read_logprobs)] = None
     suffix: str | None = None
-    add_special_tokens: Flag | None = True  # as vLLM has it: those that the tokenizer puts around a text
 
 
 class Message(BaseModel):
@@ -229,8 +232,10 @@ class ChatBody(Body):
     verbosity: str | None = None
     documents: Objects | None = None
     chat_template: str | None = None
-    add_special_tokens: Flag | None = False  # a template writes them itself
     echo: Flag | None = None
     include_reasoning: Flag | None = None
+    moderation: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, Any] | None = None  # taken and not used: they change no answer
+    prompt_cache_retention: str | None = None  # likewise
     prompt_cache_key: str | None = None  # taken and not used: every prefix is found by what it is
     safety_identifier: str | None = None  # likewise: a key says who calls

@@ -17,6 +17,8 @@ class Chat(NamedTuple):
     tools: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
     with_generation_prompt: bool
+    continues_final: bool = False  # the answer goes on with the last message
+    template: str = ""  # instead of the checkpoint's
 
 
 def chat_of(body: ChatBody) -> Chat:
@@ -29,8 +31,18 @@ def chat_of(body: ChatBody) -> Chat:
     if body.reasoning_effort is not None:  # as vLLM has it; templates of models that think know one or the other
         variables.setdefault("reasoning_effort", body.reasoning_effort)
         variables.setdefault("enable_thinking", body.reasoning_effort != "none")
+    if body.continue_final_message and body.add_generation_prompt:
+        what = "continue_final_message needs add_generation_prompt=false: the answer goes on with the last message"
+        raise invalid("continue_final_message", what)
     messages = tuple(_message(number, message) for number, message in enumerate(body.messages))
-    return Chat(messages, tuple(body.tools or ()), variables, body.add_generation_prompt)
+    return Chat(
+        messages,
+        tuple(body.tools or ()),
+        variables,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        body.chat_template or "",
+    )
 
 
 def _message(number: int, message: Message) -> dict[str, Any]:

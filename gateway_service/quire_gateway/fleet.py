@@ -14,13 +14,14 @@ import contextlib
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from typing import Final, NamedTuple
 
 import structlog
 from quire import AsyncAllocator, AsyncClient
 from quire.errors import DeadlineExceededError, QuireError
-from quire.hashing import prompt_digests, root_digest
+from quire.hashing import prompt_digests, root_digest, salted_root
 from quire.mirror import PrefixMirror
 from quire.streams import AsyncChunkStream
 from quire.types import WorkerStatus
@@ -126,7 +127,7 @@ class Backend:
             and (not model.adapter or model.adapter in self.adapters)
         )
 
-    def matched_token_count(self, tokens: Sequence[int], namespace: str, adapter: str) -> int:
+    def matched_token_count(self, tokens: Sequence[int], namespace: str, adapter: str, cache_salt: str = "") -> int:
         """Counts the tokens of a prompt that its pool has; 0 while that is not known."""
         mirror, status = self.mirror, self.status
         if mirror is None or status is None or not mirror.is_exact:
@@ -137,6 +138,7 @@ class Backend:
             adapter=self.adapters.get(adapter, b""),
             namespace=namespace,
         )
+        root = salted_root(root, cache_salt)
         return mirror.matched_token_count(prompt_digests(root, tokens, status.block_size), namespace)
 
 
@@ -147,6 +149,7 @@ class Fleet:
         workers: one client each.
         allocators: clients of the allocators whose pools are watched.
         written: returns the formats of calls and reasoning that options give for a model, by its name.
+        applies_defaults: whether requests get the sampling parameters that checkpoints propose.
 
     Attributes:
         spelled: bytes of the tokens of each model, as far as requested; at most the whole vocabulary.
@@ -157,9 +160,13 @@ class Fleet:
         workers: Sequence[AsyncClient],
         allocators: Sequence[AsyncAllocator],
         written: Callable[[str], Named] = lambda _: Named(),
+        *,
+        applies_defaults: bool = True,
     ) -> None:
         self.backends = [Backend(client) for client in workers]
         self._allocators, self._written = allocators, written
+        self._applies_defaults = applies_defaults
+        self._told_defaults: set[str] = set()  # models whose defaults the log has
         self._notations: dict[str, asyncio.Task[Notation]] = {}  # by the name of the checkpoint
         self._tasks: list[asyncio.Task[None]] = []
         self._created_s: dict[str, int] = {}
@@ -216,6 +223,14 @@ class Fleet:
             raise ApiError(404, f"The model {shown} does not exist.", param="model", code=MODEL_NOT_FOUND)
         return found
 
+    def sampling_defaults(self, model: Model) -> Mapping[str, float | int | None]:
+        """Returns the sampling parameters that a model's checkpoint proposes, by name; none if they are not used."""
+        if not self._applies_defaults:
+            return {}
+        statuses = (backend.status for backend in self.backends if backend.serves(model))
+        status = next((each for each in statuses if each is not None), None)
+        return {} if status is None else asdict(status.sampling_defaults)
+
     async def notation(self, model: Model) -> Notation:
         """Returns the formats of a model for calls and reasoning. They are recognized once.
 
@@ -249,7 +264,12 @@ class Fleet:
             raise unavailable("no worker that answers has a session with its allocator")
 
     def backend(
-        self, model: Model, tokens: Sequence[int] = (), namespace: str = "", without: Collection[Backend] = ()
+        self,
+        model: Model,
+        tokens: Sequence[int] = (),
+        namespace: str = "",
+        without: Collection[Backend] = (),
+        cache_salt: str = "",
     ) -> Backend | None:
         """Returns the worker to ask; None if none is left. Workers without an allocator come last: they finish their
         requests, and admit none.
@@ -259,13 +279,14 @@ class Fleet:
             tokens: of the prompt.
             namespace: of the request.
             without: workers that were asked already.
+            cache_salt: of the request.
         """
         candidates = [backend for backend in self.backends if backend.serves(model) and backend not in without]
         candidates = [backend for backend in candidates if backend.is_connected] or candidates
         if len(candidates) < 2:
             return next(iter(candidates), None)
         standings = [
-            routing.Standing(backend.load, backend.matched_token_count(tokens, namespace, model.adapter))
+            routing.Standing(backend.load, backend.matched_token_count(tokens, namespace, model.adapter, cache_salt))
             for backend in candidates
         ]
         return candidates[routing.best(standings)]
@@ -286,6 +307,10 @@ class Fleet:
             found = await backend.client.list_adapters(timeout_s=POLL_TIMEOUT_S)
             backend.adapters = {adapter.name: adapter.digest for adapter in found}
         backend.heard(status)
+        proposed = {name: value for name, value in asdict(status.sampling_defaults).items() if value is not None}
+        if proposed and self._applies_defaults and status.model not in self._told_defaults:
+            self._told_defaults.add(status.model)
+            log.info("requests get the checkpoint's sampling defaults", model=status.model, **proposed)
         self.models()  # records when each model was first seen
 
     async def _watch(self, backend: Backend) -> None:

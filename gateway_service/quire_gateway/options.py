@@ -87,6 +87,13 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="off loopback, do without --tls-cert: for a container's network, or behind a proxy that encrypts",
     )
+    parser.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="sampling parameters that a request leaves out: as the checkpoint's generation_config.json proposes, or"
+        " OpenAI's defaults (default: %(default)s)",
+    )
     _add_notations(parser)
     _add_limits(parser)
     request_log.add_argument(parser)

@@ -18,7 +18,7 @@ from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
 from quire.streams import AsyncChunkStream
 
-from quire_gateway.asks import Ask, Prompt
+from quire_gateway.asks import Ask, Prompt, with_defaults
 from quire_gateway.calls.plans import TAIL_TOKENS, Plan, ends_in_reasoning, plan_of
 from quire_gateway.conversations import Chat
 from quire_gateway.entries import Entry
@@ -72,8 +72,10 @@ async def prepare(fleet: Fleet, ask: Ask, *, entry: Entry, namespace: str, reque
     """
     model = fleet.model(ask.model)
     entry.model = model.name
-    tokens = tuple([await tokens_of(fleet, model, prompt, ask.names) for prompt in ask.prompts])
-    wanted = ask.max_tokens or 1
+    ask = with_defaults(ask, fleet.sampling_defaults(model))
+    special = ask.add_special_tokens
+    tokens = tuple([await tokens_of(fleet, model, prompt, ask.names, special) for prompt in ask.prompts])
+    wanted = 1 if ask.is_cut_to_fit else ask.max_tokens or 1
     if ask.prompt_tokens_max is not None:
         kept = max(ask.prompt_tokens_max or model.sequence_tokens_max - wanted, 1)
         if any(len(prompt) > kept for prompt in tokens):
@@ -163,11 +165,12 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
     ask, tokens = call.ask, call.tokens[number]
     options = cast("SamplingOptions", dict(ask.options))
     options.pop("echo", None)  # a worker would write out the tokens; what the caller sent is known here
-    options["max_tokens"] = ask.max_tokens or call.model.sequence_tokens_max - len(tokens)
+    room = call.model.sequence_tokens_max - len(tokens)
+    options["max_tokens"] = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
     request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
     asked: list[Backend] = []
     refusal = unavailable("no worker answers")
-    while (backend := fleet.backend(call.model, tokens, call.namespace, asked)) is not None:
+    while (backend := fleet.backend(call.model, tokens, call.namespace, asked, ask.cache_salt)) is not None:
         asked.append(backend)
         call.entry.workers.append(backend.client.address)
         call.entry.retry_count += len(asked) > 1
@@ -176,6 +179,7 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
             async with backend.client.stream(
                 tokens,
                 namespace=call.namespace,
+                cache_salt=ask.cache_salt,
                 adapter=call.model.adapter,
                 request_id=request_id,
                 timeout_s=call.timeout_s,
@@ -229,14 +233,25 @@ async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Map
     return known
 
 
-async def tokens_of(fleet: Fleet, model: Model, prompt: Prompt, names: Mapping[str, str]) -> tuple[int, ...]:
+async def tokens_of(
+    fleet: Fleet, model: Model, prompt: Prompt, names: Mapping[str, str], add_special_tokens: bool | None = None
+) -> tuple[int, ...]:
     """Returns a prompt's tokens, as any worker of the model says.
+
+    Args:
+        fleet: the workers.
+        model: of the tokens.
+        prompt: a text, a conversation, or the tokens.
+        names: the caller's names of the workers' fields.
+        add_special_tokens: whether those are there that the checkpoint puts around a text; None for its way.
 
     Raises:
         ApiError: it is refused, or nobody answers.
     """
     if isinstance(prompt, str):
-        return await _asked(fleet, model, lambda client: client.tokenize(prompt), names)
+        return await _asked(
+            fleet, model, lambda client: client.tokenize(prompt, add_special_tokens=add_special_tokens), names
+        )
     if isinstance(prompt, Chat):
         return await _asked(
             fleet,
@@ -246,6 +261,9 @@ async def tokens_of(fleet: Fleet, model: Model, prompt: Prompt, names: Mapping[s
                 tools=prompt.tools,
                 variables=prompt.variables,
                 with_generation_prompt=prompt.with_generation_prompt,
+                continue_final_message=prompt.continues_final,
+                chat_template=prompt.template,
+                add_special_tokens=add_special_tokens,
             ),
             names,
         )

@@ -62,12 +62,14 @@ class Beside(NamedTuple):
         token_ids: of the text or piece, without a token that ends the text.
         prompt_token_ids: of the prompt; in a stream, only with the first piece.
         taken: usage of its choice so far.
+        stop_reason: of the last piece of a choice: the stop text or stop token that ended it.
     """
 
     logprobs: Mapping[str, Any] | None = None
     token_ids: Sequence[int] | None = None
     prompt_token_ids: Sequence[int] | None = None
     taken: Taken | None = None
+    stop_reason: str | int | None = None
 
 
 NOTHING: Final = Beside()
@@ -83,6 +85,7 @@ class Answer(NamedTuple):
         prompt_logprobs: of the prompt; None if not requested.
         reasoning: text of the reasoning; None if it cannot be told from the content.
         calls: of functions.
+        stop_reason: the stop text or stop token that ended it.
     """
 
     text: str
@@ -91,6 +94,7 @@ class Answer(NamedTuple):
     prompt_logprobs: Sequence[Any] | None = None
     reasoning: str | None = None
     calls: Sequence[CalledFunction] = ()
+    stop_reason: str | int | None = None
 
 
 class Form(Protocol):
@@ -199,6 +203,7 @@ class CompletionForm(_Form, Form):
         choices = []
         for index, answer in enumerate(answers):
             choice = _completion_choice(index, answer.text, answer.finish_reason, answer.beside)
+            choice["stop_reason"] = answer.stop_reason
             if answer.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = answer.prompt_logprobs
             choices.append(choice)
@@ -247,6 +252,7 @@ class ChatForm(_Form, Form):
                 "message": _message(answer),
                 "logprobs": answer.beside.logprobs,
                 "finish_reason": answer.finish_reason,
+                "stop_reason": answer.stop_reason,
                 **_own_ids(answer.beside),
             }
             for index, answer in enumerate(answers)
@@ -312,7 +318,8 @@ def _chat_choice(index: int, delta: Mapping[str, Any], finish_reason: str | None
 
 
 def _own_ids(beside: Beside) -> dict[str, Any]:
-    return {} if beside.token_ids is None else {"token_ids": beside.token_ids}
+    own: dict[str, Any] = {} if beside.token_ids is None else {"token_ids": beside.token_ids}
+    return own if beside.stop_reason is None else {**own, "stop_reason": beside.stop_reason}
 
 
 def _prompt_ids(beside: Beside) -> dict[str, Any]:

@@ -143,6 +143,7 @@ async def serve(options: argparse.Namespace) -> None:
             [AsyncClient(address, token=token, tls=to_workers) for address in options.worker],
             [AsyncAllocator(address, token=token, tls=to_workers) for address in options.allocator],
             lambda model: named_notation(options, model),
+            applies_defaults=options.generation_config == "auto",
         )
         telemetry = Telemetry()
         app = make_app(

@@ -48,6 +48,7 @@ class _Choice:
     reader: AnswerReader | None = None  # None: all of it is text
     deltas: list[Delta] = field(default_factory=list)  # that it has read, of an answer that goes out as a whole
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     is_opened: bool = False
     has_piece: bool = False  # one was sent
 
@@ -119,6 +120,7 @@ class Served(Response):
                 choice.told += self._told(number, chunk, choice)
                 choice.is_opened = True
                 choice.finish_reason = chunk.finish_reason or choice.finish_reason
+                choice.stop_reason = chunk.stop_reason
                 self._note(chunk)
         self._check_whole(choices)
         answers = []
@@ -157,8 +159,9 @@ class Served(Response):
                     if delta or chunk.finish_reason is not None or told or ids:
                         logprobs = None if top_count is None else await self._logprobs(choice, chunk.text, told)
                         beside = self._beside(number, ids, logprobs, len(choice.token_ids))
-                        if choice.has_piece and beside.prompt_token_ids is not None:
-                            beside = beside._replace(prompt_token_ids=None)
+                        beside = beside._replace(prompt_token_ids=None) if choice.has_piece else beside
+                        if chunk.stop_reason is not None:
+                            beside = beside._replace(stop_reason=chunk.stop_reason)
                         choice.has_piece = True
                         data += form.piece(index, delta, self._reason(choice, chunk), beside)
                     self._note(chunk)
@@ -197,11 +200,13 @@ class Served(Response):
         """Returns a choice that is whole."""
         plan = self._call.plan
         if plan is None:
-            return Answer("".join(choice.texts), reason_of(choice.finish_reason), beside, prompt_logprobs)
+            text = "".join(choice.texts)
+            reason = reason_of(choice.finish_reason)
+            return Answer(text, reason, beside, prompt_logprobs, stop_reason=choice.stop_reason)
         content, reasoning, calls = joined([self._told_of(delta) for delta in choice.deltas])
         reason = reason_of(choice.finish_reason, has_called=plan.tells_calls and bool(calls))
         told = reasoning if plan.tells_reasoning and plan.has_reasoning else None
-        return Answer(content, reason, beside, prompt_logprobs, told, calls)
+        return Answer(content, reason, beside, prompt_logprobs, told, calls, choice.stop_reason)
 
     def _told_of(self, delta: Delta) -> Delta:
         """Returns what of a piece the caller is told."""

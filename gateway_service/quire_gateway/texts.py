@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire_gateway import relay
 from quire_gateway.bodies import MESSAGES_MAX, TOOLS_MAX, ChatBody, Flag, Message, Tokens
 from quire_gateway.conversations import Chat, chat_of
-from quire_gateway.failures import PROMPT, invalid, missing, unsupported
+from quire_gateway.failures import PROMPT, invalid, missing
 from quire_gateway.fleet import Fleet
 from quire_gateway.probabilities import text_of
 
@@ -36,6 +36,7 @@ class TokenizeBody(BaseModel):
     add_special_tokens: Flag | None = None
     return_token_strs: Flag | None = None
     continue_final_message: Flag = False
+    chat_template: str | None = None
 
 
 class DetokenizeBody(BaseModel):
@@ -54,11 +55,13 @@ class Tokenizing(NamedTuple):
         model: name of the model; None if the request names none.
         prompt: the text, or the chat.
         with_texts: whether the answer has the text of each token, too.
+        add_special_tokens: whether there are those that the checkpoint puts around a text; None for its way.
     """
 
     model: str | None
     prompt: str | Chat
     with_texts: bool
+    add_special_tokens: bool | None
 
 
 def of_tokenize(body: TokenizeBody) -> Tokenizing:
@@ -69,11 +72,6 @@ def of_tokenize(body: TokenizeBody) -> Tokenizing:
     """
     if (body.prompt is None) == (body.messages is None):
         raise missing("prompt") if body.prompt is None else invalid("messages", "messages cannot be beside a prompt")
-    # A text has the tokens that the checkpoint puts around one, a chat those that its template writes.
-    if body.add_special_tokens not in (None, body.messages is None):
-        raise unsupported("add_special_tokens")
-    if body.continue_final_message:
-        raise unsupported("continue_final_message")
     prompt: str | Chat | None = body.prompt
     if prompt is None:
         chat = ChatBody(
@@ -81,9 +79,11 @@ def of_tokenize(body: TokenizeBody) -> Tokenizing:
             tools=body.tools,
             chat_template_kwargs=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template,
         )
         prompt = chat_of(chat)
-    return Tokenizing(body.model, prompt, bool(body.return_token_strs))
+    return Tokenizing(body.model, prompt, bool(body.return_token_strs), body.add_special_tokens)
 
 
 async def tokenized(fleet: Fleet, asked: Tokenizing) -> Mapping[str, Any]:
@@ -94,7 +94,9 @@ async def tokenized(fleet: Fleet, asked: Tokenizing) -> Mapping[str, Any]:
     """
     model = fleet.model(asked.model)
     own = "prompt" if isinstance(asked.prompt, str) else "messages"
-    tokens = await relay.tokens_of(fleet, model, asked.prompt, {**_NAMES, PROMPT: own, "text": own})
+    tokens = await relay.tokens_of(
+        fleet, model, asked.prompt, {**_NAMES, PROMPT: own, "text": own}, asked.add_special_tokens
+    )
     texts = None
     if asked.with_texts:
         spelled = await relay.spelled(fleet, model, set(tokens))

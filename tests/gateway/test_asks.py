@@ -36,14 +36,14 @@ def chat(**fields: Any) -> asks.Ask:
 
 def test_what_is_not_said_is_openais_default() -> None:
     ask = completion()
-    assert (ask.options, ask.max_tokens, ask.choice_count) == ({"temperature": 1.0}, 16, 1)
+    assert (asks.with_defaults(ask, {}).options, ask.max_tokens, ask.choice_count) == ({"temperature": 1.0}, 16, 1)
     assert (ask.is_streamed, ask.with_usage, ask.top_logprob_count) == (False, False, None)
     assert chat().max_tokens is None
 
 
 def test_values_that_change_nothing_are_not_passed_on() -> None:
     ask = completion(presence_penalty=0, top_k=-1, logit_bias={}, stop=[], n=1, best_of=1, suffix="", echo=False)
-    assert ask.options == {"temperature": 1.0, "n": 1}
+    assert ask.options == {"n": 1, "top_k": -1}, "which counts against the checkpoint's proposal"
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,9 @@ def test_each_parameter_is_an_option_of_the_workers(fields: dict[str, Any], opti
         ({"structured_outputs": {}}, "structured_outputs", None),
         ({"structured_outputs": {"regex": None, "json_object": False}}, "structured_outputs", None),
         ({"echo": True}, "echo", "unsupported_parameter"),
-        ({"add_special_tokens": True}, "add_special_tokens", "unsupported_parameter"),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"store": True}, "store", "unsupported_parameter"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", None),
-        ({"bad_words": ["a"]}, "bad_words", "unsupported_parameter"),
         (
             {"response_format": {"type": "json_schema"}},
             "response_format.json_schema",
@@ -144,7 +142,7 @@ def test_each_parameter_is_an_option_of_the_workers(fields: dict[str, Any], opti
             "response_format.json_schema.schema",
             None,
         ),
-        ({"continue_final_message": True}, "continue_final_message", "unsupported_parameter"),
+        ({"continue_final_message": True}, "continue_final_message", None),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -175,8 +173,21 @@ def test_what_clients_of_openai_and_vllm_send_without_effect_is_taken() -> None:
     plain = chat(user="u", metadata={"a": "b"}, parallel_tool_calls=False, prompt_cache_key="k", safety_identifier="s")
     assert plain.options == chat(service_tier="flex").options
     assert plain.options == chat(skip_special_tokens=True, bad_words=[], return_token_ids=False).options
-    assert plain.options == {"temperature": 1.0}
+    assert plain.options == {}
     assert not chat(stream=None, n=None, stop=None, temperature=None).is_streamed
+
+
+def test_what_a_caller_gives_comes_before_what_the_checkpoint_proposes_and_that_before_openais_defaults() -> None:
+    proposed = {"temperature": 0.6, "top_k": 20, "top_p": None, "max_tokens": 9}
+    assert asks.with_defaults(chat(), {}).options == {"temperature": 1.0}
+    found = asks.with_defaults(chat(), proposed)
+    assert found.options == {"temperature": 0.6, "top_k": 20}
+    assert (found.max_tokens, found.is_cut_to_fit) == (9, True)
+    found = asks.with_defaults(chat(temperature=0, top_k=-1, max_tokens=3), proposed)
+    assert found.options == {"temperature": 0.0, "top_k": -1}
+    assert (found.max_tokens, found.is_cut_to_fit) == (3, False)
+    beams = completion(num_beams=4)
+    assert asks.with_defaults(beams, proposed).options == beams.options, "beams are not drawn"
 
 
 @pytest.mark.parametrize("name", ["kv_transfer_params", "prompt_embeds", "nobody_knows_it"])

@@ -346,16 +346,6 @@ def test_the_description_for_programs_names_each_operation_once(served: ServerPr
     assert {method for method, _ in found} == {"get", "post"}, "what asks by HEAD has the same operation's name"
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/v1/rerank"])
-def test_what_needs_another_kind_of_model_is_refused_by_name(served: ServerProcess, path: str) -> None:
-    answer = curl(served, path, body={"model": "demo", "input": "a"})
-    assert (answer.status, answer.error["code"]) == (404, "unsupported_endpoint")
-    assert path in answer.error["message"]
-    assert path not in json.loads(curl(served, "/").body)["paths"]
-    with pytest.raises(openai.NotFoundError, match="compute no embeddings"):
-        client(served).embeddings.create(model="demo", input="a")
-
-
 def test_probes_and_metrics_answer(served: ServerProcess) -> None:
     assert curl(served, "/healthz").status == 200
     assert curl(served, "/readyz").status == 200

@@ -79,11 +79,9 @@ class Engine:
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
-        self.session = session
-        self.scheduler = scheduler
+        self.session, self.scheduler = session, scheduler
         self.telemetry = telemetry
-        self.adapters = Adapters(model)
-        self.clock = clock
+        self.adapters, self.clock = Adapters(model), clock
         self._thread = ModelThread(lane)
         self.wake = asyncio.Event()  # set by each change of the roster
         self.open_requests: set[Request] = set()
@@ -167,6 +165,7 @@ class Engine:
         matcher: Matcher | None = None,
         priority: int = 0,
         time_left_s: float | None = None,
+        cache_salt: str = "",
     ) -> Request:
         """Queues a valid request; its `deliveries` carry what comes of it. Every request is ended by `cancel`.
 
@@ -180,12 +179,13 @@ class Engine:
             matcher: of what each text has to be, where `sampling` has a structure.
             priority: in its namespace.
             time_left_s: to its caller's deadline, if there is one.
+            cache_salt: inside which prefixes are shared, of those in its namespace.
 
         Raises:
             QuireError: it may not begin; see `Reception.new_request`.
         """
         about = (request_id, prompt, sampling, namespace, adapter)
-        request = self.reception.new_request(*about, priority=priority, time_left_s=time_left_s)
+        request = self.reception.new_request(*about, priority=priority, time_left_s=time_left_s, cache_salt=cache_salt)
         begin_samples(request, self.model, self.tokenizer, echo=echo, matcher=matcher)
         self.scheduler.roster.add(request.samples[0])
         self.open(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import structlog
 from google.protobuf.message import Message
@@ -23,11 +23,12 @@ from quire.v1 import worker_pb2 as pb
 from quire_worker.calls.adapter_calls import AdapterCalls
 from quire_worker.calls.branch_calls import BranchCalls
 from quire_worker.calls.branches import Branches
-from quire_worker.calls.checks import INTERVAL_MS_MAX, Checks, check_namespace
+from quire_worker.calls.checks import INTERVAL_MS_MAX, SALT_BYTES_MAX, Checks, check_namespace
 from quire_worker.calls.generate_messages import response_of, sampling_of
 from quire_worker.calls.request_calls import RequestCalls, RequestRecords
 from quire_worker.engine import Engine
 from quire_worker.execution.sizing import PoolMemory, largest_shape
+from quire_worker.model.proposals import NO_DEFAULTS, SamplingDefaults
 from quire_worker.scheduling.order import PRIORITY_MAX
 from quire_worker.scheduling.request import Request
 
@@ -39,7 +40,17 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 class WorkerService(AdapterCalls, RequestCalls):
-    """Serves one engine; `authorize` says what the caller of a call may do."""
+    """Serves one engine.
+
+    Args:
+        engine: that computes.
+        pool: name of its pool.
+        model_name: that callers know.
+        memory: that the pool was sized from.
+        authorize: says what the caller of a call may do.
+        sampling_defaults: of the checkpoint, for who asks.
+        trusts_templates: whether conversations may bring chat templates.
+    """
 
     def __init__(
         self,
@@ -50,6 +61,8 @@ class WorkerService(AdapterCalls, RequestCalls):
         memory: PoolMemory,
         authorize: Authorize = permit_everything,
         request_log: RequestLog = SILENT,
+        sampling_defaults: SamplingDefaults = NO_DEFAULTS,
+        trusts_templates: bool = False,
     ) -> None:
         self._engine = engine
         self._memory = memory
@@ -57,8 +70,9 @@ class WorkerService(AdapterCalls, RequestCalls):
         self._model_name = model_name
         self._authorize = authorize
         self._version = VERSION
-        self._checks = Checks(engine)
+        self._checks = Checks(engine, trusts_templates=trusts_templates)
         self._records = RequestRecords(engine, request_log, model_name=model_name, pool=pool)
+        self._sampling_defaults = pb.SamplingDefaults(**cast("dict[str, Any]", sampling_defaults))
         self._branches = Branches(engine)
         self._branch_calls = BranchCalls(self._branches, self._checks)
 
@@ -152,6 +166,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         return pb.GetStatusResponse(
             version=self._version,
             pool=self._pool,
+            sampling_defaults=self._sampling_defaults,
             allocator_connected=engine.session.connected,
             model=self._model_name,
             architecture=engine.model.architecture,
@@ -239,6 +254,7 @@ class WorkerService(AdapterCalls, RequestCalls):
             raise QuireError.of(Reason.BAD_PARAMETER, message, field="interval_ms")
         reading = partial(sampling_of, request.sampling, self._engine.model.vocab_size)
         sampling = await self._checks.message(reading, request.sampling.ByteSize())
+        sampling = await self._checks.with_bad_words(sampling)
         if request.WhichOneof("prompt") == "branch_id":
             branch_call = self._branch_calls.generating(
                 request, sampling, request_id, permissions, time_left_s=time_left_s
@@ -247,6 +263,10 @@ class WorkerService(AdapterCalls, RequestCalls):
                 yield running
             return
         check_namespace(request.namespace, permissions)
+        if len(request.cache_salt.encode()) > SALT_BYTES_MAX:
+            raise QuireError.of(
+                Reason.BAD_PARAMETER, f"cache_salt must be at most {SALT_BYTES_MAX} bytes", field="cache_salt"
+            )
         matcher = await self._checks.matcher(sampling, request.namespace)
         prompt = await self._checks.prompt(request, request_id)
         echo = await self._checks.echo(request, request_id, prompt) if sampling.echo else ""
@@ -261,6 +281,7 @@ class WorkerService(AdapterCalls, RequestCalls):
             matcher=matcher,
             priority=request.priority,
             time_left_s=time_left_s,
+            cache_salt=request.cache_salt,
         )
         try:
             yield running

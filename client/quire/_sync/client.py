@@ -85,16 +85,18 @@ class Client(Prefills, Connected):
         request_id: str | None = None,
         timeout_s: float | None = None,
         interval_s: float = 0.0,
+        cache_salt: str = "",
         **options: Unpack[sampling.SamplingOptions],
     ) -> ChunkStream:
         """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved.
 
         Pieces of a request come `interval_s` seconds apart at least, but for its first one and those that end a sample:
-        fewer cost less. The worker's own `--stream-interval-ms` counts where it is longer.
+        fewer cost less. The worker's own `--stream-interval-ms` counts where it is longer. Within its namespace, a
+        request with a `cache_salt` shares prefixes with those of the same salt alone.
         """
         request = generating.generate_request(
             prompt, params, options, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority,
-            interval_s=interval_s,
+            interval_s=interval_s, cache_salt=cache_salt,
         )  # fmt: skip
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
@@ -239,6 +241,9 @@ class Client(Prefills, Connected):
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = types.NO_VARIABLES,
         with_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str = "",
+        add_special_tokens: bool | None = None,
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
         """Returns the tokens of a text, or of a conversation (messages, as dictionaries with `role` and `content`) as
@@ -249,9 +254,17 @@ class Client(Prefills, Connected):
             tools: that the model may call, for the template.
             variables: further ones of the template.
             with_generation_prompt: whether the text goes on to where the assistant's answer begins.
+            continue_final_message: whether the text ends with the last message's content, for an answer that goes on
+                with it; without a generation prompt.
+            chat_template: to use instead of the checkpoint's, where the worker trusts its callers with it.
+            add_special_tokens: whether the special tokens are there that the checkpoint puts around a text; None: for a
+                text they are, and for a conversation they are not.
             timeout_s: for this call.
         """
-        request = conversations.tokenize_request(prompt, tools, variables, with_generation_prompt)
+        request = conversations.tokenize_request(
+            prompt, tools, variables, with_generation_prompt, continue_final_message=continue_final_message,
+            chat_template=chat_template, add_special_tokens=add_special_tokens,
+        )  # fmt: skip
         reply = self._link.call(self._stub.Tokenize, request, timeout_s)
         return tuple(reply.token_ids)
 

@@ -15,6 +15,10 @@ def tokenize_request(
     tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     with_generation_prompt: bool,
+    *,
+    continue_final_message: bool = False,
+    chat_template: str = "",
+    add_special_tokens: bool | None = None,
 ) -> worker_pb.TokenizeRequest:
     """Makes the message of a text, or of a conversation.
 
@@ -22,15 +26,18 @@ def tokenize_request(
         InvalidArgumentError: BAD_PARAMETER, what is given is no text, as half of a surrogate pair is none.
     """
     if isinstance(prompt, str):
-        return fill(worker_pb.TokenizeRequest(), text=prompt)
-    conversation = worker_pb.Conversation(without_generation_prompt=not with_generation_prompt)
+        return fill(worker_pb.TokenizeRequest(add_special_tokens=add_special_tokens), text=prompt)
+    conversation = worker_pb.Conversation(
+        without_generation_prompt=not with_generation_prompt, continue_final_message=continue_final_message
+    )
     fill(
         conversation,
         messages_json=_dumped(list(prompt)),
         tools_json=_dumped(list(tools)) if tools else "",
         variables_json=_dumped(dict(variables)) if variables else "",
+        chat_template=chat_template,
     )
-    return worker_pb.TokenizeRequest(conversation=conversation)
+    return worker_pb.TokenizeRequest(conversation=conversation, add_special_tokens=add_special_tokens)
 
 
 def _dumped(value: object) -> str:

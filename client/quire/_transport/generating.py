@@ -40,6 +40,7 @@ def generate_request(
     request_id: str | None,
     priority: int = 0,
     interval_s: float = 0.0,
+    cache_salt: str = "",
 ) -> worker_pb.GenerateRequest:
     """Makes the message of a prompt and how to continue it; `options` override `params`.
 
@@ -52,6 +53,7 @@ def generate_request(
     warn_of_equal_samples(params)
     request = worker_pb.GenerateRequest()
     fill(request, request_id, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority)
+    fill(request, request_id, cache_salt=cache_salt)
     if not 0 <= interval_s <= INTERVAL_S_MAX:
         text = f"interval_s must be from 0 to {INTERVAL_S_MAX:.0f}, not {interval_s}"
         raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id)
@@ -83,6 +85,11 @@ def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingP
     extend(message.logit_bias, "logit_bias", biases.values(), request_id)
     if params.skip_special_tokens is not True:
         fill(message, request_id, skip_special_tokens=params.skip_special_tokens)
+    if params.include_stop_in_output:
+        fill(message, request_id, include_stop_in_output=params.include_stop_in_output)
+    if isinstance(params.bad_words, str):
+        raise TypeError("bad_words must be several texts, not one")
+    extend(message.bad_words, "bad_words", _given(params.bad_words), request_id)
     _fill_structure(message, params, request_id)
     _fill_beams(message, params, request_id)
 
@@ -136,7 +143,13 @@ def chunk(message: worker_pb.GenerateResponse) -> sampling.Chunk:
         logprobs=_logprobs(message.logprobs) if message.HasField("logprobs") else (),
         prompt_logprobs=_logprobs(message.prompt_logprobs) if message.HasField("prompt_logprobs") else (),
         score=message.score if message.HasField("score") else None,
+        stop_reason=_stop_reason(message),
     )
+
+
+def _stop_reason(message: worker_pb.GenerateResponse) -> str | int | None:
+    kind = message.WhichOneof("stop_reason")
+    return None if kind is None else message.stop_text if kind == "stop_text" else message.stop_token_id
 
 
 def _logprobs(message: worker_pb.Logprobs) -> tuple[sampling.TokenLogprobs, ...]:
@@ -168,6 +181,7 @@ def gather(chunks: Iterable[sampling.Chunk], request_id: str) -> sampling.Genera
     prompt_logprobs: tuple[sampling.TokenLogprobs, ...] = ()
     finished: dict[int, sampling.FinishReason] = {}
     scores: dict[int, float | None] = {}
+    reasons: dict[int, str | int | None] = {}
     usage = None
     for part in chunks:
         token_ids.setdefault(part.sample, []).extend(part.token_ids)
@@ -176,12 +190,12 @@ def gather(chunks: Iterable[sampling.Chunk], request_id: str) -> sampling.Genera
         prompt_logprobs = part.prompt_logprobs or prompt_logprobs
         if part.finish_reason is not None:
             finished[part.sample] = part.finish_reason
-            scores[part.sample] = part.score
+            scores[part.sample], reasons[part.sample] = part.score, part.stop_reason
         usage = part.usage or usage
     if usage is None or len(finished) < len(pieces):
         raise UnavailableError("the stream ended before the request was finished", None, request_id)
     samples = tuple(
-        sampling.Sample("".join(pieces[i]), tuple(token_ids[i]), finished[i], tuple(logprobs[i]), scores[i])
+        sampling.Sample("".join(pieces[i]), tuple(token_ids[i]), finished[i], tuple(logprobs[i]), scores[i], reasons[i])
         for i in sorted(pieces)
     )
     return sampling.Generation(samples, usage, request_id, prompt_logprobs)

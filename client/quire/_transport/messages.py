@@ -45,7 +45,9 @@ def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
     """Returns a worker in a few numbers."""
     device = types.DeviceMemory(**values_of(message.memory.device)) if message.memory.HasField("device") else None
     memory = types.PoolMemory(**{**values_of(message.memory), "device": device})
-    return types.WorkerStatus(**{**values_of(message), "memory": memory})
+    given = message.sampling_defaults
+    defaults = types.SamplingDefaults(**{field.name: value for field, value in given.ListFields()})
+    return types.WorkerStatus(**{**values_of(message), "memory": memory, "sampling_defaults": defaults})
 
 
 def request_info(message: worker_pb.RequestInfo) -> views.RequestInfo:

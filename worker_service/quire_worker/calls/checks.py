@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -25,6 +26,7 @@ log = structlog.get_logger()
 ResultT = TypeVar("ResultT")
 
 INTERVAL_MS_MAX = 60_000  # between messages of an answer, in which more tokens are to be expected than in one
+SALT_BYTES_MAX = 128
 SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
 
 
@@ -44,18 +46,18 @@ class Given(Protocol):
 
 
 class Checks:
-    """Checks calls of one engine.
+    """Checks calls of one engine. `trusts_templates`: callers may bring chat templates.
 
     Attributes:
         draining: whether calls are refused because the worker shuts down.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, trusts_templates: bool = False) -> None:
         self.draining = False
         self._engine = engine
         model = engine.model
         self._structures = StructureCompiler(engine.tokenizer, model.vocab_size, list(model.eos_token_ids))
-        self._texts = Texts(engine.tokenizer)
+        self._texts = Texts(engine.tokenizer, trusts_templates=trusts_templates)
 
     async def warm(self) -> None:
         """Starts what conversations need, before the first one comes."""
@@ -143,8 +145,10 @@ class Checks:
         kind = request.WhichOneof("input")
         require(kind is not None, "input is missing: give text or a conversation")
         if kind == "text":
-            return await self._computed("", self._texts.tokenized(request.text))
-        return await self._computed("", self._texts.conversation(request.conversation))
+            is_bare = request.HasField("add_special_tokens") and not request.add_special_tokens
+            return await self._computed("", self._texts.tokenized(request.text, is_bare=is_bare))
+        asked = request.conversation
+        return await self._computed("", self._texts.conversation(asked, surround=request.add_special_tokens))
 
     async def spelled(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         """Returns the bytes of each token.
@@ -171,6 +175,17 @@ class Checks:
         if sampling.stop and isinstance(self._engine.tokenizer, NoTokenizer):
             raise QuireError.of(Reason.NOT_SUPPORTED, str(NoTokenizerError()), field="stop")
         return None if sampling.structure is None else await self._structures.compile(sampling.structure, namespace)
+
+    async def with_bad_words(self, sampling: SamplingParams) -> SamplingParams:
+        """Returns sampling parameters whose bad words are tokenized.
+
+        Raises:
+            QuireError: there is no tokenizer, or it failed.
+        """
+        if not sampling.bad_words:
+            return sampling
+        found = await self._computed("", self._texts.bad_word_ids(sampling.bad_words))
+        return replace(sampling, bad_word_ids=tuple(found))
 
     async def _computed(self, request_id: str, computing: Awaitable[ResultT]) -> ResultT:
         """Returns what is computed of a text, or refuses the call that it is part of."""

@@ -11,6 +11,7 @@ from quire.v1 import worker_pb2 as pb
 
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import (
+    BAD_WORD_COUNT_MAX,
     BIAS_COUNT_MAX,
     CHOICE_COUNT_MAX,
     MAX_TOKENS_DEFAULT,
@@ -75,6 +76,7 @@ def _unchecked(message: pb.SamplingParams) -> SamplingParams:
     for name, values, most in (  # before they are copied: a message has room for a million of each
         ("stop_token_ids", message.stop_token_ids, STOP_TOKEN_COUNT_MAX),
         ("stop", message.stop, STOP_TEXT_COUNT_MAX),
+        ("bad_words", message.bad_words, BAD_WORD_COUNT_MAX),
         ("choice", message.choice.texts, CHOICE_COUNT_MAX),
         ("logit_bias", tokens, BIAS_COUNT_MAX),
         ("allowed_token_ids", message.allowed_token_ids, TOKEN_LIST_COUNT_MAX),
@@ -109,6 +111,8 @@ def _unchecked(message: pb.SamplingParams) -> SamplingParams:
         num_beams=message.num_beams or 1,
         length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
         early_stopping=_early_stopping_of(message),
+        include_stop_in_output=message.include_stop_in_output,
+        bad_words=tuple(message.bad_words),
         skip_special_tokens=not message.HasField("skip_special_tokens") or message.skip_special_tokens,
     )
 
@@ -149,6 +153,10 @@ def response_of(request: Request, delivery: Delivery, sequence_tokens_max: int) 
         response.prompt_logprobs.CopyFrom(_logprobs(delivery.prompt_logprobs))
     if delivery.score is not None:
         response.score = delivery.score
+    if isinstance(delivery.stop_reason, str):
+        response.stop_text = delivery.stop_reason
+    elif delivery.stop_reason is not None:
+        response.stop_token_id = delivery.stop_reason
     if delivery.is_last:
         usage = request.usage
         response.usage.CopyFrom(

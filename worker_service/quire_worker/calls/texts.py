@@ -40,7 +40,9 @@ class Texts:
     many wait.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, trusts_templates: bool = False) -> None:
+        """Begins with no text. `trusts_templates`: a conversation may bring a chat template of its own."""
+        self._trusts_templates = trusts_templates
         self._tokenizer = tokenizer
         self._short = Threads("tokenized", 2, 1 << 14)
         self._long = Threads("tokenized", 1, WAITING_MAX)
@@ -53,7 +55,7 @@ class Texts:
 
     async def warm(self) -> None:
         """Starts the process that writes conversations down, where the checkpoint has a template."""
-        if self._tokenizer.chat_template.sources:
+        if self._tokenizer.chat_template.sources or self._trusts_templates:
             try:
                 await self._bench.warm()
             except OSError as error:  # and the first conversation tries again
@@ -85,17 +87,22 @@ class Texts:
         spell = self._tokenizer.spell
         return await self._threads(len(tokens)).run(lambda: pb.DetokenizeResponse(texts=spell(tokens)))
 
-    async def tokenized(self, text: str) -> pb.TokenizeResponse:
-        """Returns the tokens of a text.
+    async def bad_word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Returns the tokens of each word, as it may begin a text, and as it may come behind a space."""
+        size = sum(map(len, words))
+        return await self._threads(size).run(self._tokenizer.word_ids, words)
+
+    async def tokenized(self, text: str, *, is_bare: bool = False) -> pb.TokenizeResponse:
+        """Returns the tokens of a text, if bare without the special ones that the checkpoint puts around it.
 
         Raises:
             QuireError: TOO_LARGE.
         """
-        encode = self._tokenizer.encode
+        encode = self._tokenizer.encode_continuation if is_bare else self._tokenizer.encode
         return await self.encoded(text, lambda text: pb.TokenizeResponse(token_ids=encode(text)))
 
-    async def conversation(self, given: pb.Conversation) -> pb.TokenizeResponse:
-        """Returns the tokens of a conversation.
+    async def conversation(self, given: pb.Conversation, *, surround: bool = False) -> pb.TokenizeResponse:
+        """Returns the tokens of a conversation; `surround` adds the special ones that the checkpoint puts around a text.
 
         Raises:
             QuireError: TOO_LARGE; BAD_PARAMETER, it is none, or the chat template refuses it.
@@ -112,8 +119,12 @@ class Texts:
             text = await self._text_of(conversation, size)
         except ConversationError as error:
             raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=error.field) from None
-        encode = self._tokenizer.encode_written
-        return await self._threads(len(text)).run(lambda: pb.TokenizeResponse(token_ids=encode(text)))
+
+        def encoded() -> pb.TokenizeResponse:
+            tokens = self._tokenizer.encode_written(text)
+            return pb.TokenizeResponse(token_ids=self._tokenizer.surrounded(tokens) if surround else tokens)
+
+        return await self._threads(len(text)).run(encoded)
 
     async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
         """Returns an answer to a caller. `size` is a number of tokens: a long answer is put together on a thread."""
@@ -126,6 +137,13 @@ class Texts:
             given.variables_json,
             with_generation_prompt=not given.without_generation_prompt,
         )
+        if given.chat_template and not self._trusts_templates:
+            what = "is refused: start the worker with --trust-request-chat-template to run templates of callers"
+            raise ConversationError(f"chat_template {what}", "chat_template")
+        if given.continue_final_message and conversation.with_generation_prompt:
+            what = "cannot be used with a generation prompt: the answer goes on with the last message"
+            raise ConversationError(f"continue_final_message {what}", "continue_final_message")
+        conversation = conversation._replace(continues_final=given.continue_final_message, template=given.chat_template)
         return self._tokenizer.sign(conversation)
 
     async def _text_of(self, conversation: Conversation, size: int) -> str:

@@ -56,6 +56,8 @@ class Conversation(NamedTuple):
     tools: list[dict[str, Any]]
     variables: dict[str, Any]
     with_generation_prompt: bool
+    continues_final: bool = False  # the text ends with the last message's content
+    template: str = ""  # instead of the checkpoint's
 
 
 def read_conversation(
@@ -119,7 +121,7 @@ def sign(conversation: Conversation, special: Sequence[str]) -> Conversation:
         return conversation
     spelled = re.compile("|".join(names))
     messages, tools, variables = (_signed(each, spelled) for each in conversation[:3])
-    return Conversation(messages, tools, variables, conversation.with_generation_prompt)
+    return conversation._replace(messages=messages, tools=tools, variables=variables)
 
 
 def _signed(value: Any, spelled: re.Pattern[str]) -> Any:
@@ -176,7 +178,10 @@ class ChatTemplate:
                 messages = [_with_written_arguments(message) for message in messages]
                 return self._rendered(source, conversation._replace(messages=messages))
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"the chat template has a syntax error in line {error.lineno}") from None
+            what = f"has a syntax error in line {error.lineno}"
+            if conversation.template:
+                raise ConversationError(f"chat_template {what}", "chat_template") from None
+            raise TemplateError(f"the chat template {what}") from None
         except jinja2.TemplateError as error:
             raise ConversationError(f"the chat template refuses this conversation: {error}") from None
         except MemoryError:
@@ -185,6 +190,8 @@ class ChatTemplate:
             raise ConversationError(f"the chat template fails on this conversation: {type(error).__name__}") from None
 
     def _source(self, conversation: Conversation) -> str:
+        if conversation.template:
+            return conversation.template
         name = "tool_use" if conversation.tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
             raise ConversationError("the checkpoint has no chat template")
@@ -201,6 +208,7 @@ class ChatTemplate:
             tools=[*conversation.tools] or None,
             chat_template=source,
             add_generation_prompt=conversation.with_generation_prompt,
+            continue_final_message=conversation.continues_final,
             **{**self.variables, **conversation.variables},
         )
         return str(rendered[0][0])

@@ -44,8 +44,10 @@ def mark_special(stops: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[st
 class StopTexts:
     """Looks for stop texts in text that comes in pieces."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Begins with no text; `stops` are not empty."""
+    def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
+        """Begins with no text; `stops` are not empty. `keeps_stop`: the text ends behind the stop text."""
+        self.found = ""  # the stop text, once there is one
+        self._keeps_stop = keeps_stop
         self._stops = sorted(stops, key=len, reverse=True)
         self._held = ""
 
@@ -64,9 +66,9 @@ class StopTexts:
             found = [(whole.find(stop, max(0, held_count - len(stop) + 1)), len(stop)) for stop in self._stops]
             ends = [(start + length, start) for start, length in found if start >= 0]
             if ends:
-                _, start = min(ends)  # of those that end first the longest
-                self._held = ""
-                return whole[:start], True
+                end, start = min(ends)  # of those that end first the longest
+                self._held, self.found = "", whole[start:end]
+                return whole[: end if self._keeps_stop else start], True
         keep = self._beginning_count(whole)
         self._held = whole[len(whole) - keep :]
         return whole[: len(whole) - keep], False
@@ -95,6 +97,7 @@ class SampleText:
         echo: str = "",
         stops: Sequence[str] = (),
         min_tokens: int = 0,
+        keeps_stop: bool = False,
     ) -> None:
         """Begins before the first token.
 
@@ -103,13 +106,14 @@ class SampleText:
             echo: the text begins with it; no stop text is looked for in it.
             stops: texts that end it.
             min_tokens: tokens before which they do not.
+            keeps_stop: whether the text that ends it is a part of it.
         """
         self._stream = stream
         self._ready = echo
         # A stream that keeps special tokens has their names in its text.
         kept: tuple[tuple[str, ...], Mapping[int, str]] = (tuple(stops), {})
         stops, self._marks = kept if stream.keeps_special else mark_special(tuple(stops), stream.tokenizer)
-        self._stops = StopTexts(stops) if stops else None
+        self._stops = StopTexts(stops, keeps_stop=keeps_stop) if stops else None
         self._min_tokens = min_tokens
         self._token_count = 0
         self._is_found = False
@@ -124,6 +128,17 @@ class SampleText:
         self._token_count += 1
         self._search(self._stream.push([token]) + self._marks.get(token, ""))
         return self._is_found
+
+    @property
+    def found(self) -> str:
+        """Returns the stop text that ended it, as it was asked for; empty as long as none has."""
+        found = "" if self._stops is None else self._stops.found
+        names: dict[int, str] = {
+            ord(self._marks[token]): name
+            for name, token in self._stream.tokenizer.special.items()
+            if token in self._marks
+        }
+        return found.translate(names)
 
     def push(self, tokens: Iterable[int]) -> str:
         """Returns the text that is ready; see `StreamDecoder.push`."""

@@ -136,6 +136,32 @@ class Tokenizer:
                 tokens += behind[len(before) :] if is_behind else _ids(self._backend, part, special=False)
         return tokens
 
+    def surrounded(self, tokens: list[int]) -> list[int]:
+        """Returns tokens with the special ones that the checkpoint puts around a text.
+
+        Raises:
+            TokenizerError: the tokenizer cannot do it.
+        """
+        with named():
+            inner, outer = (_ids(self._backend, "a", special=special) for special in (False, True))
+        place = next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), len(outer))
+        return [*outer[:place], *tokens, *outer[place + len(inner) :]]
+
+    def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Returns the tokens of each word, and those that it has behind a space where these are other ones, as vLLM
+        does: as many, of which the first differs.
+
+        Raises:
+            TokenizerError: the tokenizer cannot do it.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            plain, spaced = (tuple(self.encode_continuation(before + word.lstrip())) for before in ("", " "))
+            found |= dict.fromkeys(each for each in (plain,) if each)
+            if plain and len(plain) == len(spaced) and plain[0] != spaced[0]:
+                found[spaced] = None
+        return list(found)
+
     def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:
         """Returns text, without special tokens if they are not kept. Ids outside the vocabulary have no text.
 
@@ -208,6 +234,12 @@ class NoTokenizer(Tokenizer):
         raise NoTokenizerError
 
     def encode_continuation(self, text: str) -> list[int]:
+        raise NoTokenizerError
+
+    def surrounded(self, tokens: list[int]) -> list[int]:
+        raise NoTokenizerError
+
+    def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         raise NoTokenizerError
 
     def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:

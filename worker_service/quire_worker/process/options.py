@@ -113,13 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="between two messages of a stream, at least, but for the first and the last: tokens that come faster share"
         " one; 0: every token is a message (default: %(default)g)",
     )
-    parser.add_argument(
-        "--special-tokens-in-chats",
-        choices=("text", "tokens"),
-        default="text",
-        help="what a special token is that a message spells, as <|im_end|>: ordinary text, or the token, with which its"
-        " writer may pose as another (default: %(default)s; those that the chat template writes are tokens)",
-    )
+    _add_conversations(parser)
     _add_formats(parser)
     parser.add_argument(
         "--cuda-graph-batch-max",
@@ -137,6 +131,25 @@ def make_parser() -> argparse.ArgumentParser:
     for name, theirs in VLLM_NAMES.items():
         parser.add_argument(*theirs, dest=name, type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
+
+
+def _add_conversations(parser: argparse.ArgumentParser) -> None:
+    """Adds how conversations become texts."""
+    parser.add_argument(
+        "--special-tokens-in-chats",
+        choices=("text", "tokens"),
+        default="text",
+        help="what a special token is that a message spells, as <|im_end|>: ordinary text, or the token, with which its"
+        " writer may pose as another (default: %(default)s; those that the chat template writes are tokens)",
+    )
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="Jinja template of conversations (default: the checkpoint's)"
+    )
+    parser.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="let a request bring a chat template of its own, which runs in the same sandbox as the checkpoint's",
+    )
 
 
 def _add_pool(parser: argparse.ArgumentParser) -> None:

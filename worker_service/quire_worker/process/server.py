@@ -39,8 +39,10 @@ from quire_worker.host_memory import size
 from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.configuration import check_configuration
+from quire_worker.model.conversation import ChatTemplate
 from quire_worker.model.loading import load_model
 from quire_worker.model.paged_model import PagedModel
+from quire_worker.model.proposals import read_sampling_defaults
 from quire_worker.model.tokenizer import NoTokenizer, Tokenizer, read_tokenizer
 from quire_worker.process import preflight
 from quire_worker.process.options import parse_arguments
@@ -90,6 +92,8 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     # First, as weights take minutes, and these may be what is missing.
     preflight.check_files(options)
     tokenizer = read_tokenizer(options.model, keeps_special=options.special_tokens_in_chats == "tokens")
+    if options.chat_template is not None:
+        tokenizer.chat_template = _chat_template(options.chat_template, tokenizer)
     if isinstance(tokenizer, NoTokenizer):
         log.warning("no tokenizer: prompts must be token ids, and tokens have no text", folder=str(options.model))
     if ranks is None or ranks.place.size == 1:
@@ -151,6 +155,21 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
     )
     warn_of_short_sequences(model, cache, sequence_tokens_max)
     return Part(model, cache, memory, drafter)
+
+
+def _chat_template(file: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """Reads the chat template that the command line names.
+
+    Raises:
+        UsageError: it cannot be read, or has a syntax error.
+    """
+    try:
+        template = ChatTemplate({"default": file.read_text(encoding="utf-8")}, tokenizer.chat_template.variables)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--chat-template {file}: {getattr(error, 'strerror', None) or 'it is no UTF-8'}") from None
+    for fault in template.faults():
+        raise UsageError(f"--chat-template {file}: {fault}")
+    return template
 
 
 def check_device(device: str) -> None:
@@ -291,6 +310,8 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         memory=loaded.memory,
         authorize=server.authorize,
         request_log=RequestLog(options.log_requests),
+        sampling_defaults=read_sampling_defaults(Path(options.model)),
+        trusts_templates=options.trust_request_chat_template,
     )
     pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(WorkerCollector(engine))

@@ -136,4 +136,12 @@ def _delivery(sample: Sample, tokens: list[int], logprobs: list[TokenLogprobs]) 
     text = sample.detokenizer.push(tokens)
     if sample.has_ended:
         text += sample.detokenizer.flush()
-    return Delivery(sample.index, tuple(tokens), text, sample.finish_reason, is_last=False, logprobs=tuple(logprobs))
+    return Delivery(
+        sample.index,
+        tuple(tokens),
+        text,
+        sample.finish_reason,
+        is_last=False,
+        logprobs=tuple(logprobs),
+        stop_reason=sample.stop_reason,
+    )

@@ -81,6 +81,7 @@ class Reception:
         *,
         priority: int = 0,
         time_left_s: float | None = None,
+        cache_salt: str = "",
     ) -> Request:
         """Returns a request that has no samples yet; arguments as of `Engine.submit`.
 
@@ -93,7 +94,7 @@ class Reception:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
         self._check_room(namespace, len(prompt) + _listed_token_count(sampling))
         self._count += 1
-        root = root_of(self._model, self._layout, namespace, adapter)
+        root = root_of(self._model, self._layout, namespace, adapter, cache_salt)
         request = Request(self._count, request_id, prompt, sampling, namespace, root, self._clock())
         request.rotation, request.priority, request.adapter = self._model.rotation, priority, adapter
         if time_left_s is not None:

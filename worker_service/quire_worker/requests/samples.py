@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from quire.hashing import root_digest
+from quire.hashing import root_digest, salted_root
 
 from quire_worker.execution.parts import Computed, Token
 from quire_worker.model.adapters.adapter import Adapter
@@ -22,10 +22,11 @@ from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
 
-def root_of(model: PagedModel, layout: str, namespace: str, adapter: Adapter | None) -> bytes:
+def root_of(model: PagedModel, layout: str, namespace: str, adapter: Adapter | None, cache_salt: str) -> bytes:
     """Returns the digest that the prefixes of a request start from."""
     digest = b"" if adapter is None else adapter.digest
-    return root_digest(fingerprint=model.fingerprint, layout=layout, adapter=digest, namespace=namespace)
+    root = root_digest(fingerprint=model.fingerprint, layout=layout, adapter=digest, namespace=namespace)
+    return salted_root(root, cache_salt)
 
 
 def begin_samples(
@@ -90,7 +91,13 @@ def _text_of(request: Request, tokenizer: Tokenizer, echo: str) -> StreamDecoder
     stream = tokenizer.new_stream(request.prompt, keeps_special=not sampling.skip_special_tokens)
     if not echo and not sampling.stop:
         return stream
-    return SampleText(stream, echo=echo, stops=sampling.stop, min_tokens=sampling.min_tokens)
+    return SampleText(
+        stream,
+        echo=echo,
+        stops=sampling.stop,
+        min_tokens=sampling.min_tokens,
+        keeps_stop=sampling.include_stop_in_output,
+    )
 
 
 class TokenIntake:
@@ -156,8 +163,11 @@ class TokenIntake:
             if drawn is not parent:
                 drawn.fork_from(parent)
             self._scheduler.extend(drawn, token, is_stop=self._is_stop(drawn.request.sampling, token))
+            sampling = drawn.request.sampling
             is_kept = drawn.finish_reason is not FinishReason.STOP
-            if is_kept and drawn.request.sampling.stop and not self._take_text(drawn, token):
+            if not is_kept and not self._is_end(sampling, token):
+                drawn.stop_reason, is_kept = token, sampling.include_stop_in_output
+            if is_kept and sampling.stop and not self._take_text(drawn, token):
                 continue
             if drawn is not parent and not drawn.has_ended:
                 self._scheduler.roster.add_fork(drawn)
@@ -165,16 +175,20 @@ class TokenIntake:
             self._note(drawn, [token] if is_kept else [], logprobs)
 
     def _is_stop(self, sampling: SamplingParams, token: int) -> bool:
+        return self._is_end(sampling, token) or token in sampling.stop_token_ids
+
+    def _is_end(self, sampling: SamplingParams, token: int) -> bool:
+        """Tells whether a token is the model's end-of-text, and counts as such."""
         goes_on = sampling.ignore_eos and sampling.structure is None  # a structure is whole where it ends
-        ends = token in self._eos_token_ids and not goes_on
-        return ends or token in sampling.stop_token_ids
+        return token in self._eos_token_ids and not goes_on
 
     def _take_text(self, sample: Sample, token: int) -> bool:
         """Ends a sample whose text has come to a stop text; returns whether the token could be decoded."""
         text = sample.detokenizer
         assert isinstance(text, SampleText), "its request has no stop text"
         try:
-            if text.take(token):
+            if text.take(token) and not sample.has_ended:
+                sample.stop_reason = text.found
                 self._scheduler.roster.stop(sample)
         except TokenizerError as error:
             self._on_failure(sample.request, error)

@@ -17,6 +17,7 @@ TEMPERATURE_MAX = 100.0
 REPETITION_PENALTY_MIN = 0.01
 REPETITION_PENALTY_MAX = 100.0
 PENALTY_MAX = 2.0  # of presence and frequency, up and down
+BAD_WORD_COUNT_MAX = 256  # each is looked for with each token
 BIAS_MAX = 100.0  # up and down
 BIAS_COUNT_MAX = 1024
 TOKEN_LIST_COUNT_MAX = 1 << 16  # of allowed tokens, and of banned ones
@@ -100,6 +101,9 @@ class SamplingParams:
     length_penalty: float = 1.0  # power of the length that a beam's sum of logprobs is divided by
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
     skip_special_tokens: bool = True  # they are no part of the text
+    include_stop_in_output: bool = False  # the stop text or stop token
+    bad_words: tuple[str, ...] = ()  # texts
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same, tokenized
 
     @property
     def is_greedy(self) -> bool:
@@ -192,6 +196,11 @@ class SamplingParams:
                 raise ParameterError(
                     "stop", f"must be texts of 1 to {STOP_CHARACTER_COUNT_MAX} characters, not {found}"
                 )
+        check_count("bad_words", self.bad_words, BAD_WORD_COUNT_MAX)
+        for text in self.bad_words:
+            if not isinstance(text, str) or not text.strip() or len(text) > STOP_CHARACTER_COUNT_MAX:
+                what = f"must be texts of 1 to {STOP_CHARACTER_COUNT_MAX} characters, and not of spaces alone"
+                raise ParameterError("bad_words", what)
 
     def _check_beams(self) -> None:
         _check_integer("num_beams", self.num_beams, 1, SAMPLE_COUNT_MAX)
@@ -214,7 +223,7 @@ _DEFAULTS = SamplingParams()
 # What changes logits, or would have to be told of a text before it is known; what greedy choice ignores is ignored.
 _NOT_WITH_BEAMS = (
     *("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
-    *("banned_token_ids", "stop", "logprobs", "prompt_logprobs", "best_of", "structure"),
+    *("banned_token_ids", "bad_words", "stop", "logprobs", "prompt_logprobs", "best_of", "structure"),
 )
 
 

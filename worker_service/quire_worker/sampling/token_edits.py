@@ -42,6 +42,9 @@ class TokenEdits:
         self._params = params
         self._stop_token_ids = np.array(sorted(set(stop_token_ids)) if params.min_tokens else [], dtype=np.int64)
         self._output_count = 0
+        self._words = params.bad_word_ids
+        self._recent: tuple[int, ...] = ()  # of the text, as many as a bad word has before its last token
+        self._recent_max = max((len(word) for word in self._words), default=1) - 1
         self._is_shared = False
         biases = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
         seen = set(prompt) if params.repetition_penalty != 1 else set()
@@ -55,11 +58,19 @@ class TokenEdits:
     @staticmethod
     def are_needed(params: SamplingParams) -> bool:
         """Tells whether a request changes any single logit."""
-        return bool(params.has_penalties or params.logit_bias or params.banned_token_ids or params.min_tokens)
+        return bool(
+            params.has_penalties
+            or params.logit_bias
+            or params.banned_token_ids
+            or params.min_tokens
+            or params.bad_word_ids
+        )
 
     def take(self, token: int) -> None:
         """Counts a token of the text."""
         self._output_count += 1
+        if self._recent_max:
+            self._recent = (*self._recent, token)[-self._recent_max :]
         if not self._params.has_penalties:
             return
         if self._is_shared:
@@ -83,8 +94,9 @@ class TokenEdits:
         subtrahend = count * np.float32(params.frequency_penalty) + (count > 0) * np.float32(params.presence_penalty)
         columns = EditColumns(self._token[:size], self._bias[:size], factor, subtrahend.astype(np.float32))
         if self._output_count < params.min_tokens:
-            columns = self._without_stops(columns)
-        return columns
+            columns = _without(columns, self._stop_token_ids)
+        ended = {word[-1] for word in self._words if word[:-1] == self._recent[len(self._recent) - len(word) + 1 :]}
+        return _without(columns, np.array(sorted(ended), dtype=np.int64)) if ended else columns
 
     def copy(self) -> TokenEdits:
         """Returns the same for a sample that goes on from here by itself."""
@@ -93,18 +105,6 @@ class TokenEdits:
         twin.__dict__.update(self.__dict__)
         return twin
 
-    def _without_stops(self, columns: EditColumns) -> EditColumns:
-        """Rules out what would end the text too early. Each token has one entry: later ones must not undo it."""
-        stops = self._stop_token_ids
-        others = ~np.isin(columns.token, stops)
-        ruled_out = EditColumns(
-            stops,
-            np.full(len(stops), -np.inf, dtype=np.float32),
-            np.ones(len(stops), dtype=np.float32),
-            np.zeros(len(stops), dtype=np.float32),
-        )
-        return EditColumns(*(np.concatenate((old[others], new)) for old, new in zip(columns, ruled_out, strict=True)))
-
     def _make_room(self) -> None:
         if self._size < len(self._token):
             return
@@ -112,6 +112,18 @@ class TokenEdits:
         for name in ("_token", "_bias", "_is_seen", "_count"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate((old, np.zeros(more, dtype=old.dtype))))
+
+
+def _without(columns: EditColumns, tokens: np.ndarray) -> EditColumns:
+    """Rules tokens out, int64 `[tokens]`. Each token has one entry: later ones must not undo it."""
+    others = ~np.isin(columns.token, tokens)
+    ruled_out = EditColumns(
+        tokens,
+        np.full(len(tokens), -np.inf, dtype=np.float32),
+        np.ones(len(tokens), dtype=np.float32),
+        np.zeros(len(tokens), dtype=np.float32),
+    )
+    return EditColumns(*(np.concatenate((old[others], new)) for old, new in zip(columns, ruled_out, strict=True)))
 
 
 def apply_edits(logits: torch.Tensor, edits: Sequence[tuple[int, TokenEdits]]) -> None:

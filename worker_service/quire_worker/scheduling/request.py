@@ -78,6 +78,7 @@ class Delivery(NamedTuple):
         logprobs: of the tokens, where they were asked for.
         prompt_logprobs: of the prompt's, with the first one of the request.
         score: of a text that a beam search has found.
+        stop_reason: the stop text or stop token that ended the sample.
     """
 
     sample: int
@@ -88,6 +89,7 @@ class Delivery(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     score: float | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -167,6 +169,7 @@ class Sample:
         begun_with: tokens that it began with, for whose number its keys are rotated at least; see `model/rotary.py`.
         passed: the head of the queue that it was let in before, until that one is; see `backfill.py`.
         swapped: what of it is in host memory, from a preemption until it is restored.
+        stop_reason: the stop text or stop token that ended it.
         logprob_sum: of its tokens so far, where samples are compared.
         beam: of a beam search.
         branch: what is asked of it, where it is a branch's.
@@ -193,6 +196,7 @@ class Sample:
     swapped: Swapped | None = None
     has_ended: bool = False
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     logprob_sum: float = 0.0
     beam: Beam | None = None
     branch: BranchTask | None = None

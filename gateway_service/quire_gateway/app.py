@@ -17,22 +17,27 @@ from starlette.exceptions import HTTPException
 
 from quire_gateway import asks, relay, replies, texts
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
+from quire_gateway.branches.endpoints import BODIES as BRANCH_BODIES
+from quire_gateway.branches.endpoints import serve_branches
 from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
 from quire_gateway.reading import Reader
+from quire_gateway.responses.bodies import ResponseBody
+from quire_gateway.responses.endpoints import serve_responses
+from quire_gateway.responses.store import Store
 from quire_gateway.serving import Served
 from quire_gateway.texts import DetokenizeBody, TokenizeBody
+from quire_gateway.work import Work, described
 
 PATH_SHOWN: Final = 256  # characters of one that there is not
 BodyT = TypeVar("BodyT", bound=Body)
-ReadT = TypeVar("ReadT", bound=BaseModel)
-AskT = TypeVar("AskT")
 
 
 def make_app(
     fleet: Fleet,
     telemetry: Telemetry,
+    store: Store,
     *,
     version: str,
     request_timeout_s: float,
@@ -43,7 +48,7 @@ def make_app(
     app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
     collector = GatewayCollector(telemetry, fleet)
 
-    reader = Reader()
+    work = Work(fleet, telemetry, Reader(), request_timeout_s)
 
     async def answer(
         request: Request,
@@ -52,29 +57,20 @@ def make_app(
         form: Callable[..., replies.Form],
     ) -> Served:
         state = request.state
-        ask = await reader.ask(await request.body(), request.headers.get("content-type", ""), kind, ask_of)
+        ask = await work.read(request, kind, ask_of)
         call = await relay.prepare(
             fleet, ask, namespace=state.namespace, request_id=state.request_id, timeout_s=request_timeout_s
         )
         shape = form(state.request_id, int(time.time()), call.model.name, with_usage=ask.with_usage)
         return Served(fleet, call, shape, telemetry, state.started_s)
 
-    @app.post("/v1/completions", openapi_extra=_described(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=described(CompletionBody))
     async def completions(request: Request) -> Response:
         return await answer(request, CompletionBody, asks.of_completion, replies.CompletionForm)
 
-    @app.post("/v1/chat/completions", openapi_extra=_described(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=described(ChatBody))
     async def chat_completions(request: Request) -> Response:
         return await answer(request, ChatBody, asks.of_chat, replies.ChatForm)
-
-    @app.get("/v1/models")
-    @app.head("/v1/models", include_in_schema=False)
-    async def models() -> Response:
-        return _json(replies.models(fleet.models()))
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        return _json(orjson.dumps(replies.model(*fleet.model(name))))
 
     @app.get("/healthz")
     @app.head("/healthz", include_in_schema=False)
@@ -94,28 +90,41 @@ def make_app(
     async def metrics() -> Response:
         return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
 
-    _serve_texts(app, fleet, reader)
+    _serve_models(app, fleet)
+    serve_responses(app, work, store)
+    serve_branches(app, work)
+    _serve_texts(app, work)
     _serve_overview(app, version)
     _put_errors_in_form(app)
     _describe_bodies(app)
     return app
 
 
-def _serve_texts(app: FastAPI, fleet: Fleet, reader: Reader) -> None:
+def _serve_models(app: FastAPI, fleet: Fleet) -> None:
+    """Adds the lists of models."""
+
+    @app.get("/v1/models")
+    @app.head("/v1/models", include_in_schema=False)
+    async def models() -> Response:
+        return _json(replies.models(fleet.models()))
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return _json(orjson.dumps(replies.model(*fleet.model(name))))
+
+
+def _serve_texts(app: FastAPI, work: Work) -> None:
     """Adds the endpoints of tokens, as vLLM has them."""
 
-    async def read(request: Request, kind: type[ReadT], ask_of: Callable[[ReadT], AskT]) -> AskT:
-        return await reader.ask(await request.body(), request.headers.get("content-type", ""), kind, ask_of)
-
-    @app.post("/tokenize", openapi_extra=_described(TokenizeBody))
+    @app.post("/tokenize", openapi_extra=described(TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        asked = await read(request, TokenizeBody, texts.of_tokenize)
-        return _json(orjson.dumps(await texts.tokenized(fleet, asked)))
+        asked = await work.read(request, TokenizeBody, texts.of_tokenize)
+        return _json(orjson.dumps(await texts.tokenized(work.fleet, asked)))
 
-    @app.post("/detokenize", openapi_extra=_described(DetokenizeBody))
+    @app.post("/detokenize", openapi_extra=described(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        asked = await read(request, DetokenizeBody, lambda body: body)
-        return _json(orjson.dumps(await texts.detokenized(fleet, asked)))
+        asked = await work.read(request, DetokenizeBody, lambda body: body)
+        return _json(orjson.dumps(await texts.detokenized(work.fleet, asked)))
 
 
 def _serve_overview(app: FastAPI, version: str) -> None:
@@ -133,16 +142,11 @@ def _serve_overview(app: FastAPI, version: str) -> None:
         return _json(orjson.dumps({"version": version}))
 
 
-def _described(kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns what an operation says of its body, which FastAPI does not read."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
 def _describe_bodies(app: FastAPI) -> None:
     """Puts the fields of bodies into the description for programs."""
     kinds: list[tuple[type[BaseModel], Any]] = [
-        (kind, "validation") for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+        (kind, "validation")
+        for kind in (CompletionBody, ChatBody, ResponseBody, TokenizeBody, DetokenizeBody, *BRANCH_BODIES)
     ]
     _, found = models_json_schema(kinds, ref_template="#/components/schemas/{model}")
     make = app.openapi

@@ -22,6 +22,9 @@ METRIC_NAMES: Final = frozenset(
         "quire_gateway_in_flight",
         "quire_gateway_callers_left_total",
         "quire_gateway_tokens_total",
+        "quire_gateway_continued_responses_total",
+        "quire_gateway_stored_responses",
+        "quire_gateway_stored_response_bytes",
         "quire_gateway_first_token_seconds",
         "quire_gateway_request_seconds",
         "quire_gateway_worker_ready",
@@ -31,6 +34,8 @@ METRIC_NAMES: Final = frozenset(
         "quire_gateway_log_lines_dropped_total",
     }
 )
+TAIL: Final = "tail"
+MORE: Final = "more"
 _KINDS: Final = ("prompt", "cached", "output")
 
 
@@ -44,6 +49,10 @@ class Telemetry:
         first_token: seconds to the first piece of a text.
         whole: seconds to the end of an answer.
         taken: tokens of all answers.
+        continued: responses that continue another one, by whether they computed their own tail alone, and at most a
+            block before it, or more.
+        stored_count: responses that are kept.
+        stored_bytes: that they take.
     """
 
     def __init__(self) -> None:
@@ -53,6 +62,9 @@ class Telemetry:
         self.first_token = Histogram(_SECONDS)
         self.whole = Histogram(_SECONDS)
         self.taken = Taken()
+        self.continued: Counter[str] = Counter({TAIL: 0, MORE: 0})
+        self.stored_count = 0
+        self.stored_bytes = 0
 
 
 class GatewayCollector(Collector):
@@ -79,6 +91,7 @@ class GatewayCollector(Collector):
         for kind, count in zip(_KINDS, numbers.taken[:3], strict=True):
             tokens.add_metric((kind,), count)
         yield tokens
+        yield from _of_responses(numbers)
         for name, text, histogram in (
             ("first_token", "Seconds from a request to the first piece of its text.", numbers.first_token),
             ("request", "Seconds from a request to the end of its answer.", numbers.whole),
@@ -100,6 +113,19 @@ class GatewayCollector(Collector):
             watched.add_metric(address, float(backend.mirror is not None and backend.mirror.is_exact))
         yield from (ready, chosen, load, watched)
         yield dropped_lines("quire_gateway")
+
+
+def _of_responses(numbers: Telemetry) -> Iterator[Metric]:
+    continued = CounterMetricFamily(
+        "quire_gateway_continued_responses",
+        "Responses that continue another one: what they computed is their own tail and at most a block, or more.",
+        labels=("computed",),
+    )
+    for computed, count in sorted(numbers.continued.items()):
+        continued.add_metric((computed,), count)
+    yield continued
+    yield GaugeMetricFamily("quire_gateway_stored_responses", "Responses that are kept.", numbers.stored_count)
+    yield GaugeMetricFamily("quire_gateway_stored_response_bytes", "Bytes that they take.", numbers.stored_bytes)
 
 
 def exposition(collector: GatewayCollector) -> bytes:

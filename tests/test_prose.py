@@ -19,7 +19,7 @@ MARKDOWN = sorted(
 CHARACTERS_MAX = 160  # of a line outside of tables, code and the targets of links
 LINES_MAX = {"README.md": 110, "ARCHITECTURE.md": 120}
 DECISION_LINES_MAX = 40
-PAGES_WORDS_MAX = 30_500  # of docs/ without the decisions and the record of bugs, as `wc -w` counts
+PAGES_WORDS_MAX = 31_500  # of docs/ without the decisions and the record of bugs, as `wc -w` counts
 SUBJECT_CHARACTERS_MAX = 72
 SUBJECTS_AFTER = "7e723954ef84b51f4dc586a74a69bc7546cd894d"  # earlier subjects are as long as they are
 

@@ -17,19 +17,23 @@ from starlette.exceptions import HTTPException
 
 from quire_gateway import asks, listing, relay, replies, texts
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
+from quire_gateway.branches.endpoints import BODIES as BRANCH_BODIES
+from quire_gateway.branches.endpoints import serve_branches
 from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, defect
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
 from quire_gateway.reading import Reader
+from quire_gateway.responses.bodies import ResponseBody
+from quire_gateway.responses.endpoints import serve_responses
+from quire_gateway.responses.store import Store
 from quire_gateway.serving import Served
 from quire_gateway.stream_head import KEEP_ALIVE_S
 from quire_gateway.texts import DetokenizeBody, TokenizeBody
+from quire_gateway.work import Work, described
 
 PATH_SHOWN: Final = 256  # characters of one that there is not
 BodyT = TypeVar("BodyT", bound=Body)
-ReadT = TypeVar("ReadT", bound=BaseModel)
-AskT = TypeVar("AskT")
 EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 # OpenAI's and vLLM's endpoints of models that do not generate.
 POOLING_PATHS: Final = (
@@ -41,6 +45,7 @@ POOLING_PATHS: Final = (
 def make_app(
     fleet: Fleet,
     telemetry: Telemetry,
+    store: Store,
     *,
     version: str,
     request_timeout_s: float,
@@ -50,7 +55,7 @@ def make_app(
     """Returns the endpoints as an ASGI application."""
     # Its pages would load scripts from elsewhere; /openapi.json has the same for programs.
     app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
-    reader = Reader()
+    work = Work(fleet, telemetry, Reader(), request_timeout_s, keep_alive_s)
 
     async def answer(
         request: Request,
@@ -59,7 +64,7 @@ def make_app(
         form: Callable[..., replies.Form],
     ) -> Served:
         state = request.state
-        ask = await reader.ask(await request.body(), request.headers.get("content-type", ""), kind, ask_of)
+        ask = await work.read(request, kind, ask_of)
         call = await relay.prepare(
             fleet,
             ask,
@@ -78,25 +83,20 @@ def make_app(
         )
         return Served(fleet, call, shape, telemetry, state.started_s, keep_alive_s=keep_alive_s)
 
-    @app.post("/v1/completions", openapi_extra=_described(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=described(CompletionBody))
     async def completions(request: Request) -> Response:
         return await answer(request, CompletionBody, asks.of_completion, replies.CompletionForm)
 
-    @app.post("/v1/chat/completions", openapi_extra=_described(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=described(ChatBody))
     async def chat_completions(request: Request) -> Response:
         return await answer(request, ChatBody, asks.of_chat, replies.ChatForm)
 
-    @_got(app, "/v1/models")
-    async def models() -> Response:
-        return _json(replies.models(model[:5] for model in fleet.models()))
-
-    @_got(app, "/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        return _json(orjson.dumps(replies.model(*fleet.model(name)[:5])))
-
+    _serve_models(app, fleet)
+    serve_responses(app, work, store)
+    serve_branches(app, work)
     _serve_probes(app, fleet, is_draining)
     _serve_operators(app, fleet, telemetry)
-    _serve_texts(app, fleet, reader)
+    _serve_texts(app, work)
     _refuse_pooling(app)
     _serve_overview(app, version)
     _put_errors_in_form(app)
@@ -154,21 +154,30 @@ def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry) -> None:
         return _json(orjson.dumps(await listing.listed(fleet, tuple(telemetry.entries), time.monotonic())))
 
 
-def _serve_texts(app: FastAPI, fleet: Fleet, reader: Reader) -> None:
+def _serve_models(app: FastAPI, fleet: Fleet) -> None:
+    """Adds the lists of models."""
+
+    @_got(app, "/v1/models")
+    async def models() -> Response:
+        return _json(replies.models(model[:5] for model in fleet.models()))
+
+    @_got(app, "/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return _json(orjson.dumps(replies.model(*fleet.model(name)[:5])))
+
+
+def _serve_texts(app: FastAPI, work: Work) -> None:
     """Adds the endpoints of tokens, as vLLM has them."""
 
-    async def read(request: Request, kind: type[ReadT], ask_of: Callable[[ReadT], AskT]) -> AskT:
-        return await reader.ask(await request.body(), request.headers.get("content-type", ""), kind, ask_of)
-
-    @app.post("/tokenize", openapi_extra=_described(TokenizeBody))
+    @app.post("/tokenize", openapi_extra=described(TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        asked = await read(request, TokenizeBody, texts.of_tokenize)
-        return _json(orjson.dumps(await texts.tokenized(fleet, asked)))
+        asked = await work.read(request, TokenizeBody, texts.of_tokenize)
+        return _json(orjson.dumps(await texts.tokenized(work.fleet, asked)))
 
-    @app.post("/detokenize", openapi_extra=_described(DetokenizeBody))
+    @app.post("/detokenize", openapi_extra=described(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        asked = await read(request, DetokenizeBody, lambda body: body)
-        return _json(orjson.dumps(await texts.detokenized(fleet, asked)))
+        asked = await work.read(request, DetokenizeBody, lambda body: body)
+        return _json(orjson.dumps(await texts.detokenized(work.fleet, asked)))
 
 
 def _serve_overview(app: FastAPI, version: str) -> None:
@@ -185,16 +194,11 @@ def _serve_overview(app: FastAPI, version: str) -> None:
         return _json(orjson.dumps({"version": version}))
 
 
-def _described(kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns what an operation says of its body, which FastAPI does not read."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
 def _describe_bodies(app: FastAPI) -> None:
     """Puts the fields of bodies into the description for programs."""
     kinds: list[tuple[type[BaseModel], Any]] = [
-        (kind, "validation") for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+        (kind, "validation")
+        for kind in (CompletionBody, ChatBody, ResponseBody, TokenizeBody, DetokenizeBody, *BRANCH_BODIES)
     ]
     _, found = models_json_schema(kinds, ref_template="#/components/schemas/{model}")
     make = app.openapi

@@ -139,6 +139,16 @@ def of_completion(body: CompletionBody) -> Ask:
     return _ask(body, body.prompt, max_tokens, body.logprobs, names)._replace(is_echo_alone=is_echo_alone)
 
 
+def of_continuation(body: Body, max_tokens: int | None, top_logprob_count: int | None) -> Ask:
+    """Reads the body of what a branch goes on with: a completion whose prompt its worker has.
+
+    Raises:
+        ApiError: it asks for what is not served, which the error names.
+    """
+    names = {PROMPT: PROMPT, "max_tokens": "max_tokens", "logprobs": "logprobs"}
+    return _ask(body, ((),), max_tokens or MAX_TOKENS_DEFAULT, top_logprob_count, names)
+
+
 def of_chat(body: ChatBody) -> Ask:
     """Reads the body of a chat.
 

@@ -14,6 +14,7 @@ SERVER: Final = "server_error"
 RATE: Final = "rate_limit_error"
 TOO_LARGE: Final = "request_too_large"  # a code, as the next one
 MODEL_NOT_FOUND: Final = "model_not_found"
+BRANCH_NOT_FOUND: Final = "branch_not_found"
 
 # Status, type and code by canonical code; more precise ones by reason follow below.
 _BY_CODE: Final = {
@@ -33,6 +34,7 @@ _BY_REASON: Final = {
     Reason.QUEUE_FULL: (429, RATE, "queue_full"),
     Reason.OUT_OF_MEMORY: (503, SERVER, "out_of_memory"),
     Reason.ADAPTER_UNKNOWN: (404, INVALID, MODEL_NOT_FOUND),
+    Reason.BRANCH_UNKNOWN: (404, INVALID, BRANCH_NOT_FOUND),
 }
 _TOO_LONG: Final = (
     "the answer was not whole in the time that this gateway gives a request: ask for less at a time, or have it started"

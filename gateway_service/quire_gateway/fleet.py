@@ -291,6 +291,11 @@ class Fleet:
         ]
         return candidates[routing.best(standings)]
 
+    def block_size(self, model: Model) -> int:
+        """Returns how many tokens a block has: of the workers of a model, the largest."""
+        statuses = [backend.status for backend in self.backends if backend.serves(model)]
+        return max((status.block_size for status in statuses if status is not None), default=0)
+
     async def _poll(self, backend: Backend) -> None:
         while True:
             await asyncio.sleep(POLL_S)

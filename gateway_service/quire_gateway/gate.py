@@ -34,8 +34,10 @@ log = structlog.get_logger()
 
 OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # probes send no key, and no known host name
 OPERATOR_PATHS: Final = frozenset({"/metrics", "/requests"})  # of all callers together
-ROUTES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})  # labels of metrics; else "other"
-WORK: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
+# Labels of metrics; what is below the last two has theirs, and the rest "other".
+ROUTES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/responses", "/v1/branches")
+_PARENTS: Final = ROUTES[-2:]
+WORK: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"})
 BODIES_BYTES: Final = 64 << 20  # all bodies in flight may take the largest of: this,
 BODIES_PER_BODY: Final = 8  # this many bodies of the largest size,
 BODY_BYTES_EXPECTED: Final = 32 << 10  # and this many for each request that may be in flight
@@ -112,7 +114,7 @@ class Gate:
             namespace = "" if key is None else key.namespace
             state = scope.setdefault("state", {})
             state.update(namespace=namespace, request_id=request_id.decode(), started_s=started_s)
-            if scope["path"] in WORK and scope["method"] == "POST":
+            if _is_work(scope["path"]) and scope["method"] == "POST":
                 name = "" if key is None else key.name
                 entry = Entry(request_id.decode(), name, namespace, scope["path"], started_s)
                 state["entry"] = entry
@@ -128,9 +130,8 @@ class Gate:
             log.error("request failed", request_id=request_id.decode(), error=type(error).__name__, where=_where(error))
             await answer.refuse(defect())
         finally:
-            route = scope["path"] if scope["path"] in ROUTES else "other"
-            self._telemetry.answers[route, answer.status] += 1
-            if scope["path"] in WORK:
+            self._telemetry.answers[_route(scope["path"]), answer.status] += 1
+            if _is_work(scope["path"]):
                 self._telemetry.whole.observe(time.monotonic() - started_s)
             if entry is not None:
                 entry.error = entry.error or answer.error
@@ -243,6 +244,17 @@ def _with_body(receive: Receive, body: bytes) -> Receive:
     return receive_again
 
 
+def _is_work(path: str) -> bool:
+    """Tells whether what is posted there has workers compute."""
+    return path in WORK or path.startswith("/v1/branches")
+
+
+def _route(path: str) -> str:
+    if path in ROUTES:
+        return path
+    return next((parent for parent in _PARENTS if path.startswith(f"{parent}/")), "other")
+
+
 def _where(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}"
@@ -259,7 +271,7 @@ def let_in(gate: Gate, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         gate,
         allow_origins=origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=("retry-after", "x-request-id"),
         allow_private_network=True,  # a browser also asks whether an internet page may reach this network

@@ -23,6 +23,9 @@ METRIC_NAMES: Final = frozenset(
         "quire_gateway_in_flight",
         "quire_gateway_callers_left_total",
         "quire_gateway_tokens_total",
+        "quire_gateway_continued_responses_total",
+        "quire_gateway_stored_responses",
+        "quire_gateway_stored_response_bytes",
         "quire_gateway_first_token_seconds",
         "quire_gateway_request_seconds",
         "quire_gateway_worker_ready",
@@ -37,6 +40,8 @@ METRIC_NAMES: Final = frozenset(
 )
 KEYS_SHOWN: Final = 20
 OTHER: Final = "other"
+TAIL: Final = "tail"
+MORE: Final = "more"
 _KINDS: Final = ("prompt", "cached", "output")
 
 
@@ -53,6 +58,10 @@ class Telemetry:
         entries: requests that are being answered, in the order in which they came.
         by_key: requests and tokens of each kind, by model and by name of the key.
         retry_count: workers that were asked after another one had refused.
+        continued: responses that continue another one, by whether they computed their own tail alone, and at most a
+            block before it, or more.
+        stored_count: responses that are kept.
+        stored_bytes: that they take.
     """
 
     def __init__(self) -> None:
@@ -62,6 +71,9 @@ class Telemetry:
         self.first_token = Histogram(_SECONDS)
         self.whole = Histogram(_SECONDS)
         self.taken = Taken()
+        self.continued: Counter[str] = Counter({TAIL: 0, MORE: 0})
+        self.stored_count = 0
+        self.stored_bytes = 0
         self.entries: dict[Entry, None] = {}
         self.by_key: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * (1 + len(_KINDS)))
         self.retry_count = 0
@@ -103,6 +115,7 @@ class GatewayCollector(Collector):
         yield CounterMetricFamily(
             "quire_gateway_retries", "Workers that were asked after another had refused.", numbers.retry_count
         )
+        yield from _of_responses(numbers)
         for name, text, histogram in (
             ("first_token", "Seconds from a request to the first piece of its text.", numbers.first_token),
             ("request", "Seconds from a request to the end of its answer.", numbers.whole),
@@ -147,6 +160,19 @@ class GatewayCollector(Collector):
             for kind, token_count in zip(_KINDS, of_kinds, strict=True):
                 tokens.add_metric((*label, kind), token_count)
         yield from (requests, tokens)
+
+
+def _of_responses(numbers: Telemetry) -> Iterator[Metric]:
+    continued = CounterMetricFamily(
+        "quire_gateway_continued_responses",
+        "Responses that continue another one: what they computed is their own tail and at most a block, or more.",
+        labels=("computed",),
+    )
+    for computed, count in sorted(numbers.continued.items()):
+        continued.add_metric((computed,), count)
+    yield continued
+    yield GaugeMetricFamily("quire_gateway_stored_responses", "Responses that are kept.", numbers.stored_count)
+    yield GaugeMetricFamily("quire_gateway_stored_response_bytes", "Bytes that they take.", numbers.stored_bytes)
 
 
 def exposition(collector: GatewayCollector) -> bytes:

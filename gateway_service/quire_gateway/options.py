@@ -18,6 +18,8 @@ DRAIN_S: Final = 30.0
 BODY_BYTES_MAX: Final = 8 << 20
 IN_FLIGHT_MAX: Final = 2_048
 REQUEST_TIMEOUT_S: Final = 600.0
+RESPONSES_BYTES_MAX: Final = 256 << 20
+RESPONSES_LIFETIME_S: Final = 3_600.0
 _FILES: Final = {
     "worker-ca": ("QUIRE_TLS_CA", "authorities of workers and allocators; encrypts the connections"),
     "worker-cert": ("QUIRE_TLS_CERT", "certificate to show them"),
@@ -36,6 +38,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     for name in ("body_bytes_max", "in_flight_max"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.responses_bytes_max < 0:
+        parser.error("--responses-bytes-max must be at least 0")
+    if not options.responses_lifetime > 0:
+        parser.error("--responses-lifetime must be above 0")
     if not options.request_timeout > 0:
         parser.error("--request-timeout must be above 0")
     if not options.sse_keep_alive >= 0:
@@ -172,6 +178,20 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         default=IN_FLIGHT_MAX,
         help="requests being answered at a time; more get 429, and where API keys have several namespaces, one has as"
         " many as are left for others (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--responses-bytes-max",
+        type=int,
+        default=RESPONSES_BYTES_MAX,
+        help="of all responses that are kept to be asked for and continued; 0 keeps none, and where API keys have"
+        " several namespaces, one has as much as is left for others (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--responses-lifetime",
+        type=float,
+        metavar="SECONDS",
+        default=RESPONSES_LIFETIME_S,
+        help="that a response is kept (default: %(default)g)",
     )
     limits.add_argument(
         "--request-timeout",

@@ -13,13 +13,14 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import grpc
 import structlog
-from quire import AsyncClient
+from quire import AsyncBranch, AsyncClient
 from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
 from quire.streams import AsyncChunkStream
 
 from quire_gateway.asks import Ask, Prompt, with_defaults
 from quire_gateway.calls.plans import TAIL_TOKENS, Plan, ends_in_reasoning, plan_of
+from quire_gateway.continuing import Said, common_count, continued
 from quire_gateway.conversations import Chat
 from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, of_quire, unavailable
@@ -40,6 +41,13 @@ class Piece(NamedTuple):
     chunk: Chunk
 
 
+class Held(NamedTuple):
+    """A branch, and the worker that holds it."""
+
+    backend: Backend
+    branch: AsyncBranch
+
+
 class Call(NamedTuple):
     """One request, ready to be sent.
 
@@ -52,6 +60,7 @@ class Call(NamedTuple):
         timeout_s: for all of it.
         entry: of the list of requests.
         plan: how its answers are read; None where they are text.
+        held: the branch that goes on; its one prompt here is empty, because its worker has it.
     """
 
     ask: Ask
@@ -62,10 +71,20 @@ class Call(NamedTuple):
     timeout_s: float
     entry: Entry
     plan: Plan | None = None
+    held: Held | None = None
 
 
-async def prepare(fleet: Fleet, ask: Ask, *, entry: Entry, namespace: str, request_id: str, timeout_s: float) -> Call:
-    """Finds the model, and tokenizes the prompts.
+async def prepare(
+    fleet: Fleet,
+    ask: Ask,
+    *,
+    entry: Entry,
+    namespace: str,
+    request_id: str,
+    timeout_s: float,
+    said: Said | None = None,
+) -> Call:
+    """Finds the model, and tokenizes the prompts; one that continues what was said begins with its tokens.
 
     Raises:
         ApiError: nobody serves the model, or a prompt cannot be tokenized or has no room.
@@ -81,6 +100,12 @@ async def prepare(fleet: Fleet, ask: Ask, *, entry: Entry, namespace: str, reque
         if any(len(prompt) > kept for prompt in tokens):
             tokens = tuple(prompt[-kept:] for prompt in tokens)
             ask = ask._replace(prompts=tokens)  # an echo is of what was kept
+    if said is not None and said.model == model.base:
+        (prompt,) = tokens
+        same = common_count(said.tokens, prompt)
+        if said.is_begun_by(same) and same < len(said.tokens):
+            texts = await spelled(fleet, model, {*said.tokens[same:], *prompt[same:]})
+            tokens = (continued(said.tokens, prompt, same, texts),)
     longest = max(map(len, tokens))
     if longest + wanted > model.sequence_tokens_max:
         raise ApiError(
@@ -125,7 +150,8 @@ async def pieces(fleet: Fleet, call: Call) -> AsyncGenerator[Piece, None]:
         ApiError: a worker failed, or none is left.
     """
     if len(call.tokens) == 1:
-        async with aclosing(_answers(fleet, call, 0)) as chunks:
+        answers = _answers(fleet, call, 0) if call.held is None else _of_branch(call, call.held)
+        async with aclosing(answers) as chunks:
             async for chunk in chunks:
                 yield Piece(0, chunk)
         return
@@ -207,16 +233,83 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
     raise refusal
 
 
+async def _of_branch(call: Call, held: Held) -> AsyncGenerator[Chunk, None]:
+    """Yields the chunks with which a branch goes on.
+
+    Raises:
+        ApiError: its worker failed, or does not know it any more.
+    """
+    ask, backend = call.ask, held.backend
+    options = cast("SamplingOptions", {**ask.options, "max_tokens": ask.max_tokens})
+    try:
+        async with held.branch.stream(
+            request_id=call.request_id,
+            timeout_s=call.timeout_s,
+            priority=ask.priority,
+            interval_s=0.0 if ask.is_streamed else WHOLE_INTERVAL_S,
+            **options,
+        ) as chunks:
+            with _counted(backend, chunks):
+                async for chunk in chunks:
+                    if chunk.usage is not None:
+                        usage = chunk.usage
+                        held.branch.token_count = usage.prompt_token_count + usage.output_token_count
+                    yield chunk
+                if chunks not in backend.answers:
+                    raise unavailable("the worker that holds the branch is silent")
+    except QuireError as error:
+        raise of_quire(error, ask.names) from None
+
+
+async def prefilled(
+    fleet: Fleet,
+    model: Model,
+    tokens: tuple[int, ...],
+    namespace: str,
+    *,
+    ttl_s: float,
+    timeout_s: float,
+    names: Mapping[str, str],
+) -> Held:
+    """Returns a new branch of these tokens, at the first worker that takes it.
+
+    Raises:
+        ApiError: it is refused, or nobody answers.
+    """
+    asked: list[Backend] = []
+    refusal = unavailable("no worker answers")
+    while (backend := fleet.backend(model, tokens, namespace, asked)) is not None:
+        asked.append(backend)
+        try:
+            with busy(backend):
+                branch = await backend.client.prefill(tokens, namespace=namespace, ttl_s=ttl_s, timeout_s=timeout_s)
+            return Held(backend, branch)
+        except QuireError as error:
+            refusal = of_quire(error, names)
+            if error.code not in ELSEWHERE:
+                raise refusal from None
+    raise refusal
+
+
 @contextmanager
-def _counted(backend: Backend, answer: AsyncChunkStream) -> Iterator[None]:
+def busy(backend: Backend) -> Iterator[None]:
+    """Counts a call of a worker as long as it lasts."""
     backend.in_flight += 1
     backend.chosen_count += 1
-    backend.answers.add(answer)
     try:
         yield
     finally:
         backend.in_flight -= 1
-        backend.answers.discard(answer)
+
+
+@contextmanager
+def _counted(backend: Backend, answer: AsyncChunkStream) -> Iterator[None]:
+    with busy(backend):
+        backend.answers.add(answer)
+        try:
+            yield
+        finally:
+            backend.answers.discard(answer)
 
 
 async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Mapping[int, bytes]:

@@ -12,6 +12,7 @@ from quire.sampling import FinishReason, Usage
 from quire_gateway import probabilities
 from quire_gateway.calls.deltas import Call as CalledFunction
 from quire_gateway.calls.deltas import CallDelta, Delta
+from quire_gateway.failures import ApiError
 from quire_gateway.probabilities import Told
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -114,8 +115,11 @@ class Form(Protocol):
     ) -> Mapping[str, Any]:
         """Returns `logprobs` of tokens, each with its place in the text, in characters."""
 
-    def usage(self, taken: Taken) -> bytes:
-        """Returns the event with `usage`, the last one of a stream that asked for it."""
+    def ending(self, taken: Taken) -> bytes:
+        """Returns the last events of a stream; `taken` is whole where usage was asked for."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Returns the last events of a stream that fails."""
 
 
 def reason_of(finish_reason: FinishReason | None, *, has_called: bool = False) -> str | None:
@@ -147,7 +151,7 @@ class _Form:
         head = {"id": identity, "object": kind, "created": created_s, "model": model, "system_fingerprint": fingerprint}
         if service_tier is not None:  # there is one tier, whichever was asked for
             head["service_tier"] = "default"
-        self._head = head
+        self._head, self._with_usage = head, with_usage
         self._piece_head = {**head, "object": piece_kind}
         # A stream's events differ only in their choice: the bytes before it are made once.
         self._before = b"data: " + orjson.dumps(self._piece_head)[:-1] + b',"choices":['
@@ -166,8 +170,12 @@ class _Form:
         usage = {} if taken is None else {"usage": taken.so_far()}
         return event({**self._piece_head, "choices": [choice], **further, **usage})
 
-    def usage(self, taken: Taken) -> bytes:
-        return event({**self._piece_head, "choices": [], "usage": taken.as_json()})
+    def ending(self, taken: Taken) -> bytes:
+        usage = {**self._piece_head, "choices": [], "usage": taken.as_json()}
+        return event(usage) + DONE if self._with_usage else DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body) + DONE
 
 
 class CompletionForm(_Form, Form):

@@ -45,6 +45,7 @@ from quire_gateway.hosts import Hosts
 from quire_gateway.keys import ApiKeys, KeyFile, read_keys
 from quire_gateway.metrics import Telemetry
 from quire_gateway.options import named_notation, parse_arguments
+from quire_gateway.responses.store import Store
 
 log = structlog.get_logger()
 
@@ -149,6 +150,12 @@ async def serve(options: argparse.Namespace) -> None:
         app = make_app(
             fleet,
             telemetry,
+            Store(
+                telemetry,
+                bytes_max=options.responses_bytes_max,
+                lifetime_s=options.responses_lifetime,
+                are_several=keys is not None and keys.namespace_count > 1,
+            ),
             version=VERSION,
             request_timeout_s=options.request_timeout,
             is_draining=lambda: gate.is_draining,

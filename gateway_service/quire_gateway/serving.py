@@ -11,11 +11,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-import orjson
 import structlog
 from quire.sampling import Chunk, FinishReason, TokenLogprobs
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from quire_gateway import relay
 from quire_gateway.calls.deltas import Delta, joined, joined_pieces
@@ -26,7 +25,7 @@ from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
 from quire_gateway.probabilities import Places, Told, of_prompt, text_of, token_ids, told_of, told_of_prompt
 from quire_gateway.relay import Call
-from quire_gateway.replies import DONE, Answer, Beside, Form, Taken, reason_of
+from quire_gateway.replies import Answer, Beside, Form, Taken, reason_of
 from quire_gateway.stream_head import KEEP_ALIVE_S, StreamHead
 
 log = structlog.get_logger()
@@ -105,6 +104,14 @@ class Served(Response):
             self._call.entry.prompt_tokens = sum(map(len, self._call.tokens))  # its worker has computed some of them
             log.debug("caller left", request_id=self._call.request_id)
 
+    async def unattended(self) -> None:
+        """Computes it for a caller that does not wait: its form alone has it.
+
+        Raises:
+            ApiError: nothing can be answered.
+        """
+        await self._whole(_nowhere)
+
     async def _whole(self, send: Send) -> None:
         """Sends all choices in one answer."""
         has_echo = bool(self._call.ask.options.get("echo"))
@@ -169,12 +176,12 @@ class Served(Response):
             self._check_whole(choices)
             if self._call.ask.with_usage:
                 await self._count_reasoning(choices)
-            last = form.usage(self._taken) + DONE if self._call.ask.with_usage else DONE
+            last = form.ending(self._taken)
         except ApiError as error:
             if not head.is_sent:
                 raise
             self._call.entry.error = error.code
-            last = b"data: " + orjson.dumps(error.body) + b"\n\n" + DONE
+            last = form.failed(error)
         await send({"type": "http.response.body", "body": last})
 
     def _new_choices(self) -> list[_Choice]:
@@ -235,7 +242,7 @@ class Served(Response):
             taken = Taken(len(prompt), output_token_count=output_count)
         if not ask.with_token_ids:
             return Beside(logprobs, taken=taken)
-        return Beside(logprobs, token_ids, prompt, taken)
+        return Beside(logprobs, token_ids, prompt if self._call.held is None else None, taken)
 
     def _index(self, number: int, chunk: Chunk) -> int:
         """Returns the number of a chunk's choice: prompt by prompt, and in each sample by sample."""
@@ -325,6 +332,10 @@ class Served(Response):
         """
         if any(choice.finish_reason is None for choice in choices):
             raise ApiError(502, "a worker ended its answer too early", kind="server_error", code="incomplete")
+
+
+async def _nowhere(_message: Message) -> None:
+    """Drops a message: nobody waits for it."""
 
 
 def _new_id(count: int) -> str:

@@ -30,6 +30,7 @@ from quire_gateway.connections import Connections
 from quire_gateway.fleet import Fleet
 from quire_gateway.gate import Gate
 from quire_gateway.metrics import Telemetry
+from quire_gateway.responses.store import Store
 from uvicorn.server import ServerState
 
 from tests.client.servers import USAGE, scripted_server
@@ -52,7 +53,8 @@ class FuzzedGateway:
 
     def __init__(self, fleet: Fleet) -> None:
         telemetry = Telemetry()
-        app = make_app(fleet, telemetry, version="0", request_timeout_s=1, is_draining=lambda: False)
+        store = Store(telemetry, bytes_max=1 << 20, lifetime_s=60, are_several=False)
+        app = make_app(fleet, telemetry, store, version="0", request_timeout_s=1, is_draining=lambda: False)
         self.described: dict[str, Any] = app.openapi()
         gate = Gate(
             app,

@@ -31,7 +31,22 @@ UPGRADES = (
     "Connection: Upgrade\r\nUpgrade: h2c\r\n",
     "Connection: keep-alive, upgrade\r\nUpgrade: websocket\r\n",
 )
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/a%2Fb", "/healthz", "/metrics", "/no?a=b")
+BODIES = {
+    "/v1/completions": "CompletionBody",
+    "/v1/chat/completions": "ChatBody",
+    "/v1/responses": "ResponseBody",
+    "/v1/branches": "PrefillBody",
+    "/v1/branches/branch_00/score": "ScoreBody",
+}
+PATHS = (
+    *BODIES,
+    "/v1/responses/resp_0/input_items?limit=1",
+    "/v1/models",
+    "/v1/models/a%2Fb",
+    "/healthz",
+    "/metrics",
+    "/no?a=b",
+)
 
 
 @dataclass(slots=True)
@@ -104,9 +119,9 @@ def number_of(dice: random.Random, schema: Any, _schemas: dict[str, Any], _depth
 def body_of(dice: random.Random, described: dict[str, Any], path: str) -> bytes:
     """A body for a route: by its schema, with a few bytes changed, or of the edges of JSON."""
     schemas = described["components"]["schemas"]
-    schema = schemas["ChatBody" if "chat" in path else "CompletionBody"]
+    schema = schemas[BODIES[path]]
     value = value_of(dice, schema, schemas)
-    if dice.random() < 0.5:
+    if "messages" in schema["properties"] and dice.random() < 0.5:
         value = right_but_for_one(dice, schema, schemas)
     text = json.dumps(value).encode()
     luck = dice.random()
@@ -143,9 +158,9 @@ def connection_of(dice: random.Random, described: dict[str, Any], serial: int) -
     for number in range(count):
         name = f"r{serial}-{number}"
         path = dice.choice(PATHS)
-        method = "POST" if "completions" in path else dice.choice(("GET", "GET", "POST", "HEAD", "OPTIONS", "PUT"))
-        body = body_of(dice, described, path) if "completions" in path else b""
-        if "completions" in path and dice.random() < 0.2:
+        method = "POST" if path in BODIES else dice.choice(("GET", "GET", "POST", "HEAD", "OPTIONS", "PUT"))
+        body = body_of(dice, described, path) if path in BODIES else b""
+        if path in BODIES and dice.random() < 0.2:
             hidden.append(f"h{serial}-{number}")
             body = f"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Request-Id: {hidden[-1]}\r\n\r\n".encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nX-Request-Id: {name}\r\n{dice.choice(UPGRADES)}"

@@ -102,7 +102,7 @@ class Texts:
         return await self.encoded(text, lambda text: pb.TokenizeResponse(token_ids=encode(text)))
 
     async def conversation(self, given: pb.Conversation, *, surround: bool = False) -> pb.TokenizeResponse:
-        """Returns the tokens of a conversation; `surround` adds the special ones that the checkpoint puts around a text.
+        """Returns the tokens of a conversation; `surround` adds those that the checkpoint puts around a text.
 
         Raises:
             QuireError: TOO_LARGE; BAD_PARAMETER, it is none, or the chat template refuses it.

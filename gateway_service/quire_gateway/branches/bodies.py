@@ -1,0 +1,61 @@
+"""Bodies of the endpoints of branches, with the words of `quire.AsyncBranch`. An unknown field is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from quire_gateway.bodies import MESSAGES_MAX, TOOLS_MAX, Body, Count, Flag, Logprobs, Message, Number, Token
+
+TOKENS_MAX = 1 << 19  # as many values as a body may have; how long a branch may be says its worker
+CANDIDATES_MAX = 256
+FORKS_MAX = 64
+TTL_S_MIN, TTL_S_MAX, TTL_S_DEFAULT = 0.1, 3_600.0, 60.0  # a worker's bounds
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=TOKENS_MAX, fail_fast=True)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class PrefillBody(_Strict):
+    """Body of POST /v1/branches: a text, tokens or a chat."""
+
+    model: str | None = None
+    prompt: str | Tokens | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=TOOLS_MAX, fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Flag = True
+    ttl_s: Annotated[Number, Field(ge=TTL_S_MIN, le=TTL_S_MAX)] = TTL_S_DEFAULT
+
+
+class ForkBody(_Strict):
+    """Body of POST /v1/branches/{id}/fork."""
+
+    count: Annotated[Count, Field(le=FORKS_MAX)] = 1
+
+
+class ExtendBody(_Strict):
+    """Body of POST /v1/branches/{id}/extend."""
+
+    continuation: str | Tokens
+
+
+class ScoreBody(_Strict):
+    """Body of POST /v1/branches/{id}/score."""
+
+    candidates: Annotated[list[str | Tokens], Field(min_length=1, max_length=CANDIDATES_MAX, fail_fast=True)]
+
+
+def _no_logprobs(given: object) -> object:
+    """Returns how many logprobs are wanted: false are none."""
+    return None if given is False else given
+
+
+class GenerateBody(Body):
+    """Body of POST /v1/branches/{id}/generate: that of a completion, without a prompt."""
+
+    max_tokens: Count | None = None
+    logprobs: Annotated[Logprobs | None, BeforeValidator(_no_logprobs)] = None

@@ -1,0 +1,50 @@
+"""Responses that are computed while nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Final
+
+from quire_gateway.failures import RATE, ApiError
+from quire_gateway.shares import Shares
+
+COUNT_MAX: Final = 256  # at a time
+
+
+class Background:
+    """Runs them. They end with the process, as the store does that their callers look into.
+
+    Args:
+        are_several: whether there are several namespaces. One then has as many as are left for another one.
+    """
+
+    def __init__(self, *, are_several: bool) -> None:
+        self._places = Shares(COUNT_MAX, is_for_several=are_several)
+        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def start(self, namespace: str, identity: str, work: Coroutine[None, None, None]) -> None:
+        """Begins one.
+
+        Raises:
+            ApiError: there are too many.
+        """
+        if not self._places.take(namespace, 1):
+            work.close()
+            what = f"as many responses are computed in the background as there is room for here (at most {COUNT_MAX})"
+            raise ApiError(429, f"{what}: try again", kind=RATE, code="queue_full")
+        task = self._running[namespace, identity] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._ended(namespace, identity))
+
+    async def cancel(self, namespace: str, identity: str) -> bool:
+        """Ends one; returns whether it was running."""
+        task = self._running.get((namespace, identity))
+        if task is None:
+            return False
+        task.cancel()
+        await asyncio.wait((task,))
+        return task.cancelled()
+
+    def _ended(self, namespace: str, identity: str) -> None:
+        del self._running[namespace, identity]
+        self._places.give_back(namespace, 1)

@@ -1,0 +1,58 @@
+"""The body of POST /v1/responses, field by field. An unknown field is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire_gateway.bodies import MESSAGES_MAX, TOOLS_MAX, Body, Count, Flag, Logprobs, Texts
+
+ID_CHARACTERS_MAX = 128  # of a response
+
+
+class Reasoning(BaseModel):
+    """How much the model thinks, and what is told of it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None  # reasoning itself is told, and no summary made
+    generate_summary: Literal["auto"] | None = None
+
+
+class TextOptions(BaseModel):
+    """Constraints on the text of an answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponseBody(Body):
+    """Body of POST /v1/responses; vLLM's parameters are those of a chat."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Field(max_length=ID_CHARACTERS_MAX)] | None = None
+    store: Flag | None = None
+    background: Flag | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: Flag | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include_reasoning: Flag | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include: Texts | None = None
+    max_tool_calls: Count | None = None  # taken and not used: it is of OpenAI's own tools
+    prompt_cache_key: str | None = None  # likewise: every prefix is found by what it is
+    prompt_cache_retention: str | None = None  # likewise
+    safety_identifier: str | None = None  # likewise: a key says who calls
+    top_logprobs: Logprobs | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    conversation: str | dict[str, Any] | None = None
+    context_management: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
+    prompt: dict[str, Any] | None = None

@@ -1,0 +1,140 @@
+"""Items of a conversation: as callers give them, as they are kept, and as the messages of a chat."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from quire_gateway.failures import invalid, missing, unsupported
+
+_ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+ID_CHARACTERS_MAX: Final = 128
+
+
+def new_id(kind: str) -> str:
+    """Returns an id for an item of this type."""
+    return f"{_PREFIXES[kind]}_{secrets.token_hex(24)}"
+
+
+def items_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns an input as items with ids.
+
+    Raises:
+        ApiError: one of them is nothing that a chat can have.
+    """
+    if isinstance(given, str):
+        return [_message({"role": "user", "content": given}, "input")]
+    return [_item(item, f"input[{number}]") for number, item in enumerate(given)]
+
+
+def _item(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    match given.get("type", "message"):
+        case "message":
+            return _message(given, where)
+        case "function_call":
+            return {
+                **_head(given, "function_call", where),
+                "status": "completed",
+                "call_id": _text_at(given, "call_id", where),
+                "name": _text_at(given, "name", where),
+                "arguments": _text_at(given, "arguments", where),
+            }
+        case "function_call_output":
+            output = given.get("output")
+            if not isinstance(output, str):
+                output = _joined(output, f"{where}.output")
+            head = _head(given, "function_call_output", where)
+            return {**head, "status": "completed", "call_id": _text_at(given, "call_id", where), "output": output}
+        case "reasoning":
+            # Its text is all that a template has use for; an encrypted one was made elsewhere.
+            content = given.get("content") or given.get("summary") or []
+            text = _joined(content, f"{where}.content", {"reasoning_text": "text", "summary_text": "text"})
+            told = [{"type": "reasoning_text", "text": text}]
+            return {**_head(given, "reasoning", where), "status": "completed", "summary": [], "content": told}
+        case other:
+            known = ", ".join(_PREFIXES)
+            raise unsupported(f"{where}.type", f"is {str(other)[:64]!r}: this server takes {known}")
+
+
+def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = _text_at(given, "role", where)
+    if role not in _ROLES:
+        raise invalid(f"{where}.role", f"{where}.role must be {', '.join(_ROLES)}, not {role[:64]!r}")
+    content = given.get("content")
+    text = content if isinstance(content, str) else _joined(content, f"{where}.content")
+    part: dict[str, Any] = {"type": "input_text", "text": text}
+    if role == "assistant":
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {**_head(given, "message", where), "status": "completed", "role": role, "content": [part]}
+
+
+def _head(given: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
+    """Returns id and type of an item. Ids are the caller's if there are any; nothing is found by them."""
+    identity = given.get("id")
+    if identity is not None and (not isinstance(identity, str) or not 0 < len(identity) <= ID_CHARACTERS_MAX):
+        raise invalid(f"{where}.id", f"{where}.id must be a text of 1 to {ID_CHARACTERS_MAX} characters")
+    return {"id": identity or new_id(kind), "type": kind}
+
+
+def _text_at(given: Mapping[str, Any], name: str, where: str) -> str:
+    value = given.get(name)
+    if value is None:
+        raise missing(f"{where}.{name}")
+    if not isinstance(value, str):
+        raise invalid(f"{where}.{name}", f"{where}.{name} must be a text")
+    return value
+
+
+def _joined(parts: Any, where: str, kinds: Mapping[str, str] = _TEXTS) -> str:
+    """Returns parts as one text.
+
+    Raises:
+        ApiError: they are no list of parts, or one of them is no text.
+    """
+    if parts is None:
+        raise missing(where)
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise invalid(where, f"{where} must be a text or an array of parts")
+    texts = []
+    for index, part in enumerate(parts):
+        place = f"{where}[{index}]"
+        if part.get("type") not in kinds:
+            raise unsupported(place, f"is of type {str(part.get('type'))[:64]!r}: this server takes text alone")
+        texts.append(_text_at(part, kinds[part["type"]], place))
+    return "\n".join(texts)
+
+
+def messages_of(items: Iterable[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """Returns items as the messages of a chat: what a model says in a row (reasoning, text, calls) is one message."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        match item["type"]:
+            case "message":
+                text = item["content"][0]["text"]
+                if item["role"] == "assistant":
+                    _said(messages, "content", "tool_calls")["content"] = text
+                else:
+                    messages.append({"role": _ROLES[item["role"]], "content": text})
+            case "reasoning":
+                said = _said(messages, "content", "tool_calls", "reasoning_content")
+                said["reasoning_content"] = said["reasoning"] = item["content"][0]["text"]
+            case "function_call":
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                _said(messages).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+    return messages
+
+
+def _said(messages: list[dict[str, Any]], *without: str) -> dict[str, Any]:
+    """Returns the message of the assistant that is being written: a new one where the last one is another's, or has one
+    of these fields already."""
+    if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in without):
+        messages.append({"role": "assistant"})
+    return messages[-1]

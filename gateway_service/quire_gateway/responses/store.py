@@ -1,0 +1,151 @@
+"""Responses that are kept: in memory, for a time, each for the namespace of its caller.
+
+Lifecycle of a response:
+
+    1. begun     only in the background: it has no output, and is replaced when it has ended
+    2. kept      it is found by its id, and can be continued
+    3. gone      deleted, its time is over, or its room was needed for a later one of its namespace
+
+Times are equal, so the oldest one is always the next whose time is over.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+from quire_gateway.continuing import Said
+from quire_gateway.metrics import Telemetry
+from quire_gateway.shares import Shares
+
+COUNT_MAX: Final = 65_536
+BYTES_EACH: Final = 2_048  # that a response takes beside its texts and tokens
+BYTES_OF_ITEM: Final = 64  # the same of one of its items
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A response that is kept.
+
+    Attributes:
+        response: its JSON.
+        items: JSON of each item that it was generated from; responses of one conversation share them.
+        said: what another one continues, 32 bits for each token; None until it has ended.
+        expires_s: by the clock of the store.
+    """
+
+    response: bytes
+    items: tuple[bytes, ...]
+    said: Said | None
+    expires_s: float
+
+    @property
+    def size_bytes(self) -> int:
+        """Returns what it takes; shared items count for each."""
+        items = sum(map(len, self.items)) + BYTES_OF_ITEM * len(self.items)
+        tokens = 0 if self.said is None else 4 * len(self.said.tokens)
+        return BYTES_EACH + len(self.response) + items + tokens
+
+    def conversation(self) -> tuple[bytes, ...]:
+        """Returns JSON of its items and of its output."""
+        return (*self.items, *map(orjson.dumps, orjson.loads(self.response)["output"]))
+
+
+class Store:
+    """Responses by namespace and id.
+
+    Attributes:
+        are_several: as given.
+
+    Args:
+        telemetry: counts them.
+        bytes_max: that all may take; 0 keeps none.
+        lifetime_s: of each.
+        are_several: whether there are several namespaces. One then has as much as is left for another one.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        *,
+        bytes_max: int,
+        lifetime_s: float,
+        are_several: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._telemetry, self._lifetime_s, self._clock = telemetry, lifetime_s, clock
+        self.are_several = are_several
+        self._bytes = Shares(bytes_max, is_for_several=are_several)
+        self._places = Shares(COUNT_MAX, is_for_several=are_several)
+        self._oldest_first: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._of: defaultdict[str, OrderedDict[str, Kept]] = defaultdict(OrderedDict)
+
+    def find(self, namespace: str, identity: str) -> Kept | None:
+        """Returns a response; None if there is none, or it is another namespace's."""
+        own = self._of.get(namespace)  # not [namespace], which would put one there
+        kept = None if own is None else own.get(identity)
+        return None if kept is None or kept.expires_s <= self._clock() else kept
+
+    def put(self, namespace: str, response: dict[str, Any], items: tuple[bytes, ...], said: Said | None = None) -> bool:
+        """Keeps a response in place of the one with its id, if there is room, and returns whether it is kept. The
+        oldest ones of its namespace make room."""
+        self.remove(namespace, response["id"])
+        now_s = self._clock()
+        while self._oldest_first:
+            key = next(iter(self._oldest_first))
+            if self._of[key[0]][key[1]].expires_s > now_s:
+                break
+            self.remove(*key)
+        if said is not None:
+            said = said._replace(tokens=array("I", said.tokens))
+        kept = Kept(orjson.dumps(response), items, said, now_s + self._lifetime_s)
+        while not self._take(namespace, kept.size_bytes):
+            if namespace not in self._of:
+                return False
+            self.remove(namespace, next(iter(self._of[namespace])))
+        self._of[namespace][response["id"]] = kept
+        self._oldest_first[namespace, response["id"]] = None
+        self._telemetry.stored_count += 1
+        self._telemetry.stored_bytes += kept.size_bytes
+        return True
+
+    def remove(self, namespace: str, identity: str) -> bool:
+        """Forgets a response; returns whether there was one."""
+        kept = self._of[namespace].pop(identity) if identity in self._of.get(namespace, ()) else None
+        if kept is None:
+            return False
+        if not self._of[namespace]:
+            del self._of[namespace]
+        del self._oldest_first[namespace, identity]
+        self._bytes.give_back(namespace, kept.size_bytes)
+        self._places.give_back(namespace, 1)
+        self._telemetry.stored_count -= 1
+        self._telemetry.stored_bytes -= kept.size_bytes
+        return kept.expires_s > self._clock()
+
+    def _take(self, namespace: str, size_bytes: int) -> bool:
+        if not self._places.take(namespace, 1):
+            return False
+        if self._bytes.take(namespace, size_bytes):
+            return True
+        self._places.give_back(namespace, 1)
+        return False
+
+    def check_invariants(self) -> None:
+        """Compares the counts with what is there.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        found = {(namespace, identity): kept for namespace, own in self._of.items() for identity, kept in own.items()}
+        assert found.keys() == self._oldest_first.keys()
+        assert all(self._of.values())
+        assert self._telemetry.stored_count == len(found)
+        assert self._telemetry.stored_bytes == sum(kept.size_bytes for kept in found.values())

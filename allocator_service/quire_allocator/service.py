@@ -302,8 +302,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
     @unary
     def ListPools(self, request: pb.ListPoolsRequest, permissions: Permissions) -> pb.ListPoolsResponse:
-        now = self.clock()
-        return pb.ListPoolsResponse(pools=[views.summary(owner, now) for owner in self._observable(permissions)])
+        return views.pool_page(self._observable(permissions), request, self.clock())
 
     @unary
     def GetPool(self, request: pb.GetPoolRequest, permissions: Permissions) -> pb.GetPoolResponse:

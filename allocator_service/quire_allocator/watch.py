@@ -7,7 +7,7 @@ Lifecycle of a watch:
     3. following  events as they are published; a new session of the pool leads back to 2
     4. ended      by its caller, because the pool is gone, or because it fell behind the events that are kept
 
-Where nothing happens, an event without a change comes every `WATCH_BEAT_S` seconds: the watcher knows then that it has
+Where nothing happens, an event `progress` comes every `WATCH_BEAT_S` seconds: the watcher knows then that it has
 missed nothing.
 
 A watcher reads the log at its own pace: nothing is queued for it, and no step ever waits for it. The pool changes while
@@ -89,7 +89,9 @@ class Watching:
                     async with asyncio.timeout(WATCH_BEAT_S):
                         await news.wait()
                 except TimeoutError:
-                    await context.write(pb.CacheEvent(pool=name, session_id=session_id, cursor=cursor))
+                    await context.write(
+                        pb.CacheEvent(pool=name, session_id=session_id, cursor=cursor, progress=pb.Progress())
+                    )
         finally:
             self.places.leave(caller)
             self._watchers[name].discard(news)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import structlog
 from quire.errors import InternalError, QuireError, Reason
-from quire.protocol.outcomes import Result, StepOutcome
+from quire.protocol.outcomes import StepOutcome
 from quire.session import AsyncSession, SessionLostError
 
 from quire_worker.cache import KVCache
@@ -42,6 +42,7 @@ from quire_worker.requests.reception import Reception
 from quire_worker.requests.samples import TokenIntake, begin_samples
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.granted import refusal_of
 from quire_worker.scheduling.plan import Batch, Plan, Work, is_for_first_tokens
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
@@ -367,7 +368,7 @@ class Engine:
             return None
         for request, result in self.scheduler.refused(plan, outcome):
             if not request.is_done:  # of several samples, each may be refused
-                self.fail(request, _refusal(result))
+                self.fail(request, refusal_of(result))
         return outcome
 
     def _end_failed(self, computed: Computed) -> None:
@@ -397,12 +398,3 @@ class Engine:
     def _decoding_failed(self, request: Request, error: TokenizerError) -> None:
         log.warning("decoding failed", error=str(error))
         self.fail(request, self.failed(request.request_id, TOKENIZER))
-
-
-def _refusal(result: Result) -> QuireError:
-    """Returns the error of a request that the allocator will never give what it needs."""
-    if result is Result.FORBIDDEN:
-        return QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the worker's own certificate does not permit this namespace")
-    log.error("the allocator refused a request for a reason that this worker does not know", result=int(result))
-    message = f"the allocator answered {result.name}, which this worker does not know: update the worker"
-    return QuireError.of(Reason.VERSION, message)

@@ -5,6 +5,9 @@ Namespaces that a reader may not use are left out.
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Iterable
+
 from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 
@@ -13,8 +16,41 @@ from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import usage
 from quire_allocator.core.readers.usage import PrefixUse
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.wire import translate
+
+
+def pool_page(owners: Iterable[Ownership], request: pb.ListPoolsRequest, now: float) -> pb.ListPoolsResponse:
+    """Returns a page of pools, which come by name, without their quotas.
+
+    Raises:
+        Refusal: MALFORMED, the page token is none of this allocator's.
+    """
+    after, response = _name_in(request.page_token), pb.ListPoolsResponse()
+    count_max = min(request.page_size or limits.POOLS_PER_PAGE_MAX, limits.POOLS_PER_PAGE_MAX)
+    byte_count = 0
+    for owner in owners:
+        if owner.name <= after:
+            continue
+        if len(response.pools) == count_max or byte_count >= limits.POOLS_PAGE_BYTES_MAX:
+            response.next_page_token = base64.urlsafe_b64encode(response.pools[-1].pool.encode()).decode()
+            break
+        each = summary(owner, now)
+        each.spec.ClearField("quotas")
+        response.pools.append(each)
+        byte_count += each.ByteSize()
+    return response
+
+
+def _name_in(page_token: str) -> str:
+    """Returns the name of the last pool of the page before; empty at the beginning."""
+    if not page_token:
+        return ""
+    try:
+        return translate.pool_name(base64.b64decode(page_token, altchars=b"-_", validate=True).decode("ascii"))
+    except (ValueError, Refusal):
+        raise Refusal("MALFORMED", "page_token is none that this allocator gave", field="page_token") from None
 
 
 def summary(owner: Ownership, now: float) -> pb.PoolSummary:

@@ -55,9 +55,14 @@ class AsyncAllocator(AsyncConnected):
         return messages.server_info(await self._link.call(self._stub.GetServerInfo, request, timeout_s))
 
     async def list_pools(self, *, timeout_s: float | None = None) -> tuple[views.PoolSummary, ...]:
-        """Returns every attached pool, by name."""
-        reply = await self._link.call(self._stub.ListPools, pb.ListPoolsRequest(), timeout_s)
-        return tuple(map(messages.pool_summary, reply.pools))
+        """Returns every attached pool, by name, without its quotas. Many pools take several calls."""
+        request, pools = pb.ListPoolsRequest(), list[views.PoolSummary]()
+        while True:
+            page = await self._link.call(self._stub.ListPools, request, timeout_s)
+            pools += map(messages.pool_summary, page.pools)
+            if not page.next_page_token:
+                return tuple(pools)
+            request.page_token = page.next_page_token
 
     async def get_pool(self, pool: str, *, timeout_s: float | None = None) -> views.PoolSummary:
         """Returns one pool in a few numbers."""

@@ -68,6 +68,7 @@ class Verdict(enum.Enum):
 
 
 _MISREADINGS_MAX: Final = 3
+_HEARTBEATS_PER_LEASE: Final = 3  # at least: one may be late, and one more
 _PERIOD_S_MIN: Final = 0.01  # whatever an allocator says: the owner's loop is not to spin
 _WINDOW_FIELD_MAX: Final = 2**32 - 1
 _SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session id and acknowledgement, added when a step is sent
@@ -134,6 +135,11 @@ class PoolOwner:
     def unanswered_count(self) -> int:
         """Counts the steps that were submitted and not answered yet."""
         return len(self._unanswered)
+
+    @property
+    def beat_s(self) -> float:
+        """Returns the seconds between two heartbeats, of which three fit into a lease."""
+        return min(self.heartbeat_s, self.lease_s / _HEARTBEATS_PER_LEASE)
 
     @property
     def is_quiet(self) -> bool:

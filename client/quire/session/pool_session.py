@@ -47,7 +47,6 @@ from quire.v1 import allocator_pb2 as pb
 from quire.v1 import server_pb2
 
 TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
-HEARTBEATS_PER_LEASE: Final = 3  # at least: one may be late, and one more
 # Pauses between streams, in seconds before they are spread: they grow while no stream has come to serve.
 BACKOFF_S: Final = (0.01, 0.16)
 BACK_S: Final = 0.5  # that closing waits for a stream to be there again
@@ -354,19 +353,15 @@ class AsyncSession:
             call.cancel()
         self._set_connected(False)
 
-    @property
-    def _tick_s(self) -> float:
-        heartbeat_s = min(self._owner.heartbeat_s, self._owner.lease_s / HEARTBEATS_PER_LEASE)
-        return heartbeat_s / TICKS_PER_HEARTBEAT
-
     async def _beat(self) -> None:
         """Keeps the lease while no step does, and leaves a stream that has fallen silent.
 
         The acknowledgement lets watchers of the pool see what the last step of a quiet owner did.
         """
         for tick in itertools.count(1):
-            await asyncio.sleep(self._tick_s)
-            if self._silence.tick(time.monotonic(), self._tick_s) >= self._owner.silence_s and self._call is not None:
+            await asyncio.sleep(self._owner.beat_s / TICKS_PER_HEARTBEAT)
+            silence_s = self._silence.tick(time.monotonic(), self._owner.beat_s / TICKS_PER_HEARTBEAT)
+            if silence_s >= self._owner.silence_s and self._call is not None:
                 self._fell_silent = True
                 self._drop()
             if tick % TICKS_PER_HEARTBEAT:

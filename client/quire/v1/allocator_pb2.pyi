@@ -2231,16 +2231,25 @@ Global___PrefixMatch: _TypeAlias = PrefixMatch  # noqa: Y015
 
 @_typing.final
 class ListPoolsRequest(_message.Message):
-    """ListPoolsRequest: asks for every pool."""
+    """ListPoolsRequest: asks for a page of pools."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Pools to tell at most; 0, or more than 256, means 256. An answer may have fewer, so that it fits a message."""
+    page_token: _builtins.str
+    """`next_page_token` of the page before; empty for the first one. Any other text fails with INVALID_ARGUMENT."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2248,23 +2257,29 @@ Global___ListPoolsRequest: _TypeAlias = ListPoolsRequest  # noqa: Y015
 
 @_typing.final
 class ListPoolsResponse(_message.Message):
-    """ListPoolsResponse: every attached pool that the caller may look into, by name."""
+    """ListPoolsResponse: attached pools that the caller may look into, by name. Pools that come or go between two pages may
+    be missing, or be there still.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POOLS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Asks for the next page; empty after the last one."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolSummary]:
-        """Summaries."""
+        """Summaries, without quotas: GetPool tells those."""
 
     def __init__(
         self,
         *,
         pools: _abc.Iterable[Global___PoolSummary] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "pools", b"pools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2695,8 +2710,8 @@ class CacheEvent(_message.Message):
     """CacheEvent: one change of a pool's prefix index, in a namespace that the caller may use. Watchers get a change when
     the owner has acknowledged the step that made it. A snapshot names everything that can be hit. It may name blocks
     that a later `stored` names again, and blocks that are gone already and whose `removed` is still to come. A watcher
-    that applies `stored` and `removed` in order has the exact index from `snapshot_end` on. While nothing happens, a
-    message without a change comes every 5 s: a watcher that hears nothing for longer has lost its connection.
+    that applies `stored` and `removed` in order has the exact index from `snapshot_end` on. While nothing happens,
+    `progress` comes every 5 s: a watcher that hears nothing for longer has lost its connection.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2710,6 +2725,7 @@ class CacheEvent(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     CLEARED_FIELD_NUMBER: _builtins.int
     SNAPSHOT_END_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     cursor: _builtins.int
     """Position to resume a watch from; the same for all messages of a snapshot."""
     pool: _builtins.str
@@ -2736,6 +2752,10 @@ class CacheEvent(_message.Message):
     def snapshot_end(self) -> Global___SnapshotEnd:
         """The snapshot is complete, and so are the changes that were made while it was sent."""
 
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """Nothing has happened since the last message: the watcher has everything up to `cursor`."""
+
     def __init__(
         self,
         *,
@@ -2748,12 +2768,13 @@ class CacheEvent(_message.Message):
         removed: Global___BlocksRemoved | None = ...,
         cleared: Global___IndexCleared | None = ...,
         snapshot_end: Global___SnapshotEnd | None = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "removed", b"removed", "snapshot_end", b"snapshot_end", "stored", b"stored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "progress", b"progress", "removed", b"removed", "snapshot_end", b"snapshot_end", "stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "cursor", b"cursor", "groups", b"groups", "pool", b"pool", "removed", b"removed", "session_id", b"session_id", "snapshot_end", b"snapshot_end", "step", b"step", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "cursor", b"cursor", "groups", b"groups", "pool", b"pool", "progress", b"progress", "removed", b"removed", "session_id", b"session_id", "snapshot_end", b"snapshot_end", "step", b"step", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["stored", "removed", "cleared", "snapshot_end"]  # noqa: Y015
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["stored", "removed", "cleared", "snapshot_end", "progress"]  # noqa: Y015
     _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
 
@@ -2864,6 +2885,23 @@ class SnapshotEnd(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SnapshotEnd: _TypeAlias = SnapshotEnd  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """Progress: the watch is alive and complete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class RouteRequest(_message.Message):

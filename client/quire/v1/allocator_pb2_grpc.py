@@ -213,7 +213,7 @@ class AllocatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListPools(self, request, context):
-        """ListPools: summarizes every attached pool, by name. Read-only.
+        """ListPools: summarizes the attached pools, by name, a page at a time. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

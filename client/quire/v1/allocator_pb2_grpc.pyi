@@ -100,7 +100,7 @@ class AllocatorServiceStub:
     evicted before a sequence is created that shares them. Read-only.
     """
     ListPools: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ListPoolsRequest, _allocator_pb2.ListPoolsResponse]
-    """ListPools: summarizes every attached pool, by name. Read-only."""
+    """ListPools: summarizes the attached pools, by name, a page at a time. Read-only."""
     GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
     """GetPool: describes one pool; with a view it also says which sequence holds which block, or where the memory goes.
     It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name. Read-only.
@@ -171,7 +171,7 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     evicted before a sequence is created that shares them. Read-only.
     """
     ListPools: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ListPoolsRequest, _allocator_pb2.ListPoolsResponse]  # type: ignore[assignment]
-    """ListPools: summarizes every attached pool, by name. Read-only."""
+    """ListPools: summarizes the attached pools, by name, a page at a time. Read-only."""
     GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
     """GetPool: describes one pool; with a view it also says which sequence holds which block, or where the memory goes.
     It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name. Read-only.
@@ -311,7 +311,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.ListPoolsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.ListPoolsResponse, _abc.Awaitable[_allocator_pb2.ListPoolsResponse]]:
-        """ListPools: summarizes every attached pool, by name. Read-only."""
+        """ListPools: summarizes the attached pools, by name, a page at a time. Read-only."""
 
     @_abc_1.abstractmethod
     def GetPool(

@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/server.proto\x12\x08quire.v1\"\x16\n\x14GetServerInfoRequest\"\x84\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x03(\t\x12 \n\x06limits\x18\x04 \x01(\x0b\x32\x10.quire.v1.Limits\x12\x0c\n\x04\x63ore\x18\x05 \x01(\t\"\xc4\x01\n\x06Limits\x12\x19\n\x11message_bytes_max\x18\x01 \x01(\r\x12\x16\n\x0estep_bytes_max\x18\x02 \x01(\r\x12\x1f\n\x17operations_per_step_max\x18\x03 \x01(\r\x12\x15\n\rsequences_max\x18\x04 \x01(\r\x12\x12\n\nwindow_max\x18\x05 \x01(\r\x12\x14\n\x0cheartbeat_ms\x18\x06 \x01(\r\x12\x12\n\nsilence_ms\x18\x07 \x01(\r\x12\x11\n\tstops_max\x18\x08 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/server.proto\x12\x08quire.v1\"\x16\n\x14GetServerInfoRequest\"\x84\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x03(\t\x12 \n\x06limits\x18\x04 \x01(\x0b\x32\x10.quire.v1.Limits\x12\x0c\n\x04\x63ore\x18\x05 \x01(\t\"\xc4\x01\n\x06Limits\x12\x19\n\x11message_bytes_max\x18\x01 \x01(\r\x12\x16\n\x0estep_bytes_max\x18\x02 \x01(\r\x12\x1f\n\x17operations_per_step_max\x18\x03 \x01(\r\x12\x15\n\rsequences_max\x18\x04 \x01(\r\x12\x12\n\nwindow_max\x18\x05 \x01(\r\x12\x14\n\x0cheartbeat_ms\x18\x06 \x01(\r\x12\x12\n\nsilence_ms\x18\x07 \x01(\r\x12\x11\n\tstops_max\x18\x08 \x01(\rB Z\x1equire.dev/gen/quire/v1;quirev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.server_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z\036quire.dev/gen/quire/v1;quirev1'
   _globals['_GETSERVERINFOREQUEST']._serialized_start=35
   _globals['_GETSERVERINFOREQUEST']._serialized_end=57
   _globals['_GETSERVERINFORESPONSE']._serialized_start=60

@@ -145,6 +145,11 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "REMOVED_TOLD_MAX": ("allocator/session/test_session_steps.py", "test_what_left_the_index_is_told_up_to_a_limit"),
     "REMOVED_SCOPES_MAX": ("allocator/session/test_session_steps.py", "test_what_left_the_index_is_told_up_to_a_limit"),
+    "POOLS_PER_PAGE_MAX": ("contract/test_list_pools.py", "test_a_page_has_as_many_pools_as_were_asked_for"),
+    "POOLS_PAGE_BYTES_MAX": (
+        "contract/test_list_pools.py",
+        "test_pools_of_many_groups_and_quotas_are_told_in_several",
+    ),
     "SILENCE_S": ("client/test_session.py", "test_a_process_that_stood_still_keeps_its_stream"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Sequence
 
+from quire.errors import QuireError, Reason
 from quire.protocol.outcomes import GrowOutcome, Result, StepOutcome
 
 from quire_worker.scheduling.passes import pass_token_count, standing
@@ -85,3 +86,11 @@ def work_of(plan: Plan, denied: Collection[Sample], under_way: Sequence[Work]) -
             is_restored = sample.is_restored_at(at.start)
             work.append(Work(sample, at.start, count, at.start + count == at.length, is_restored))
     return work
+
+
+def refusal_of(result: Result) -> QuireError:
+    """Returns the error of a request that the allocator will never give what it needs."""
+    if result is Result.FORBIDDEN:
+        return QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the worker's own certificate does not permit this namespace")
+    message = f"the allocator answered {result.name}, which this worker does not know: update the worker"
+    return QuireError.of(Reason.VERSION, message)

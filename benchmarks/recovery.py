@@ -99,14 +99,14 @@ class Watched(PoolOwner):
         """The part is over."""
         self.times[part] = time.perf_counter()
 
-    def receive(self, reply: pb.SessionReply, now: float) -> Answer | None:
+    def receive(self, reply: pb.SessionReply) -> Answer | None:
         """Takes the times of attaching, building and opening from the answers."""
         kind = reply.WhichOneof("message")
         if kind == "report_required":
             self.note("attach")
         elif kind == "ready":
             self.note("swap")
-        answer = super().receive(reply, now)
+        answer = super().receive(reply)
         if kind == "report_required":
             self.note("build")
         return answer

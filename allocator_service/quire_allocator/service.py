@@ -180,7 +180,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self.sessions.drain()
 
     def expire_leases(self, until: float) -> None:
-        """Ends leases and holds that were over at `until`, a time of the clock; the server's timer calls it."""
+        """Ends leases that were over at `until`, a time of the clock; the server's timer calls it."""
         self.sessions.expire(until)
 
     # -- unary sessions ------------------------------------------------------------------------------------------------
@@ -236,13 +236,9 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
     @unary
     def Fork(self, request: pb.ForkRequest, permissions: Permissions) -> pb.ForkResponse:
-        require(request.hold_ms <= limits.HOLD_MS_MAX, f"hold_ms is at most {limits.HOLD_MS_MAX}")
-        hold_until = step_apply.hold_until(request.hold_ms, self.clock())
-
         def operate(owner: Ownership) -> pb.ForkResponse:
             require(len(owner.pool.sequences) < limits.SEQUENCES_MAX, "too many live sequences", "LIMIT")
-            done = owner.pool.fork(request.parent_id, request.child_id, hold_until=hold_until)
-            return pb.ForkResponse(result=translate.result(done))
+            return pb.ForkResponse(result=translate.result(owner.pool.fork(request.parent_id, request.child_id)))
 
         return self._once(request, permissions, "fork", operate)
 

@@ -116,7 +116,7 @@ class Traffic:
 
     def _ask(self, plan: Plan) -> StepOutcome:
         message, reply = step_of(plan).message, pb.StepReply()
-        step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), 0.0, reply)
+        step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), reply)
         return read_reply(message, reply, 1)
 
     def _compute(self, batch: Batch) -> None:

@@ -58,6 +58,6 @@ class InProcess:
         while self._owner.outbox:
             now = time.monotonic()
             for reply in self._machine.receive(self._owner.outbox.popleft(), now):
-                answer = self._owner.receive(reply, now)
+                answer = self._owner.receive(reply)
                 outcome = answer.outcome if answer is not None else outcome
         return outcome

@@ -198,18 +198,6 @@ async def test_a_quota_says_how_many_blocks_too_many(scene: Scene) -> None:
     assert (await session.allocate(2, 20)).ok
 
 
-async def test_a_hold_ends_by_itself(scene: Scene) -> None:
-    session = await scene.open(PoolSpec(8, (FULL,)))
-    await scene.compute(1, DIGESTS[:2])
-    assert await session.fork(1, 2, hold_ms=3_000) is Result.OK
-    await session.free(1)
-    assert (await scene.client.get_pool("a")).held_block_count == 2
-    scene.allocator.pass_time(3.5)
-    assert (await scene.client.get_pool("a")).cached_block_count == 2
-    with pytest.raises(InvalidArgumentError, match="86400000"):
-        await session.fork(1, 3, hold_ms=86_400_001)
-
-
 async def test_lookahead_that_was_not_accepted_is_given_back(scene: Scene) -> None:
     session = await scene.open(PoolSpec(8, (FULL,)))
     await session.allocate(1, 24)
@@ -312,7 +300,7 @@ async def test_a_step_defers_defends_quotas_and_names_victims() -> None:
         await owner.close()
 
 
-async def test_a_step_gives_lookahead_back_and_tells_which_holds_have_ended() -> None:
+async def test_a_step_gives_lookahead_back() -> None:
     async with setting("asyncio") as scene:
         owner = scene.client.session("a", PoolSpec(8, (FULL,)))
         await owner.open()
@@ -321,12 +309,10 @@ async def test_a_step_gives_lookahead_back_and_tells_which_holds_have_ended() ->
         await owner.step(step)
         step = StepBuilder()
         step.commit(1, 8, DIGESTS[:2], keep_token_count=9)
-        step.fork(1, 2, hold_ms=2_000)
+        step.fork(1, 2)
         step.fork(1, 3)
         step.free(9)
         outcome = await owner.step(step)
         assert (outcome.commits, outcome.forks, outcome.frees) == ([Result.OK], [Result.OK] * 2, [Result.NOT_FOUND])
-        assert (outcome.free_block_count, outcome.expired_holds) == (5, [])
-        scene.allocator.pass_time(2.5)
-        assert (await owner.step(StepBuilder())).expired_holds == [2]
+        assert outcome.free_block_count == 5
         await owner.close()

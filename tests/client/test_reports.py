@@ -18,7 +18,6 @@ from quire.session.pages import DigestSpace
 from quire.v1 import allocator_pb2 as pb
 
 LARGEST = 0xFFFFFFFF
-NOW = 5.0
 
 
 class Shape(NamedTuple):
@@ -59,7 +58,6 @@ def ledger_of(shape: Shape) -> Ledger:
     for number in range(shape.sequence_count if shape.group_count < 1_024 else shape.sequence_count % 47):
         sequence = LedgerSequence(names[-1 - number % len(names)], LARGEST, LARGEST, LARGEST)
         sequence.prompt_token_count = sequence.chunk_token_count = LARGEST
-        sequence.hold_until = NOW + 86_400
         lengths = [shape.long_entries if number < 3 and table < 3 else shape.short_entries for table in groups]
         sequence.tables = [array("I", range(length + table % 2)) for table, length in enumerate(lengths)]
         ledger.sequences[(1 << 64) - 5_000 + number] = sequence
@@ -95,7 +93,7 @@ def check_whole(chunks: list[pb.ReportChunk], ledger: Ledger) -> None:
             own = ledger.sequences[message.sequence_id]
             counts = (message.token_count, message.committed_token_count, message.priority)
             assert counts == (own.token_count, own.committed_token_count, own.priority)
-            assert (names[message.namespace], message.hold_remaining_ms) == (own.namespace, 86_400_000)
+            assert names[message.namespace] == own.namespace
             parts = [unpack_uint32(table.blocks) for table in message.tables]
             found = tables.setdefault(message.sequence_id, [array("I") for _ in parts])
             for table, part in zip(found, parts, strict=True):
@@ -120,7 +118,7 @@ def check_whole(chunks: list[pb.ReportChunk], ledger: Ledger) -> None:
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_no_chunk_of_any_ledger_is_above_a_bound_and_nothing_is_missing(shape: Shape) -> None:
     ledger = ledger_of(shape)
-    chunks = report_chunks(ledger, NOW)
+    chunks = report_chunks(ledger)
     check_bounds(chunks)
     check_whole(chunks, ledger)
 
@@ -129,14 +127,14 @@ def test_no_chunk_of_any_ledger_is_above_a_bound_and_nothing_is_missing(shape: S
 def test_whatever_the_bound_a_chunk_is_filled_up_to_it(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_report, "REPORT_CHUNK_BYTES_MAX", limit)
     ledger = ledger_of(Shape(3, 9, 100, 2, 60, 5, 45, 20, 9))
-    chunks = report_chunks(ledger, NOW)
+    chunks = report_chunks(ledger)
     assert max(chunk.ByteSize() for chunk in chunks) <= limit
     check_whole(chunks, ledger)
 
 
 def test_chunks_of_a_sequence_with_long_tables_are_nearly_full() -> None:
     ledger = ledger_of(Shape(2, 1, 300_000, 0, 0, 1, 1, 0, 1))
-    *chunks, last = report_chunks(ledger, NOW)
+    *chunks, last = report_chunks(ledger)
     assert len(chunks) == 9
     assert all(len(chunk.sequences) == 1 and chunk.ByteSize() > REPORT_CHUNK_BYTES_MAX - 100 for chunk in chunks)
     check_whole([*chunks, last], ledger)

@@ -244,7 +244,7 @@ async def test_an_answer_that_does_not_fit_the_step_is_an_internal_error(monkeyp
     async with setting() as scene:
         assert scene.service is not None
 
-        def apply_step(_pool: Pool, _arrays: Any, _now: float, reply: pb.StepReply) -> None:
+        def apply_step(_pool: Pool, _arrays: Any, reply: pb.StepReply) -> None:
             reply.granted_grows = pack_uint32([7])
 
         with monkeypatch.context() as patch:

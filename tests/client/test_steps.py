@@ -83,14 +83,11 @@ def test_what_only_one_operation_asks_for_is_sent_for_all_of_its_phase() -> None
     step = StepBuilder()
     step.commit(1, 8, [ONE], keep_token_count=9)
     step.commit(2, 5)
-    step.fork(1, 3)
-    step.fork(1, 4, hold_ms=500)
     step.grow(1, 12)
     step.allocate(5, 6, prompt_token_count=60, priority=2, defer_token_count=16, is_return=True)
     step.allocate(6, 7)
     message = step.message
     assert message.commits.keep_token_counts == pack_uint32([9, 0])
-    assert message.forks.hold_ms == pack_uint32([0, 500])
     assert message.grows.prompt_token_counts == pack_uint32([0, 60, 0])
     assert message.grows.priorities == pack_uint32([0, 2, 0])
     assert message.grows.defer_token_counts == pack_uint32([0, 16, 0])
@@ -127,7 +124,7 @@ def test_an_empty_reply_says_that_everything_was_done_and_nothing_changed() -> N
     outcome = read_reply(step.message, pb.StepReply(free_block_count=5), 2)
     assert outcome.commits == outcome.frees == outcome.forks == [Result.OK]
     assert outcome.grows == [GrowOutcome(1, Result.OK, 0, ((), ()), 0, 0, None, 6)]
-    assert (outcome.swaps, outcome.copies, outcome.free_block_count, outcome.expired_holds) == ([], [], 5, [])
+    assert (outcome.swaps, outcome.copies, outcome.free_block_count) == ([], [], 5)
 
 
 def test_only_grows_that_changed_a_table_have_blocks_and_others_none() -> None:
@@ -150,7 +147,6 @@ def test_results_shortfalls_victims_pending_tokens_and_ends_of_passes_belong_to_
         grow_shortfalls=[3, 0, 1],
         victim_sequences=[9, 0, 0],
         victim_token_counts=[40, 0, 0],
-        expired_holds=[4, 6],
     )
     outcome = read_reply(three_grows(), reply, 1)
     assert [grown[1:3] + grown[4:] for grown in outcome.grows] == [
@@ -158,7 +154,6 @@ def test_results_shortfalls_victims_pending_tokens_and_ends_of_passes_belong_to_
         (Result.PENDING, 32, 0, 32, None, 32, 64, ()),
         (Result.QUOTA, 0, 1, 0, None, 30, 0, (112,)),
     ]
-    assert outcome.expired_holds == [4, 6]
 
 
 def test_a_victim_that_loses_nothing_is_still_one() -> None:

@@ -66,7 +66,7 @@ async def test_an_allocator_killed_in_mid_step_is_replaced_and_live_sequences_go
 async def test_answers_that_are_lost_after_their_step_was_applied_are_given_again(name: Name, kinds: str) -> None:
     copies = evictions = 0.0
     async with attached(name, kinds=kinds) as owner:
-        for run in range(400 * RUNS):  # holds end by the clock, so that no two histories of one seed are quite the same
+        for run in range(400 * RUNS):
             if run >= 4 * RUNS and copies and evictions:
                 break
             for _ in range(6):

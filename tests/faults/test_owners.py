@@ -96,19 +96,6 @@ async def test_frees_that_are_wrong_are_answered_and_change_nothing(name: Name) 
         await owner.check(name.place)
 
 
-async def test_a_hold_that_nobody_gives_back_ends_by_itself(name: Name) -> None:
-    async with attached(name, kinds="full") as owner:
-        await owner.session.step(step_of(("allocate", 1, 20)))
-        await owner.session.step(step_of(("commit", 1, 20, block_digests(ROOT, TOKENS[:20], BLOCK_SIZE))))
-        await owner.session.step(step_of(("fork", 1, 2, 200)))
-        await owner.session.step(step_of(("free", 1)))
-        assert await held_block_count(name) == 5
-        while not (await owner.session.step(StepBuilder())).expired_holds:
-            pass
-        assert await held_block_count(name) == 0
-        await owner.check(name.place)
-
-
 async def test_messages_that_are_too_large_are_refused_and_nobody_else_notices(name: Name) -> None:
     async with attached(name, kinds="full") as owner, attached(name, pool="other", kinds="full") as other:
         await owner.session.step(step_of(("allocate", 1, 20)))

@@ -195,7 +195,7 @@ class Episode:
         owner = self.owner
         owner._unanswered.append(request)
         for reply in replies:
-            owner.receive(reply, self.clock.now)
+            owner.receive(reply)
         if owner.ledger.digest() != pool_digest(self.directory.pool("pool").pool):
             raise ViolationError("owner and allocator disagree on what a step did")
 
@@ -240,7 +240,7 @@ class Episode:
 
     def _bad_report(self) -> None:
         """A report of the owner's pool under another name, with something wrong in a chunk, or in its end."""
-        chunks = report_chunks(self.owner.ledger, self.clock.now)
+        chunks = report_chunks(self.owner.ledger)
         place = self.chance.randint(0, len(chunks))
         if place < len(chunks):
             spoiled = self._spoil(chunks[place])
@@ -357,7 +357,7 @@ class Episode:
     def _talk(self, owner: PoolOwner, machine: SessionMachine) -> None:
         while owner.outbox:
             for reply in machine.receive(owner.outbox.popleft(), self.clock.now):
-                owner.receive(reply, self.clock.now)
+                owner.receive(reply)
         if owner.phase is not Phase.OPEN:
             raise ViolationError(f"a right message of {owner.pool} was not served")
 

@@ -14,7 +14,7 @@ def seen_of(owner: Ownership) -> tuple[Any, ...]:
     """Sequences, tables, and how much of everything: cheap enough for every message."""
     pool = owner.pool
     counts = (pool.blocks.free_count, pool.blocks.cached_count, pool.blocks.evicted_count, pool.granted_block_count)
-    rest = (tuple(pool.holds.items()), pool.admission.promised_block_count, pool.last_sequence_id, pool.log.last_cursor)
+    rest = (pool.admission.promised_block_count, pool.last_sequence_id, pool.log.last_cursor)
     return owner.session_id, owner.steps.next_step, pool_digest(pool), len(pool.log._recorded), counts, rest
 
 

@@ -31,7 +31,7 @@ class Plausible:
         """A step that changes some of everything."""
         chance, step, gone = self.chance, StepBuilder(), set[int]()
         for sequence_id, sequence in ledger.sequences.items():
-            if chance.random() < 0.6 and sequence.hold_until is None:
+            if chance.random() < 0.6:
                 count = self._end(sequence.committed_token_count, sequence.token_count)
                 step.commit(sequence_id, count, self._commit(pool, sequence_id, count))
         for sequence_id in ledger.sequences:
@@ -41,9 +41,9 @@ class Plausible:
         last, living = ledger.last_sequence_id, [i for i in ledger.sequences if i not in gone]
         if living and chance.random() < 0.2:
             last += 1
-            step.fork(chance.choice(living), last, hold_ms=chance.choice((0, 0, 400)))
+            step.fork(chance.choice(living), last)
         for sequence_id in living:
-            if ledger.sequences[sequence_id].hold_until is None and chance.random() < 0.5:
+            if chance.random() < 0.5:
                 step.grow(sequence_id, max(1, ledger.sequences[sequence_id].token_count + chance.randint(0, 3)))
         if chance.random() < 0.1:
             step.drop(chance.choice((None, "", "tenant")))
@@ -71,7 +71,6 @@ class Plausible:
             return pb.FreeRequest(session_id=session_id, request_id=request.request_id, sequence_id=sequence_id)
         if method == "Fork":
             request.parent_id, request.child_id = sequence_id, pool.last_sequence_id + 1
-            request.hold_ms = chance.choice((0, 0, 300))
             return request
         request.sequence_id = pool.last_sequence_id + 1 if method == "Allocate" else sequence_id
         sequence = pool.sequences.get(sequence_id)

@@ -21,7 +21,6 @@ REASONS = frozenset(
         Reason.STEP_GAP,
         Reason.VERSION,
         Reason.LAYOUT,
-        Reason.NOT_SUPPORTED,
         Reason.LIMIT,
         Reason.TOO_LARGE,
         Reason.REPORT_ADMISSION,

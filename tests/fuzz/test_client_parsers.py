@@ -105,7 +105,7 @@ class Pair:
     def talk(self) -> None:
         while self.owner.outbox:
             for reply in self.machine.receive(self.owner.outbox.popleft(), 0.0):
-                self.owner.receive(reply, 0.0)
+                self.owner.receive(reply)
 
     def step(self) -> None:
         pool = self.sessions.directory.pool("pool").pool
@@ -129,7 +129,7 @@ def test_an_owner_takes_in_a_spoiled_answer_or_leaves_the_stream_and_reports(cha
         return
     before = pair.owner.ledger.digest()
     try:
-        answer = pair.owner.receive(spoiled, 0.0)
+        answer = pair.owner.receive(spoiled)
     except InternalError as error:
         assert (pair.owner.phase, pair.owner.session_id) == (Phase.IDLE, b"")
         if isinstance(error, LedgerLostError):

@@ -215,7 +215,7 @@ def misuse_stream(stub: Any, metadata: Any, outcome: Outcome) -> None:
             undo.callback(requests.put, None)
             if step is None:
                 requests.put(pb.SessionRequest(report_chunk=report))
-                requests.put(pb.SessionRequest(report_end=pb.ReportEnd(chunk_count=1, sha256=digests[:32])))
+                requests.put(pb.SessionRequest(report_end=pb.ReportEnd(chunk_count=1)))
             else:
                 requests.put(EMPTY_REPORT)
                 step.session_id, step.number = next(replies).ready.session_id, 1

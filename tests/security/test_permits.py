@@ -54,11 +54,11 @@ def ask(machine: SessionMachine, side: PoolOwner, step: StepBuilder) -> None:
     run(machine, side)
 
 
-def grown(machine: SessionMachine, side: PoolOwner, step: StepBuilder, now: float = 0.0) -> list[Result]:
+def grown(machine: SessionMachine, side: PoolOwner, step: StepBuilder) -> list[Result]:
     """Returns the results of its grows."""
     side.submit(step)
-    (reply,) = machine.receive(side.outbox.popleft(), now)
-    answer = side.receive(reply, now)
+    (reply,) = machine.receive(side.outbox.popleft(), 0.0)
+    answer = side.receive(reply)
     assert answer is not None
     return [each.result for each in answer.outcome.grows]
 
@@ -176,21 +176,6 @@ def test_nor_does_one_of_the_child_of_a_state_that_is_not_committed(
     step.fork(1, 2)
     step.grow(2, 4)
     assert grown(machine, side, step) == [Result.NOT_FOUND]
-    assert live(sessions) == {1: "red"}
-
-
-@pytest.mark.parametrize("permissions", [RED, EVERYTHING])
-def test_nor_one_of_the_child_of_a_hold_whose_time_came(sessions: SessionRegistry, permissions: Permissions) -> None:
-    side = owner()
-    machine = attach(sessions, side, permissions)
-    ask(machine, side, allocating(1, "red"))
-    step = StepBuilder()
-    step.fork(1, 2, hold_ms=1)
-    ask(machine, side, step)
-    step = StepBuilder()
-    step.fork(2, 3)
-    step.grow(3, 4)
-    assert grown(machine, side, step, now=1.0) == [Result.NOT_FOUND]
     assert live(sessions) == {1: "red"}
 
 

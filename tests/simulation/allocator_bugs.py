@@ -144,17 +144,17 @@ def _events_are_told_before_they_are_acknowledged(original: Any, self: Any, ackn
 
 
 @plant(step_apply, "apply_step")
-def _frees_come_before_commits(original: Any, pool: Any, columns: Any, now: float, reply: Any) -> None:
+def _frees_come_before_commits(original: Any, pool: Any, columns: Any, reply: Any) -> None:
     results = {sequence_id: pool.free(sequence_id) for sequence_id in columns.frees}
     with mock.patch.object(pool, "free", results.get):
-        original(pool, columns, now, reply)
+        original(pool, columns, reply)
 
 
 @plant(step_apply, "apply_step")
-def _grows_come_before_frees(original: Any, pool: Any, columns: Any, now: float, reply: Any) -> None:
+def _grows_come_before_frees(original: Any, pool: Any, columns: Any, reply: Any) -> None:
     late: list[int] = []
     with mock.patch.object(pool, "free", lambda sequence_id: late.append(sequence_id) or Result.OK):
-        original(pool, columns, now, reply)
+        original(pool, columns, reply)
     reply.free_results.extend([int(pool.free(sequence_id)) for sequence_id in late])
 
 
@@ -171,21 +171,15 @@ def _swaps_are_not_told(original: Any, pool: Any, columns: Any, reply: Any) -> N
 
 
 @plant(step_apply, "apply_step")
-def _takeovers_are_not_told(original: Any, pool: Any, columns: Any, now: float, reply: Any) -> None:
-    original(pool, columns, now, reply)
+def _takeovers_are_not_told(original: Any, pool: Any, columns: Any, reply: Any) -> None:
+    original(pool, columns, reply)
     del reply.takeover_sequences[:], reply.takeover_groups[:], reply.takeover_indices[:]
 
 
 @plant(step_apply, "apply_step")
-def _what_became_empty_is_not_told(original: Any, pool: Any, columns: Any, now: float, reply: Any) -> None:
-    original(pool, columns, now, reply)
+def _what_became_empty_is_not_told(original: Any, pool: Any, columns: Any, reply: Any) -> None:
+    original(pool, columns, reply)
     reply.emptied_blocks = b""
-
-
-@plant(Pool, "expire_holds")
-def _holds_end_untold(original: Any, self: Any, now: float) -> list[int]:
-    original(self, now)
-    return []
 
 
 @plant(Pool, "fork")
@@ -228,7 +222,6 @@ def _highest_live_id(report: Any) -> None:
 
 _report_bug("ids go on after the highest live one", _highest_live_id)
 _report_bug("the order of release is turned round", lambda report: setattr(report, "released", report.released[::-1]))
-_report_bug("holds become ordinary sequences", lambda report: _each(report, hold_until=None))
 _report_bug("prompts are forgotten", lambda report: _each(report, prompt_token_count=0))
 _report_bug("namespaces are forgotten", lambda report: _each(report, namespace=""))
 _report_bug("the newest sequence is not taken over", lambda report: report.sequences and report.sequences.pop())
@@ -281,9 +274,9 @@ def _what_is_cached_cannot_be_evicted(original: Any, pool: Any, cached: Any) -> 
 
 
 @plant(staged_report.StagedReport, "_add_sequence")
-def _the_rest_of_a_long_table_is_dropped(original: Any, self: Any, message: Any, names: Any, now: float) -> None:
+def _the_rest_of_a_long_table_is_dropped(original: Any, self: Any, message: Any, names: Any) -> None:
     if not self._sequences or self._sequences[-1].sequence_id != message.sequence_id:
-        original(self, message, names, now)
+        original(self, message, names)
 
 
 # -- what is dropped ---------------------------------------------------------------------------------------------------

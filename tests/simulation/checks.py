@@ -43,11 +43,11 @@ def compare(worker: Worker, allocator: Allocator) -> None:
     if not held.untold_drops:
         check_view(held.pool, worker)
     check_pages(held.pool, worker.history, owner.ledger)
-    check_order(held, owner, worker.clock.now)
+    check_order(held, owner)
 
 
 def compare_pool(pool: Pool, ledger: Ledger, *, is_told: bool = True) -> None:
-    """Compares sequences, tables, holds, and publications."""
+    """Compares sequences, tables, and publications."""
     try:
         invariants.check(pool)
     except AssertionError as error:
@@ -63,7 +63,6 @@ def compare_pool(pool: Pool, ledger: Ledger, *, is_told: bool = True) -> None:
         require(sequence.stops.token_counts == known.stops, f"sequence {sequence_id} has other stops")
         prompt = known.prompt_token_count if known.prompt_token_count > known.chunk_token_count else 0
         require(sequence.prompt_token_count == prompt, f"sequence {sequence_id} has another prompt to come")
-        require((sequence_id in pool.holds) == (known.hold_until is not None), f"{sequence_id}: hold or no hold")
     carried, held = carried_by(pool), ledger.held_blocks()
     require(pool.blocks.free_count == pool.spec.block_count - len(held), "free blocks are not those that nobody holds")
     empty, here = set(pool.blocks.empty), ledger.pages.carried()
@@ -130,12 +129,12 @@ def check_pages(pool: Pool, history: History, ledger: Ledger) -> None:
             require(seen == tokens[position * size + slot], f"block {block} is not what its digest says")
 
 
-def check_order(held: Ownership, owner: PoolOwner, now: float) -> None:
+def check_order(held: Ownership, owner: PoolOwner) -> None:
     """A pool made of our report now would evict in the order of the one that is there."""
     staged = StagedReport(held.spec)
-    chunks = report_chunks(owner.ledger, now)
+    chunks = report_chunks(owner.ledger)
     for chunk in chunks:
-        staged.add(chunk, now)
+        staged.add(chunk)
     ids = owner.ledger.last_sequence_id
     again = staged.finish(report_end(chunks, last_step=owner.last_step, last_sequence_id=ids))
     there = cached_order(held.pool)

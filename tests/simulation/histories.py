@@ -64,7 +64,6 @@ class Text:
     committed: int
     granted: int
     prompt: int  # tokens to compute before anything is sampled
-    is_hold: bool = False
     is_leaving: bool = False  # this and later steps: once the unanswered steps are answered
     committing: int = 0
     growing: int = 0
@@ -127,9 +126,9 @@ class History:
         for sequence_id in staying:
             if rng.random() < 0.1:
                 self.last_id += 1
-                step.fork(sequence_id, self.last_id, hold_ms=rng.choice([0, 0, 0, 400]))
+                step.fork(sequence_id, self.last_id)
         for sequence_id, text in staying.items():
-            if not text.is_hold and rng.random() < 0.7:
+            if rng.random() < 0.7:
                 text.growing += rng.choice([1, 1, 1, 2, 5])
                 step.grow(sequence_id, text.growing)
         while len(self.texts) < 6 and rng.random() < 0.4:
@@ -158,7 +157,7 @@ class History:
             return
         rng = self.rng
         for sequence_id, text in self.texts.items():
-            can = not text.is_hold and not text.is_leaving and text.written > text.committing
+            can = not text.is_leaving and text.written > text.committing
             if can and rng.random() < 0.8:
                 keep = text.written if not ahead and text.written < text.granted and rng.random() < 0.5 else 0
                 digests = self.digests(text, text.committing, text.written)
@@ -189,8 +188,6 @@ class History:
 
     def take(self, step: pb.Step, outcome: StepOutcome, ledger: Ledger, *, fails: bool = False) -> None:
         """Applies the answer: copies, then writes; with `fails` the device does not get to the writes."""
-        for sequence_id in outcome.expired_holds:
-            del self.texts[sequence_id]
         committed = unpack_uint64(step.commits.sequences), unpack_uint32(step.commits.token_counts)
         commits = zip(*committed, outcome.commits, strict=True)
         for row, (sequence_id, count, result) in enumerate(commits):
@@ -209,19 +206,17 @@ class History:
             if grown.result is Result.OK:
                 self._take_grow(grown, token_count, ledger)
         for sequence_id, text in self.texts.items():
-            if not text.is_hold and not fails:
+            if not fails:
                 self._write(text, ledger.sequences[sequence_id].tables)
 
     def _take_forks(self, forks: pb.ForkPhase, outcome: StepOutcome) -> None:
-        for row, (parent_id, child_id, result) in enumerate(
-            zip(unpack_uint64(forks.parents), unpack_uint64(forks.children), outcome.forks, strict=True)
-        ):
+        rows = zip(unpack_uint64(forks.parents), unpack_uint64(forks.children), outcome.forks, strict=True)
+        for parent_id, child_id, result in rows:
             if result is Result.OK:
                 parent = self.texts[parent_id]
                 length = parent.committed
-                is_hold = entry_uint32(forks.hold_ms, row) > 0
                 tokens = parent.tokens[:length]
-                self.texts[child_id] = Text(tokens, parent.namespace, length, length, length, length, is_hold)
+                self.texts[child_id] = Text(tokens, parent.namespace, length, length, length, length)
 
     def _take_grow(self, grown: GrowOutcome, wanted: int, ledger: Ledger) -> None:
         sequence_id, matched = grown.sequence_id, grown.matched_token_count

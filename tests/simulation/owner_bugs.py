@@ -87,8 +87,8 @@ def _blocks_stay_in_the_ledger_that_fell_out_of_a_window(original: Any, self: An
 
 
 @plant(Ledger, "_fork")
-def _a_fork_has_all_its_parent_was_granted(original: Any, self: Any, parent: Any, child: int, hold: Any) -> None:
-    original(self, parent, child, hold)
+def _a_fork_has_all_its_parent_was_granted(original: Any, self: Any, parent: Any, child: int) -> None:
+    original(self, parent, child)
     self.sequences[child].tables = [table[:] for table in parent.tables]
 
 
@@ -126,16 +126,16 @@ def _tables_are_reported_without_null_entries(
         changed.append(array("I", [block for block in table if block != NULL_BLOCK]))
     sequence.tables = changed
     try:
-        original(chunker, sequence_id, sequence, now)
+        original(chunker, sequence_id, sequence)
     finally:
         sequence.tables = tables
 
 
 @plant(report_building, "_add_sequence")
-def _stops_are_not_reported(original: Any, chunker: Any, sequence_id: int, sequence: Any, now: float) -> None:
+def _stops_are_not_reported(original: Any, chunker: Any, sequence_id: int, sequence: Any) -> None:
     stops, sequence.stops = sequence.stops, ()
     try:
-        original(chunker, sequence_id, sequence, now)
+        original(chunker, sequence_id, sequence)
     finally:
         sequence.stops = stops
 

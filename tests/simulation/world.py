@@ -224,7 +224,7 @@ class Worker:
             return
         self.heard_at = self.clock.now
         reports, committed = self.owner.report_count, counts_of(self.owner.ledger)
-        answer = self.owner.receive(pb.SessionReply.FromString(message), self.clock.now)
+        answer = self.owner.receive(pb.SessionReply.FromString(message))
         if self.owner.report_count > reports:
             self.view.lose()
         if self.owner.disagreement_count:

@@ -157,7 +157,7 @@ class PretendedWorker:
         """Does the work of the allocator's server for a step."""
         message, reply = step_of(plan).message, pb.StepReply()
         self.commit_block_counts.append(len(message.commits.digests) // DIGEST_BYTES)
-        step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), 0.0, reply)
+        step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), reply)
         invariants.check(self.pool)
         return read_reply(message, reply, len(self.groups))
 

@@ -199,9 +199,8 @@ class Admission:
         costs = []
         for sequence_id in islice(reversed(self._sequences), VICTIMS_EXAMINED_MAX):
             sequence = self._sequences[sequence_id]
-            if not sequence.is_hold:
-                shared = min([m.shared_token_count(part) for m, part in zip(self._managers, sequence.parts)])
-                costs.append((sequence.priority, max(0, sequence.committed_token_count - shared), -sequence_id))
+            shared = min([m.shared_token_count(part) for m, part in zip(self._managers, sequence.parts)])
+            costs.append((sequence.priority, max(0, sequence.committed_token_count - shared), -sequence_id))
         return nsmallest(2, costs)
 
     def enforce_cache_quota(self, space: Namespace) -> None:

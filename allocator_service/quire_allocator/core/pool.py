@@ -61,7 +61,6 @@ class Pool:
         self.sequences: dict[int, SequenceState] = {}
         self.admission = Admission(spec, self.blocks, self.managers, self.sequences)
         self.pending = PendingPrefixes()
-        self.holds: dict[int, float] = {}  # sequence -> when it ends
         self._batch = Batch()
         self.last_sequence_id = 0
         self.queried_token_count = 0
@@ -278,7 +277,7 @@ class Pool:
             self.admission.promise(sequence)
         return CommitResult(Result.OK, swaps) if swaps else _COMMITTED
 
-    def fork(self, parent_id: int, child_id: int, *, hold_until: float | None = None) -> Result:
+    def fork(self, parent_id: int, child_id: int) -> Result:
         """Creates a sequence that shares its parent's committed tokens. Answers OK, NOT_FOUND, EXISTS, ID_TOO_LOW or
         UNCOMMITTED.
 
@@ -291,7 +290,6 @@ class Pool:
         Args:
             parent_id: a live sequence.
             child_id: higher than every earlier id.
-            hold_until: makes the fork a hold, which is never written to, and which `expire_holds` frees from then on.
         """
         parent = self.sequences.get(parent_id)
         if parent is None:
@@ -308,9 +306,6 @@ class Pool:
         if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
         parent.namespace.sequence_count += 1
-        if hold_until is not None:
-            child.is_hold = True
-            self.holds[child_id] = hold_until
         self.sequences[child_id] = child
         self.last_sequence_id = child_id
         return Result.OK
@@ -328,21 +323,10 @@ class Pool:
         self.admission.end_promise(sequence)
         if sequence.announcement is not None:
             self.pending.drop(sequence.announcement)
-        if sequence.is_hold:
-            del self.holds[sequence_id]
         sequence.namespace.sequence_count -= 1
         self.admission.enforce_cache_quota(sequence.namespace)
         self.blocks.forget_if_unused(sequence.namespace)
         return Result.OK
-
-    def expire_holds(self, now: float) -> list[int]:
-        """Frees every expired hold, and returns their ids in order."""
-        if not self.holds:
-            return []
-        ended = sorted(sequence_id for sequence_id, end in self.holds.items() if end <= now)
-        for sequence_id in ended:
-            self.free(sequence_id)
-        return ended
 
     # -- what readers see ----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ class SequenceState:
         prompt_token_count: tokens of a prompt that is computed in chunks of `chunk_token_count`; 0 where it is not.
         promised: blocks that the rest of that prompt will take; admission leaves them free.
         announcement: the part of its prompt that it announced and has still to compute, or None.
-        is_hold: nobody writes to it, and it ends by itself.
         is_named: each full block of what it committed came with its digest, and is published.
         stops: where hits are to end in it.
         parts: what it has in each manager.
@@ -34,7 +33,6 @@ class SequenceState:
         "announcement",
         "chunk_token_count",
         "committed_token_count",
-        "is_hold",
         "is_named",
         "limit",
         "namespace",
@@ -62,7 +60,6 @@ class SequenceState:
         self.priority = priority
         self.stops = stops
         self.announcement: Announcement | None = None
-        self.is_hold = False
         self.is_named = True
         self.parts = parts
 

@@ -205,7 +205,7 @@ class SessionMachine:
         if request.HasField("report_chunk"):
             authorization.require_report(self._permissions, request.report_chunk)
             self._reserve_report(now)
-            sessions.apply(owner, lambda: report.add(request.report_chunk, now), now)
+            sessions.apply(owner, lambda: report.add(request.report_chunk), now)
             self._directory.renew(owner, now)
             return []
         require(request.HasField("report_end"), "a report was asked for")
@@ -286,7 +286,7 @@ class SessionMachine:
             reply.outside_drops.extend(map(translate.cache_drop_message, owner.untold_drops))
 
         def operate() -> None:
-            step_apply.apply_step(owner.pool, columns, now, reply)
+            step_apply.apply_step(owner.pool, columns, reply)
             if not number % STATE_DIGEST_STEPS:
                 reply.state_digest = digest_after(owner.pool, number)
 

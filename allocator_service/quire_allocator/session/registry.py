@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar, cast
@@ -141,12 +140,6 @@ class SessionRegistry:
         owner.pool.log.step = 0 if owner.unary else owner.steps.next_step
         return self.apply(owner, lambda: drop_cached(owner.pool, *drop), now)
 
-    def _expire_holds(self, owner: Ownership, now: float) -> None:
-        pool = owner.pool
-        with contextlib.suppress(Refusal):  # POOL_QUARANTINED: the owner gets it at its next request
-            if self.apply(owner, lambda: pool.expire_holds(now), now):
-                self.publish(owner)
-
     def check_quarantine(self, name: str, now: float) -> None:
         """Refuses a pool that broke `QUARANTINES_MAX` times in `QUARANTINE_WINDOW_S` seconds.
 
@@ -182,13 +175,7 @@ class SessionRegistry:
             self.observer.published(owner)
 
     def expire(self, now: float) -> None:
-        """Drops pools with expired leases, and expired holds of unary sessions.
-
-        A stream's holds end with its next step, whose reply names them.
-        """
-        for owner in self.directory.open_pools():
-            if owner.unary and owner.pool.holds:
-                self._expire_holds(owner, now)
+        """Drops pools with expired leases."""
         for stream in list(self.staging):
             stream.check_report(now)
         for owner in self.directory.expire(now):

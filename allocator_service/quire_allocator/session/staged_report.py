@@ -13,7 +13,6 @@ much work as possible is done chunk by chunk, too: other pools are served betwee
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 
 from quire.protocol.limits import REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX, STOPS_MAX
@@ -27,14 +26,6 @@ from quire_allocator.core.rebuild.report import Report, ReportedSequence, Report
 from quire_allocator.core.spec import PoolSpec
 from quire_allocator.wire import translate
 from quire_allocator.wire.translate import require
-
-_SUPERSEDED = (
-    "published_blocks",
-    "published_digests",
-    "published_namespaces",
-    "published_groups",
-    "published_positions",
-)
 
 
 def report_bytes_max(spec: PoolSpec) -> int:
@@ -58,7 +49,6 @@ class StagedReport:
 
     def __init__(self, spec: PoolSpec) -> None:
         self._spec = spec
-        self._sha256 = hashlib.sha256()
         self._chunk_count = 0
         self._bytes_left = report_bytes_max(spec)
         self._table_entries_left = spec.block_count + limits.REPORT_SHARED_ENTRIES_MAX
@@ -71,17 +61,17 @@ class StagedReport:
         """Tells whether no chunk has come yet."""
         return not self._chunk_count
 
-    def add(self, chunk: pb.ReportChunk, now: float) -> None:
-        """Stages the next chunk. `now` is in seconds, for holds.
+    def add(self, chunk: pb.ReportChunk) -> None:
+        """Stages the next chunk.
 
         Raises:
-            Refusal: MALFORMED, TOO_LARGE or NOT_SUPPORTED; the report is void.
+            Refusal: MALFORMED or TOO_LARGE; the report is void.
         """
-        data = chunk.SerializeToString(deterministic=True)
-        self._bytes_left -= len(data)
+        size = chunk.ByteSize()
+        self._bytes_left -= size
         require(chunk.number == self._chunk_count, f"chunk {chunk.number} of a report comes after {self._chunk_count}")
         require(
-            len(data) <= REPORT_CHUNK_BYTES_MAX,
+            size <= REPORT_CHUNK_BYTES_MAX,
             f"a chunk has at most {REPORT_CHUNK_BYTES_MAX} bytes",
             "TOO_LARGE",
         )
@@ -90,8 +80,6 @@ class StagedReport:
             lambda: f"a report of such a pool has at most {report_bytes_max(self._spec)} bytes",
             "TOO_LARGE",
         )
-        for name in _SUPERSEDED:
-            require(not getattr(chunk, name), f"{name} is superseded by prefixes", "NOT_SUPPORTED")
         freed = unpack_uint32(_words(chunk.freed_blocks, "freed_blocks"))
         published = sum(len(prefix.blocks) for prefix in chunk.prefixes) // 4
         require(
@@ -104,10 +92,9 @@ class StagedReport:
             "TOO_LARGE",
         )
         self._chunk_count += 1
-        self._sha256.update(data)
         names = [translate.namespace(name) for name in chunk.namespaces]
         for sequence in chunk.sequences:
-            self._add_sequence(sequence, names, now)
+            self._add_sequence(sequence, names)
         if self._rebuild is None:
             self._rebuild = Rebuild(self._spec)
         for prefix in chunk.prefixes:
@@ -124,7 +111,6 @@ class StagedReport:
             Refusal: MALFORMED, the end does not fit the chunks, or the report contradicts itself.
         """
         require(end.chunk_count == self._chunk_count, "chunk_count differs from the chunks sent")
-        require(end.sha256 == self._sha256.digest(), "sha256 differs from that of the chunks sent")
         require(end.last_step <= limits.LAST_STEP_MAX, f"last_step must be at most {limits.LAST_STEP_MAX}")
         require(
             end.last_sequence_id <= limits.LAST_STEP_MAX, f"last_sequence_id must be at most {limits.LAST_STEP_MAX}"
@@ -134,9 +120,8 @@ class StagedReport:
         rebuild = self._rebuild or Rebuild(self._spec)
         return rebuild.finish(Report(self._sequences, [], released, end.last_sequence_id))
 
-    def _add_sequence(self, message: pb.ReportedSequence, names: list[str], now: float) -> None:
+    def _add_sequence(self, message: pb.ReportedSequence, names: list[str]) -> None:
         groups = len(self._spec.groups)
-        require(message.hold_remaining_ms <= limits.HOLD_MS_MAX, f"a hold lasts at most {limits.HOLD_MS_MAX} ms")
         require(
             len(message.tables) in (groups, _tables_max(self._spec)),
             f"a sequence has one table for each of the {groups} groups",
@@ -158,7 +143,6 @@ class StagedReport:
             message.priority,
             message.prompt_token_count,
             message.chunk_token_count,
-            now + message.hold_remaining_ms / 1000 if message.HasField("hold_remaining_ms") else None,
             tuple(message.stops),
             tables[groups:],
         )
@@ -178,7 +162,7 @@ class StagedReport:
 
 
 def _counts(sequence: ReportedSequence) -> ReportedSequence:
-    return sequence._replace(tables=(), kept=(), hold_until=None)
+    return sequence._replace(tables=(), kept=())
 
 
 class _Freed:

@@ -58,7 +58,7 @@ def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = Fals
     even that fits."""
     groups = pool.coordinator.group_count
     grows = len(columns.grow_sequences)
-    fixed = columns.operation_count + 2 * NUMBER_BYTES * len(pool.holds)  # 1 byte for each result
+    fixed = columns.operation_count  # 1 byte for each result
     if columns.digest_count:
         fixed += commit_answer_bytes_max(pool, columns.digest_count)
     if pool.spec.append_only and grows:

@@ -22,13 +22,10 @@ from quire_allocator.wire import translate
 from quire_allocator.wire.step_columns import StepColumns
 
 
-def apply_step(pool: Pool, columns: StepColumns, now: float, reply: pb.StepReply) -> None:
-    """Applies a checked step, and describes its effects in `reply`, which has the step's number and nothing else yet.
-    `now` is in seconds: holds end by it."""
+def apply_step(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
+    """Applies a checked step, and describes its effects in `reply`, which has only the step's number so far."""
     pool.log.step = reply.number
     used, granted = pool.blocks.used_count, pool.granted_block_count
-    if pool.holds:
-        reply.expired_holds.extend(pool.expire_holds(now))
     if columns.commit_sequences:
         _commit(pool, columns, reply)
     if columns.frees:
@@ -37,7 +34,7 @@ def apply_step(pool: Pool, columns: StepColumns, now: float, reply: pb.StepReply
         dropped = [drop_cached(pool, *drop) for drop in columns.drops]
         reply.dropped_block_counts.extend(translate.omit_zeros(dropped))
     if columns.parents:
-        _fork(pool, columns, reply, now)
+        _fork(pool, columns, reply)
     if columns.grow_sequences:
         _grow(pool, columns, reply)
         for takeover in pool.admission.takeovers:
@@ -83,17 +80,11 @@ def _free(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
         columns.has_refused = True
 
 
-def _fork(pool: Pool, columns: StepColumns, reply: pb.StepReply, now: float) -> None:
-    rows = zip(columns.parents, columns.children, columns.hold_ms or repeat(0))
-    results = [_wire(pool.fork(parent, child, hold_until=hold_until(hold, now))) for parent, child, hold in rows]
+def _fork(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
+    results = [_wire(pool.fork(parent, child)) for parent, child in zip(columns.parents, columns.children)]
     if _any_refused(results):
         reply.fork_results.extend(results)
         columns.has_refused = True
-
-
-def hold_until(hold_ms: int, now: float) -> float | None:
-    """Returns the time, in seconds, at which a hold ends; None for an ordinary sequence, whose `hold_ms` is 0."""
-    return now + hold_ms / 1000 if hold_ms else None
 
 
 def _grow(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:

@@ -20,7 +20,6 @@ _STEP_TOO_LARGE: Final = f"a step has at most {limits.STEP_BYTES_MAX} bytes"
 _TOO_MANY_OPERATIONS: Final = f"a step has at most {limits.OPERATIONS_PER_STEP_MAX} operations"
 _TOO_MANY_SEQUENCES: Final = f"a pool has at most {limits.SEQUENCES_MAX} live sequences"
 _TOO_MANY_DROPS: Final = f"a step has at most {limits.DROPS_PER_STEP_MAX} drops"
-_HOLD_TOO_LONG: Final = f"hold_ms is at most {limits.HOLD_MS_MAX}"
 
 
 def check_step(pool: Pool, step: pb.Step) -> StepColumns:
@@ -63,10 +62,7 @@ def _check_commits(pool: Pool, columns: StepColumns) -> None:
 
 
 def _check_forks(columns: StepColumns) -> None:
-    count = len(columns.parents)
-    require(len(columns.children) == count, "forks: one child per parent")
-    _check_optional(columns.hold_ms, count, "forks", "hold_ms")
-    require(not columns.hold_ms or max(columns.hold_ms) <= limits.HOLD_MS_MAX, _HOLD_TOO_LONG)
+    require(len(columns.children) == len(columns.parents), "forks: one child per parent")
 
 
 def _check_grows(columns: StepColumns) -> None:

@@ -26,7 +26,7 @@ class StepColumns:
         commit_*, keep_token_counts: columns of the commits.
         frees: column of the frees.
         drop_count: how much is to be forgotten of the cache.
-        parents, children, hold_ms: columns of the forks.
+        parents, children: columns of the forks.
         grow_*, namespace_indices, prompt_token_counts, priorities, defer_token_counts, returns: columns of
             the grows.
         commit_digest_data, grow_digest_data: digests of all operations, concatenated as they came.
@@ -62,7 +62,6 @@ class StepColumns:
         "grow_token_counts",
         "has_new",
         "has_refused",
-        "hold_ms",
         "keep_token_counts",
         "namespace_indices",
         "namespaces",
@@ -84,7 +83,7 @@ class StepColumns:
         self.commit_sequences = self.commit_token_counts = self.commit_digest_counts = self.keep_token_counts = _NONE
         self.drops: Sequence[CacheDrop] = ()
         self.drop_count = 0
-        self.frees = self.parents = self.children = self.hold_ms = _NONE
+        self.frees = self.parents = self.children = _NONE
         self.grow_sequences = self.grow_digest_counts = self.namespace_indices = _NONE
         self.prompt_token_counts = self.priorities = self.defer_token_counts = self.returns = _NONE
         self.grow_token_counts: list[int] = []
@@ -107,7 +106,6 @@ class StepColumns:
             forks = step.forks
             self.parents = self._column(forks.parents, _ID_BYTES, "forks: parents")
             self.children = self._column(forks.children, _ID_BYTES, "forks: children")
-            self.hold_ms = self._column(forks.hold_ms, _NUMBER_BYTES, "forks: hold_ms")
         if step.HasField("grows"):
             self._read_grows(step.grows)
 

@@ -245,12 +245,10 @@ def grow_request(session_id: bytes, request_id: str | None, sequence_id: int, to
     return operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
 
 
-def fork_request(
-    session_id: bytes, request_id: str | None, parent_id: int, child_id: int, hold_ms: int
-) -> pb.ForkRequest:
+def fork_request(session_id: bytes, request_id: str | None, parent_id: int, child_id: int) -> pb.ForkRequest:
     """Asks for a copy of a sequence."""
     request = pb.ForkRequest(session_id=session_id)
-    return operation(request, request_id, parent_id=parent_id, child_id=child_id, hold_ms=hold_ms)
+    return operation(request, request_id, parent_id=parent_id, child_id=child_id)
 
 
 def commit_request(

@@ -12,7 +12,7 @@ from quire.v1 import allocator_pb2 as pb
 
 _Told: TypeAlias = dict[str, Any]  # the fields of a reply that are not empty, by name
 _SELDOM_TOLD: Final = frozenset(
-    {"swap_operations", "copy_sources", "copy_destinations", "expired_holds", "takeover_sequences", "takeover_groups"}
+    {"swap_operations", "copy_sources", "copy_destinations", "takeover_sequences", "takeover_groups"}
     | {"takeover_indices", "emptied_blocks", "outside_drops", "removed", "is_removed_cut"}
 )
 NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry without a block: it fell out of a window
@@ -127,7 +127,6 @@ class StepOutcome(NamedTuple):
 
     Attributes:
         free_block_count: blocks that can be granted after it, empty and cached.
-        expired_holds: holds whose time had passed; they were freed before the first phase.
         takeovers: twins that were replaced before the grows (append-only pools only).
         dropped: the number of blocks that each drop forgot.
         outside_drops: drops by others since the previous step.
@@ -143,7 +142,6 @@ class StepOutcome(NamedTuple):
     swaps: list[Swap]
     copies: list[Copy]
     free_block_count: int
-    expired_holds: Sequence[int] = ()
     takeovers: Sequence[Takeover] = ()
     emptied: Sequence[int] = ()
     dropped: Sequence[int] = ()
@@ -167,7 +165,7 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
     grows = _grows(step, told, group_count) if step.HasField("grows") or "granted_grows" in told else []
     free_block_count = told.get("free_block_count", 0)
     if told.keys().isdisjoint(_SELDOM_TOLD) and not step.drops:
-        return StepOutcome(commits, frees, forks, grows, [], [], free_block_count, [])
+        return StepOutcome(commits, frees, forks, grows, [], [], free_block_count)
     return StepOutcome(
         commits,
         frees,
@@ -176,7 +174,6 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
         swaps=_swaps(told, commit_ids) if "swap_operations" in told else [],
         copies=[Copy(*row) for row in _rows(told, "copy_sources", "copy_destinations")],
         free_block_count=free_block_count,
-        expired_holds=list(told.get("expired_holds", ())),
         takeovers=[Takeover(*row) for row in _rows(told, "takeover_sequences", "takeover_groups", "takeover_indices")],
         emptied=unpack_uint32(told.get("emptied_blocks", b"")),
         dropped=_dropped(step, told) if step.drops else (),

@@ -40,7 +40,6 @@ class StepBuilder:
         self._drops: list[pb.CacheDrop] = []
         self._parents: list[int] = []
         self._children: list[int] = []
-        self._hold_ms: list[int] = []
         self._grows: list[int] = []
         self._grow_token_counts: list[int] = []
         self._new: list[_New] = []
@@ -81,16 +80,11 @@ class StepBuilder:
         sequences hold after this step's frees stay."""
         self._drops.append(cache_drop(namespace, digests, kept_digest_count))
 
-    def fork(self, parent_id: int, child_id: int, hold_ms: int = 0) -> None:
+    def fork(self, parent_id: int, child_id: int) -> None:
         """Creates a sequence that shares what its parent has committed; ids only rise. It may grow in the same step, or
-        once it was answered that it exists; a grow of what could not be forked answers NOT_FOUND.
-
-        With `hold_ms`, up to a day, it is a hold: nobody writes to it, and the first step after so many milliseconds
-        frees it before anything else, which its outcome's `expired_holds` tells.
-        """
+        once it was answered that it exists; a grow of what could not be forked answers NOT_FOUND."""
         self._parents.append(parent_id)
         self._children.append(child_id)
-        self._hold_ms.append(hold_ms)
 
     def allocate(
         self,
@@ -182,7 +176,6 @@ class StepBuilder:
         if self._parents:
             step.forks.parents = pack_uint64(self._parents)
             step.forks.children = pack_uint64(self._children)
-            step.forks.hold_ms = _pack_unless_zero(self._hold_ms)
         if self._grows:
             step.grows.sequences = pack_uint64(self._grows)
             step.grows.token_counts = pack_uint32(self._grow_token_counts)

@@ -1,6 +1,6 @@
 """A pool's block report, made of its owner's ledger, in chunks that every allocator takes.
 
-    for chunk in report_chunks(ledger, now):    # then `ReportEnd`, see `report_end`
+    for chunk in report_chunks(ledger):    # then `ReportEnd`, see `report_end`
         ...
 
 Published blocks go as stretches: consecutive ones of one prefix, each with its digest. Of two blocks with one digest
@@ -9,7 +9,6 @@ only the later published one is reported, unless the earlier one is held: the ot
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Sequence, Set
 from typing import Final
@@ -37,7 +36,6 @@ STRETCH_BYTES: Final = FRAME_BYTES + 3 * NUMBER_BYTES + (2 + DIGEST_BYTES) + 2 *
 STRETCH_ENTRY_BYTES: Final = DIGEST_BYTES + 4
 FREED_BYTES: Final = 4 * FRAME_BYTES  # once in a chunk
 FREED_ENTRY_BYTES: Final = 4 + 8 + 4 + 4  # block, step, operation, rank
-_MILLISECONDS: Final = 1000
 
 
 class _Chunker:
@@ -82,11 +80,11 @@ class _Chunker:
         return 0 if namespace in self._names else FRAME_BYTES + len(namespace.encode())
 
 
-def report_chunks(ledger: Ledger, now: float) -> list[pb.ReportChunk]:
-    """Makes the whole report; empty for an empty pool. `now` is in seconds, for what is left of holds."""
+def report_chunks(ledger: Ledger) -> list[pb.ReportChunk]:
+    """Makes the whole report; empty for an empty pool."""
     chunker = _Chunker()
     for sequence_id, sequence in ledger.sequences.items():
-        _add_sequence(chunker, sequence_id, sequence, now)
+        _add_sequence(chunker, sequence_id, sequence)
     held, pages = ledger.held_blocks(), ledger.pages
     stretches = pages.stretches()
     parts = [part for stretch in stretches for part in pages.parts(stretch)]
@@ -102,15 +100,10 @@ def report_chunks(ledger: Ledger, now: float) -> list[pb.ReportChunk]:
 
 def report_end(chunks: Sequence[pb.ReportChunk], *, last_step: int, last_sequence_id: int) -> pb.ReportEnd:
     """Makes the message that closes the report."""
-    sha256 = hashlib.sha256()
-    for chunk in chunks:
-        sha256.update(chunk.SerializeToString(deterministic=True))
-    return pb.ReportEnd(
-        chunk_count=len(chunks), last_step=last_step, sha256=sha256.digest(), last_sequence_id=last_sequence_id
-    )
+    return pb.ReportEnd(chunk_count=len(chunks), last_step=last_step, last_sequence_id=last_sequence_id)
 
 
-def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence, now: float) -> None:
+def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence) -> None:
     """Adds a sequence to as many chunks as its tables need."""
     tables = _reported_tables(sequence)
     done = [0] * len(tables)
@@ -127,8 +120,6 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
             chunk_token_count=sequence.chunk_token_count,
             stops=sequence.stops,
         )
-        if sequence.hold_until is not None:
-            message.hold_remaining_ms = max(0, int((sequence.hold_until - now) * _MILLISECONDS))
         chunker.entries_left -= 1
         for group, table in enumerate(tables):
             part = table[done[group] : done[group] + chunker.bytes_left // TABLE_ENTRY_BYTES]

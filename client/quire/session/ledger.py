@@ -9,7 +9,7 @@ The owner has the pages, so this is the truth. An allocator that has lost its st
 A block that the allocator has evicted and not granted yet still counts as published: its page has not been touched.
 If a quota limits the cached blocks, it does not count: the allocator tells which blocks became empty.
 
-Pure: no call, clock or lock; the time comes with every reply.
+Pure: no call, clock or lock.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ class LedgerSequence:
 
     Attributes:
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
-        hold_until: when a hold ends, in seconds; None for an ordinary sequence.
         stops: token counts, rising, where states make checkpoints and windows keep the blocks before them.
         twins: in an append-only pool, by group and position, the published blocks that it holds beside its own.
     """
 
     __slots__ = (
-        *("chunk_token_count", "committed_token_count", "hold_until", "namespace"),
+        *("chunk_token_count", "committed_token_count", "namespace"),
         *("priority", "prompt_token_count", "stops", "tables", "token_count", "twins"),
     )
 
@@ -54,7 +53,6 @@ class LedgerSequence:
         self.committed_token_count = committed_token_count
         self.priority = priority
         self.prompt_token_count = self.chunk_token_count = 0
-        self.hold_until: float | None = None
         self.stops: tuple[int, ...] = ()
         self.tables: list[array[int]] = []
         self.twins: dict[tuple[int, int], int] = {}
@@ -93,15 +91,12 @@ class Ledger:
         self._append_only = APPEND_ONLY in spec.features
         self._step = self._operation = self._rank = 0
 
-    def apply(self, step: pb.Step, outcome: StepOutcome, now: float) -> None:
+    def apply(self, step: pb.Step, outcome: StepOutcome) -> None:
         """Takes in what a step did; once for every step, in order."""
         self._step, self._operation = step.number, -1
         self.free_block_count = outcome.free_block_count
         for drop in outcome.outside_drops:
             self.pages.drop(drop, self.held_blocks(), self._full_groups)
-        for sequence_id in outcome.expired_holds:
-            self._next_operation()
-            self._free(self.sequences.pop(sequence_id))
         if outcome.commits:
             self._apply_commits(step.commits, outcome)
         if outcome.frees:
@@ -110,7 +105,7 @@ class Ledger:
             for each in step.drops:
                 self.pages.drop(read_drop(each), self.held_blocks(), self._full_groups)
         if outcome.forks:
-            self._apply_forks(step.forks, outcome, now)
+            self._apply_forks(step.forks, outcome)
         if outcome.takeovers:
             self._apply_takeovers(outcome.takeovers)
         if outcome.grows:
@@ -146,13 +141,12 @@ class Ledger:
             held.update(twin for sequence in self.sequences.values() for twin in sequence.twins.values())
         return held
 
-    def _apply_forks(self, forks: pb.ForkPhase, outcome: StepOutcome, now: float) -> None:
+    def _apply_forks(self, forks: pb.ForkPhase, outcome: StepOutcome) -> None:
         parents, children = unpack_uint64(forks.parents), unpack_uint64(forks.children)
-        held = unpack_uint32(forks.hold_ms) or repeat(0)
-        for parent, child, hold_ms, result in zip(parents, children, held, outcome.forks, strict=False):
+        for parent, child, result in zip(parents, children, outcome.forks, strict=True):
             self._next_operation()
             if result is Result.OK:
-                self._fork(self.sequences[parent], child, now + hold_ms / 1000 if hold_ms else None)
+                self._fork(self.sequences[parent], child)
 
     # -- commits -------------------------------------------------------------------------------------------------------
 
@@ -268,12 +262,12 @@ class Ledger:
             tables = [sequence.path(group) for group in alike]
             self._release(tables, _first_held(tables[0]), len(tables[0]))
 
-    def _fork(self, parent: LedgerSequence, child_id: int, hold_until: float | None) -> None:
+    def _fork(self, parent: LedgerSequence, child_id: int) -> None:
         length = parent.committed_token_count
         child = LedgerSequence(parent.namespace, length, length, parent.priority)
         if parent.prompt_token_count:  # neither has the stops of the answer from now on
             parent.stops = tuple([stop for stop in parent.stops if stop < parent.prompt_token_count])
-        child.hold_until, child.stops = hold_until, parent.stops
+        child.stops = parent.stops
         for group, spec in enumerate(self.groups):
             table = parent.path(group)
             child.tables.append(table[:] if spec.kind == _STATE else table[: -(-length // spec.block_size)])

@@ -272,8 +272,8 @@ class PoolOwner:
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
-    def receive(self, reply: pb.SessionReply, now: float) -> Answer | None:
-        """Takes in the current stream's next message; `now` is in seconds, for holds.
+    def receive(self, reply: pb.SessionReply) -> Answer | None:
+        """Takes in the current stream's next message.
 
         Returns what a step did, if it is an answer to one. The owner may be IDLE afterwards: both sides disagree, and
         the stream must be left for a new one.
@@ -286,14 +286,14 @@ class PoolOwner:
         kind = reply.WhichOneof("message")
         try:
             if kind == "step_reply" and self.phase is Phase.OPEN:
-                return self._take_answer(reply.step_reply, now)
+                return self._take_answer(reply.step_reply)
             if kind == "heartbeat" and self.phase in (Phase.REPORTING, Phase.OPEN):
                 self._unheard_heartbeats = max(0, self._unheard_heartbeats - 1)
                 return None
             if kind == "resumed" and self.phase is Phase.ATTACHING:
                 self._resume(reply.resumed)
             elif kind == "report_required" and self.phase is Phase.ATTACHING:
-                self._report(now)
+                self._report()
             elif kind == "ready" and self.phase is Phase.REPORTING:
                 self._open(reply.ready)
             else:
@@ -319,10 +319,10 @@ class PoolOwner:
             else:
                 self._send_step(request)
 
-    def _report(self, now: float) -> None:
+    def _report(self) -> None:
         self.phase = Phase.REPORTING
         self.report_count += 1
-        chunks = report_chunks(self.ledger, now)
+        chunks = report_chunks(self.ledger)
         for chunk in chunks:
             self.outbox.append(pb.SessionRequest(report_chunk=chunk))
         end = report_end(chunks, last_step=self.last_step, last_sequence_id=self.ledger.last_sequence_id)
@@ -359,7 +359,7 @@ class PoolOwner:
         step.session_id, step.ack = self.session_id, self.last_step
         self.outbox.append(request)
 
-    def _take_answer(self, reply: pb.StepReply, now: float) -> Answer:
+    def _take_answer(self, reply: pb.StepReply) -> Answer:
         if not self._unanswered:
             raise InternalError(f"an answer to step {reply.number}, which was not asked")
         step = self._unanswered[0].step
@@ -373,7 +373,7 @@ class PoolOwner:
         self._unanswered.popleft()
         self.last_step = number
         try:
-            self.ledger.apply(step, outcome, now)
+            self.ledger.apply(step, outcome)
         except (LookupError, ValueError, OverflowError) as error:
             raise LedgerLostError(f"the answer to step {number} cannot be true: {error!r}") from error
         digest = reply.state_digest

@@ -308,7 +308,7 @@ class AsyncSession:
         owner = self._owner
         self._silence.heard()
         self._has_served = self._connected
-        answer = owner.receive(reply, time.monotonic())
+        answer = owner.receive(reply)
         if answer is not None:
             self._answers.take(answer.number, answer.outcome)
             self._changed.set()

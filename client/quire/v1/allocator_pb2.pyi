@@ -33,11 +33,6 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-if sys.version_info >= (3, 13):
-    from warnings import deprecated as _deprecated
-else:
-    from typing_extensions import deprecated as _deprecated
-
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class _GroupKind:
@@ -623,35 +618,14 @@ class ReportChunk(_message.Message):
 
     NUMBER_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
-    PUBLISHED_BLOCKS_FIELD_NUMBER: _builtins.int
-    PUBLISHED_DIGESTS_FIELD_NUMBER: _builtins.int
-    PUBLISHED_NAMESPACES_FIELD_NUMBER: _builtins.int
     FREED_BLOCKS_FIELD_NUMBER: _builtins.int
     FREED_STEPS_FIELD_NUMBER: _builtins.int
     FREED_OPERATIONS_FIELD_NUMBER: _builtins.int
     FREED_POSITIONS_FIELD_NUMBER: _builtins.int
     NAMESPACES_FIELD_NUMBER: _builtins.int
-    PUBLISHED_GROUPS_FIELD_NUMBER: _builtins.int
-    PUBLISHED_POSITIONS_FIELD_NUMBER: _builtins.int
     PREFIXES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Number of the chunk within its report: 0, 1, 2, ..."""
-    @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def published_blocks(self) -> _builtins.bytes:
-        """Superseded by `prefixes`, as are the other four fields on published blocks; NOT_SUPPORTED if any is set."""
-
-    @published_blocks.setter
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def published_blocks(self, value: _builtins.bytes) -> None:
-        """Superseded by `prefixes`, as are the other four fields on published blocks; NOT_SUPPORTED if any is set."""
-
-    @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def published_digests(self) -> _builtins.bytes: ...
-    @published_digests.setter
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def published_digests(self, value: _builtins.bytes) -> None: ...
     freed_blocks: _builtins.bytes
     """Published blocks that no table holds and that were freed, in any order: block ids, uint32 little-endian. They are
     evicted in the order of their frees, after the cached blocks that were never freed.
@@ -662,9 +636,6 @@ class ReportChunk(_message.Message):
         same counts, and tables whose entries follow those sent before.
         """
 
-    @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def published_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def freed_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Number of the step that freed each of them last."""
@@ -682,14 +653,6 @@ class ReportChunk(_message.Message):
         """Namespaces that this chunk refers to by index."""
 
     @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def published_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """See `published_blocks`."""
-
-    @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def published_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
     def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedPrefix]:
         """Stretches of published blocks, held or not. A block of full attention whose ancestors are not reported is left out;
         where a table holds such a block, the report is refused.
@@ -700,21 +663,16 @@ class ReportChunk(_message.Message):
         *,
         number: _builtins.int = ...,
         sequences: _abc.Iterable[Global___ReportedSequence] | None = ...,
-        published_blocks: _builtins.bytes = ...,
-        published_digests: _builtins.bytes = ...,
-        published_namespaces: _abc.Iterable[_builtins.int] | None = ...,
         freed_blocks: _builtins.bytes = ...,
         freed_steps: _abc.Iterable[_builtins.int] | None = ...,
         freed_operations: _abc.Iterable[_builtins.int] | None = ...,
         freed_positions: _abc.Iterable[_builtins.int] | None = ...,
         namespaces: _abc.Iterable[_builtins.str] | None = ...,
-        published_groups: _abc.Iterable[_builtins.int] | None = ...,
-        published_positions: _abc.Iterable[_builtins.int] | None = ...,
         prefixes: _abc.Iterable[Global___ReportedPrefix] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_blocks", b"freed_blocks", "freed_operations", b"freed_operations", "freed_positions", b"freed_positions", "freed_steps", b"freed_steps", "namespaces", b"namespaces", "number", b"number", "prefixes", b"prefixes", "published_blocks", b"published_blocks", "published_digests", b"published_digests", "published_groups", b"published_groups", "published_namespaces", b"published_namespaces", "published_positions", b"published_positions", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_blocks", b"freed_blocks", "freed_operations", b"freed_operations", "freed_positions", b"freed_positions", "freed_steps", b"freed_steps", "namespaces", b"namespaces", "number", b"number", "prefixes", b"prefixes", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -778,7 +736,6 @@ class ReportedSequence(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     CHUNK_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    HOLD_REMAINING_MS_FIELD_NUMBER: _builtins.int
     STOPS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Its id."""
@@ -792,8 +749,6 @@ class ReportedSequence(_message.Message):
     prompt_token_count: _builtins.int
     """Tokens that its first grow named: the prompt's length, and the end of the first chunk. 0 for a fork."""
     chunk_token_count: _builtins.int
-    hold_remaining_ms: _builtins.int
-    """Of a hold: milliseconds until it ends."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """One table per group, or the part of each that follows what earlier chunks carried. Of a sequence that keeps blocks
@@ -816,16 +771,13 @@ class ReportedSequence(_message.Message):
         priority: _builtins.int = ...,
         prompt_token_count: _builtins.int = ...,
         chunk_token_count: _builtins.int = ...,
-        hold_remaining_ms: _builtins.int | None = ...,
         stops: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "hold_remaining_ms", b"hold_remaining_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "chunk_token_count", b"chunk_token_count", "committed_token_count", b"committed_token_count", "hold_remaining_ms", b"hold_remaining_ms", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "sequence_id", b"sequence_id", "stops", b"stops", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_token_count", b"chunk_token_count", "committed_token_count", b"committed_token_count", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "sequence_id", b"sequence_id", "stops", b"stops", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__hold_remaining_ms: _TypeAlias = _typing.Literal["hold_remaining_ms"]  # noqa: Y015
-    _WhichOneofArgType__hold_remaining_ms: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__hold_remaining_ms) -> _WhichOneofReturnType__hold_remaining_ms | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportedSequence: _TypeAlias = ReportedSequence  # noqa: Y015
 
@@ -861,14 +813,11 @@ class ReportEnd(_message.Message):
 
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
-    SHA256_FIELD_NUMBER: _builtins.int
     LAST_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
     """Chunks that were sent; 0 reports an empty pool."""
     last_step: _builtins.int
     """Number of the last step whose reply the owner applied, in any session; the next step carries the number after it."""
-    sha256: _builtins.bytes
-    """SHA-256 over the serialized chunks in order; of nothing when there is none."""
     last_sequence_id: _builtins.int
     """Highest sequence id that was ever created; a new sequence needs a higher one."""
     def __init__(
@@ -876,12 +825,11 @@ class ReportEnd(_message.Message):
         *,
         chunk_count: _builtins.int = ...,
         last_step: _builtins.int = ...,
-        sha256: _builtins.bytes = ...,
         last_sequence_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "last_sequence_id", b"last_sequence_id", "last_step", b"last_step", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "last_sequence_id", b"last_sequence_id", "last_step", b"last_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1155,25 +1103,19 @@ class ForkPhase(_message.Message):
 
     PARENTS_FIELD_NUMBER: _builtins.int
     CHILDREN_FIELD_NUMBER: _builtins.int
-    HOLD_MS_FIELD_NUMBER: _builtins.int
     parents: _builtins.bytes
     """One entry per operation: the sequence to share from. uint64."""
     children: _builtins.bytes
     """Id of the new sequence, higher than every earlier id. uint64."""
-    hold_ms: _builtins.bytes
-    """Per operation, milliseconds after which the server frees the child by itself. Such a child is a hold, which nobody
-    writes to (a pin, or the source of a transfer). 0, or empty: an ordinary sequence. At most 86,400,000. uint32.
-    """
     def __init__(
         self,
         *,
         parents: _builtins.bytes = ...,
         children: _builtins.bytes = ...,
-        hold_ms: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "hold_ms", b"hold_ms", "parents", b"parents"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "parents", b"parents"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1280,7 +1222,6 @@ class StepReply(_message.Message):
     JUNCTION_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     STOP_COUNTS_FIELD_NUMBER: _builtins.int
     STOPS_FIELD_NUMBER: _builtins.int
-    EXPIRED_HOLDS_FIELD_NUMBER: _builtins.int
     TAKEOVER_SEQUENCES_FIELD_NUMBER: _builtins.int
     TAKEOVER_GROUPS_FIELD_NUMBER: _builtins.int
     TAKEOVER_INDICES_FIELD_NUMBER: _builtins.int
@@ -1391,10 +1332,6 @@ class StepReply(_message.Message):
         """Their token counts, rising, of one grow after the other."""
 
     @_builtins.property
-    def expired_holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Holds whose time was over: the server freed them before the first phase."""
-
-    @_builtins.property
     def takeover_sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Takeovers, in an append-only pool: before the grows, blocks were short, and nobody else held the twins of what a
         sequence keeps in a group from an index in its table on. Its own blocks are published in their place.
@@ -1410,7 +1347,7 @@ class StepReply(_message.Message):
 
     @_builtins.property
     def outside_drops(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheDrop]:
-        """What others than the owner have dropped since the step before (`DropCache`), in order, before holds expired."""
+        """What others than the owner have dropped since the step before (`DropCache`), in order, before its first phase."""
 
     @_builtins.property
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovedBlocks]:
@@ -1444,7 +1381,6 @@ class StepReply(_message.Message):
         junction_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         stop_counts: _abc.Iterable[_builtins.int] | None = ...,
         stops: _abc.Iterable[_builtins.int] | None = ...,
-        expired_holds: _abc.Iterable[_builtins.int] | None = ...,
         takeover_sequences: _abc.Iterable[_builtins.int] | None = ...,
         takeover_groups: _abc.Iterable[_builtins.int] | None = ...,
         takeover_indices: _abc.Iterable[_builtins.int] | None = ...,
@@ -1458,7 +1394,7 @@ class StepReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "dropped_block_counts", b"dropped_block_counts", "emptied_blocks", b"emptied_blocks", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "is_removed_cut", b"is_removed_cut", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "pending_token_counts", b"pending_token_counts", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "stop_counts", b"stop_counts", "stops", b"stops", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "dropped_block_counts", b"dropped_block_counts", "emptied_blocks", b"emptied_blocks", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "is_removed_cut", b"is_removed_cut", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "pending_token_counts", b"pending_token_counts", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "stop_counts", b"stop_counts", "stops", b"stops", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1866,7 +1802,6 @@ class ForkRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PARENT_ID_FIELD_NUMBER: _builtins.int
     CHILD_ID_FIELD_NUMBER: _builtins.int
-    HOLD_MS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """The session."""
     request_id: _builtins.str
@@ -1875,8 +1810,6 @@ class ForkRequest(_message.Message):
     """A live sequence."""
     child_id: _builtins.int
     """Id of the new one, higher than every earlier one."""
-    hold_ms: _builtins.int
-    """As in ForkPhase."""
     def __init__(
         self,
         *,
@@ -1884,11 +1817,10 @@ class ForkRequest(_message.Message):
         request_id: _builtins.str = ...,
         parent_id: _builtins.int = ...,
         child_id: _builtins.int = ...,
-        hold_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "hold_ms", b"hold_ms", "parent_id", b"parent_id", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "parent_id", b"parent_id", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2902,96 +2834,3 @@ class Progress(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
-
-@_typing.final
-class RouteRequest(_message.Message):
-    """---------------------------------------------------------------------------------------------------------------------
-    Shapes fixed with v1 for a call that no server offers yet
-
-    RouteRequest: asks where a prompt should go.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    namespace: _builtins.str
-    """Namespace of the prompt."""
-    digests: _builtins.bytes
-    """Digests of its full blocks, 32 bytes each."""
-    prompt_token_count: _builtins.int
-    """Tokens of the prompt, and tokens that are expected to follow."""
-    output_token_count: _builtins.int
-    def __init__(
-        self,
-        *,
-        namespace: _builtins.str = ...,
-        digests: _builtins.bytes = ...,
-        prompt_token_count: _builtins.int = ...,
-        output_token_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "namespace", b"namespace", "output_token_count", b"output_token_count", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
-
-@_typing.final
-class RouteResponse(_message.Message):
-    """RouteResponse: the workers that may serve the prompt, best first."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CANDIDATES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteCandidate]:
-        """One per worker."""
-
-    def __init__(
-        self,
-        *,
-        candidates: _abc.Iterable[Global___RouteCandidate] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
-
-@_typing.final
-class RouteCandidate(_message.Message):
-    """RouteCandidate: one worker that may serve the prompt."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOL_FIELD_NUMBER: _builtins.int
-    WORKER_ADDRESS_FIELD_NUMBER: _builtins.int
-    MATCHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    pool: _builtins.str
-    """Its pool and the address of its WorkerService."""
-    worker_address: _builtins.str
-    matched_token_count: _builtins.int
-    """Leading tokens of the prompt that its pool has published, and blocks that can be granted in it."""
-    free_block_count: _builtins.int
-    def __init__(
-        self,
-        *,
-        pool: _builtins.str = ...,
-        worker_address: _builtins.str = ...,
-        matched_token_count: _builtins.int = ...,
-        free_block_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_block_count", b"free_block_count", "matched_token_count", b"matched_token_count", "pool", b"pool", "worker_address", b"worker_address"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RouteCandidate: _TypeAlias = RouteCandidate  # noqa: Y015

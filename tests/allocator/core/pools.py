@@ -108,7 +108,7 @@ def everything(pool: Pool) -> tuple[Any, ...]:
         for i, s in pool.sequences.items()
     ]
     counters = (pool.granted_block_count, pool.copy_count, pool.queried_token_count, pool.matched_token_count)
-    kept = (sorted(pool.blocks.namespaces), len(pool.pending), dict(pool.holds), pool.admission.promised_block_count)
+    kept = (sorted(pool.blocks.namespaces), len(pool.pending), pool.admission.promised_block_count)
     log = (len(pool.log._recorded), pool.blocks.evicted_count)
     return (states(pool), granted_next(pool), sequences, counters, kept, log)
 

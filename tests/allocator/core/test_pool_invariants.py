@@ -42,7 +42,7 @@ def test_a_block_never_stands_at_two_positions_even_if_its_owner_repeats_a_diges
 
 
 operations = st.tuples(
-    st.sampled_from(["allocate", "allocate", "grow", "commit", "commit", "fork", "free", "hold", "expire"]),
+    st.sampled_from(["allocate", "allocate", "grow", "commit", "commit", "fork", "fork", "free"]),
     st.integers(0, 12),
     st.integers(1, 24),
     st.lists(st.sampled_from([b"a" * 32, b"b" * 32, b"c" * 32]), max_size=6),
@@ -75,10 +75,8 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
             count = filled(pool, sequence_id, until)
             if until >= sequence.committed_token_count:  # going back is refused before the pool is asked
                 pool.commit(sequence_id, until, b"".join((digests * 24 or [bytes(32)] * 24)[:count]), choice)
-        elif name in ("fork", "hold"):
-            pool.fork(sequence_id, new_id, hold_until=float(new_id + choice) if name == "hold" else None)
-        elif name == "expire":
-            pool.expire_holds(float(new_id))
+        elif name == "fork":
+            pool.fork(sequence_id, new_id)
         else:
             pool.free(sequence_id)
         invariants.check(pool)
@@ -88,16 +86,16 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
 
 
 def busy_pool() -> Pool:
-    """A borrower, a hold, a prompt in chunks, sharers of a half-filled block, something cached.
+    """A borrower, a fork, a prompt in chunks, sharers of a half-filled block, something cached.
 
-    Sequence 3 borrows a block that 1 published; 4 is a hold of 1; 5 is a prompt in chunks; 7 and 8 share.
+    Sequence 3 borrows a block that 1 published; 4 is a fork of 1; 5 is a prompt in chunks; 7 and 8 share.
     """
     pool = make_pool(60, full(4), sliding(4, 6), quotas=(Quota("", None, 20),))
     pool.allocate(1, 12)
     commit(pool, 1, "abcd", 6)
     pool.fork(1, 3)
     commit(pool, 1, "abcd", 12)
-    pool.fork(1, 4, hold_until=9.0)
+    pool.fork(1, 4)
     pool.allocate(5, 4, d("pqr"), prompt_token_count=14)
     computed(pool, 6, "xy")
     pool.free(6)
@@ -281,8 +279,6 @@ DEFECTS: list[tuple[str, Callable[[Pool], None]]] = [
     ("is aside where paths end", lambda pool: setattr(last_stop(pool), "is_aside", True)),
     ("worth more or less", add(lambda pool: cached_unit(pool, 1), "worth", 1)),
     ("count as spare", add(lambda pool: scope(pool, 1), "spare", 2)),
-    ("hold without an end", lambda pool: pool.holds.clear()),
-    ("a hold that is gone", lambda pool: pool.holds.update({77: 1.0})),
     ("above the highest id", add(lambda pool: pool, "last_sequence_id", -1)),
     ("what is announced", announce_what_nobody_computes),
     ("nobody can find", stop_announcing),

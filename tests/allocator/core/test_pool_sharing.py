@@ -235,37 +235,3 @@ def test_a_windowed_block_that_another_filled_and_published_is_copied_by_its_las
     pool.free(1)
     assert grown(pool, 2, 7) == ([2], [Copy(1, 2)])
     assert states(pool)[:3] == [2, 1, 2]
-
-
-def test_a_hold_keeps_its_blocks_until_its_time_has_come_and_no_longer() -> None:
-    pool = make_pool()
-    computed(pool, 1, "ab")
-    pool.fork(1, 2, hold_until=10.0)
-    pool.free(1)
-    assert pool.expire_holds(9.9) == []
-    assert counts(pool) == (6, 0, 2)
-    assert pool.expire_holds(10.0) == [2]
-    assert counts(pool) == (6, 2, 0)
-    assert pool.free(2) is Result.NOT_FOUND
-    assert pool.expire_holds(99.0) == []
-
-
-def test_holds_end_in_the_order_of_their_ids_and_forks_of_them_do_not() -> None:
-    pool = make_pool()
-    computed(pool, 1, "a", tokens=1)
-    pool.fork(1, 2, hold_until=5.0)
-    pool.fork(1, 3, hold_until=4.0)
-    pool.fork(3, 4)  # continues: an ordinary sequence
-    assert pool.expire_holds(7.0) == [2, 3]
-    assert list(pool.sequences) == [1, 4]
-    assert blocks_of(pool, 4) == [0, 1]
-    assert grown(pool, 4, 6) == ([2], [Copy(1, 2)])
-
-
-def test_a_hold_can_be_freed_before_its_time() -> None:
-    pool = make_pool()
-    computed(pool, 1, "a")
-    pool.fork(1, 2, hold_until=5.0)
-    assert pool.free(2) is Result.OK
-    assert not pool.holds
-    invariants.check(pool)

@@ -33,14 +33,11 @@ def test_tokens_that_others_hold_too_need_not_be_computed_again() -> None:
     assert pool.allocate(5, 8).victim == Victim(1, 4)
 
 
-def test_the_newest_of_equals_goes_first_and_a_hold_never() -> None:
+def test_the_newest_of_equals_goes_first() -> None:
     pool = make_pool(4)
     for sequence_id in (1, 2, 3):
         computed(pool, sequence_id, "abcd"[sequence_id])
-    pool.fork(1, 4, hold_until=9.0)  # would lose nothing
-    assert pool.allocate(5, 8).victim == Victim(1, 0)  # its block is the hold's too
-    pool.free(1)
-    assert pool.allocate(5, 12).victim == Victim(3, 4)
+    assert pool.allocate(5, 8).victim == Victim(3, 4)
 
 
 def test_a_sequence_of_a_higher_priority_is_never_named() -> None:

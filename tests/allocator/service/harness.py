@@ -29,8 +29,7 @@ MESSAGE_OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 ]
-EMPTY_SHA256 = hashlib.sha256().digest()
-EMPTY_REPORT = pb.SessionRequest(report_end=pb.ReportEnd(sha256=EMPTY_SHA256))
+EMPTY_REPORT = pb.SessionRequest(report_end=pb.ReportEnd())
 HEARTBEAT = pb.SessionRequest(heartbeat=pb.Heartbeat())
 DETACH = pb.SessionRequest(detach=pb.Detach())
 
@@ -190,7 +189,7 @@ class StreamOwner:
 
     async def report(self, last_step: int = 0) -> pb.Ready:
         """An empty pool."""
-        end = pb.ReportEnd(last_step=last_step, sha256=EMPTY_SHA256)
+        end = pb.ReportEnd(last_step=last_step)
         ready = (await self.exchange(pb.SessionRequest(report_end=end))).ready
         self.session_id, self.next_step = ready.session_id, ready.next_step
         return ready

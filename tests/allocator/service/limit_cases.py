@@ -6,7 +6,6 @@ Each case prepares the limit, marks the moment before the last request (`last`),
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.session.machine import pool_digest
 
-from tests.allocator.service.harness import EMPTY_SHA256, RunningAllocator, StreamOwner, UnaryOwner, grows, spec
+from tests.allocator.service.harness import RunningAllocator, StreamOwner, UnaryOwner, grows, spec
 
 _before_last: list[Callable[[], None]] = []
 
@@ -82,16 +81,6 @@ async def sequences_of_a_stream(allocator: RunningAllocator, number: int) -> Non
         await owner.step(grows=pb.GrowPhase(sequences=pack_uint64(batch), token_counts=pack_uint32([1] * len(batch))))
 
 
-async def hold_of_a_step(allocator: RunningAllocator, number: int) -> None:
-    owner = await StreamOwner.ready(allocator)
-    await owner.step(grows=grows((1, 1, b"")))
-    last()
-    reply = await owner.step(
-        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([2]), hold_ms=pack_uint32([number]))
-    )
-    assert not reply.fork_results
-
-
 async def namespace_of_a_step(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     last()
@@ -131,7 +120,7 @@ async def reported_last_sequence_id(allocator: RunningAllocator, number: int) ->
     owner = StreamOwner(allocator)
     await owner.attach()
     last()
-    end = pb.ReportEnd(sha256=EMPTY_SHA256, last_sequence_id=number)
+    end = pb.ReportEnd(last_sequence_id=number)
     assert (await owner.exchange(pb.SessionRequest(report_end=end))).HasField("ready")
 
 
@@ -145,15 +134,13 @@ async def report_chunks(allocator: RunningAllocator, *chunks: pb.ReportChunk, bl
     """Reports them as the whole of a pool."""
     owner = StreamOwner(allocator)
     await owner.attach(spec=spec(block_count=block_count, block_size=1))
-    sha256 = hashlib.sha256()
     last()
     for number, chunk in enumerate(chunks):
         chunk.number = number
-        sha256.update(chunk.SerializeToString(deterministic=True))
         await owner.send(pb.SessionRequest(report_chunk=chunk))
         if not await taken_in(allocator, owner, number + 1):  # a write to a stream that has ended would hide why
             await owner.receive()
-    end = pb.ReportEnd(chunk_count=len(chunks), sha256=sha256.digest(), last_sequence_id=8192)
+    end = pb.ReportEnd(chunk_count=len(chunks), last_sequence_id=8192)
     assert (await owner.exchange(pb.SessionRequest(report_end=end))).HasField("ready")
 
 
@@ -214,17 +201,13 @@ async def reported_sequences(allocator: RunningAllocator, number: int) -> None:
     )
 
 
-async def reported_hold(allocator: RunningAllocator, number: int) -> None:
-    await report_chunks(allocator, pb.ReportChunk(namespaces=[""], sequences=[reported(1, hold_remaining_ms=number)]))
-
-
 async def namespace_of_a_report(allocator: RunningAllocator, number: int) -> None:
     await report_chunks(allocator, pb.ReportChunk(namespaces=[name_of(number)], sequences=[reported(1)]))
 
 
 async def reports_at_a_time(allocator: RunningAllocator, number: int) -> None:
     chunk = pb.ReportChunk(namespaces=[""], sequences=[reported(1)])
-    end = pb.ReportEnd(chunk_count=1, sha256=hashlib.sha256(chunk.SerializeToString()).digest(), last_sequence_id=1)
+    end = pb.ReportEnd(chunk_count=1, last_sequence_id=1)
     async with contextlib.AsyncExitStack() as connections:
         owners = []
         for place in range(number):  # on a connection each: one caller alone may have half of the reports
@@ -351,13 +334,6 @@ async def sequences_of_a_unary_session(allocator: RunningAllocator, number: int)
             await owner.call("Fork", parent_id=1, child_id=sequence_id)
         else:
             await owner.call("Allocate", **method)
-
-
-async def hold_of_a_unary_session(allocator: RunningAllocator, number: int) -> None:
-    owner = await UnaryOwner.open(allocator)
-    await owner.call("Allocate", sequence_id=1, token_count=1)
-    last()
-    await owner.call("Fork", parent_id=1, child_id=2, hold_ms=number)
 
 
 async def namespace_of_a_unary_session(allocator: RunningAllocator, number: int) -> None:

@@ -112,7 +112,7 @@ def test_a_reply_is_never_larger_than_foreseen(groups: int) -> None:
         columns, reply = step_checks.check_step(pool, step), pb.StepReply(number=number)
         coarse = reply_size.step_reply_bytes_max(pool, columns)
         exact = reply_size.step_reply_bytes_max(pool, columns, exact=True)
-        step_apply.apply_step(pool, columns, 0.0, reply)
+        step_apply.apply_step(pool, columns, reply)
         assert reply.ByteSize() - 100 <= exact <= coarse, f"step {number}"
         invariants.check(pool)
 

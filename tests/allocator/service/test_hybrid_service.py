@@ -1,4 +1,4 @@
-"""Pools of several types of attention, holds, quotas and usage, over gRPC.
+"""Pools of several types of attention, quotas and usage, over gRPC.
 
 The pool of the reference document: block size 16, 10 full and 20 sliding layers of window 32 in 3 groups of 10.
 """
@@ -131,40 +131,6 @@ async def test_no_space_names_the_cheapest_victim(allocator: RunningAllocator) -
     assert (list(reply.victim_sequences), list(reply.victim_token_counts)) == ([2], [12])
 
 
-async def test_a_hold_ends_with_the_first_step_after_its_time(allocator: RunningAllocator) -> None:
-    owner = await StreamOwner.ready(allocator)
-    await owner.step(grows=grows((1, 8, b"")))
-    await owner.step(
-        commits=commits((1, 8, d("ab"))),
-        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([2]), hold_ms=pack_uint32([1500])),
-    )
-    await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1])))
-    assert (await summary(allocator)).held_block_count == 2
-    allocator.clock.now += 1.4
-    assert not (await owner.step()).expired_holds
-    allocator.clock.now += 0.2
-    assert list((await owner.step()).expired_holds) == [2]
-    assert (await summary(allocator)).cached_block_count == 2
-
-
-async def test_a_unary_hold_ends_by_itself(allocator: RunningAllocator) -> None:
-    owner = await opened(allocator, FULL)
-    await owner.call("Allocate", sequence_id=1, token_count=16)
-    await owner.call("Commit", sequence_id=1, token_count=16, digests=d("a"))
-    await owner.call("Fork", parent_id=1, child_id=2, hold_ms=2000)
-    await owner.call("Free", sequence_id=1)
-    allocator.pass_time(1.9)
-    assert (await summary(allocator)).held_block_count == 1
-    allocator.pass_time(0.2)
-    assert (await summary(allocator)).sequence_count == 0
-
-
-async def test_a_hold_is_at_most_a_day(allocator: RunningAllocator) -> None:
-    owner = await opened(allocator, FULL)
-    with refused(Reason.MALFORMED, "hold_ms"):
-        await owner.call("Fork", parent_id=1, child_id=2, hold_ms=86_400_001)
-
-
 async def test_a_namespace_cannot_hold_more_than_its_quota(allocator: RunningAllocator) -> None:
     quotas = [pb.Quota(namespace="small", held_blocks_max=2), pb.Quota(namespace="*", held_blocks_max=4)]
     owner = await opened(allocator, FULL, quotas=quotas)
@@ -197,7 +163,6 @@ async def test_usage_tells_where_the_memory_goes(allocator: RunningAllocator) ->
         ("keep_token_counts", "keep_token_counts"),
         ("digest_counts", "digest_count"),
         ("children", "child"),
-        ("hold_ms", "hold_ms"),
         ("namespace_indices", "namespace_ind"),
         ("prompt_token_counts", "prompt_token_counts"),
         ("priorities", "priorities"),

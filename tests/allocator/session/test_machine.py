@@ -40,7 +40,7 @@ def run(machine: SessionMachine, side: PoolOwner, now: float = 0.0) -> list[Answ
     answers = []
     while side.outbox:
         for reply in machine.receive(side.outbox.popleft(), now):
-            answer = side.receive(reply, now)
+            answer = side.receive(reply)
             if answer is not None:
                 answers.append(answer)
     return answers
@@ -188,7 +188,6 @@ WRONG_CHUNKS: list[tuple[pb.ReportChunk, str]] = [
     (pb.ReportChunk(sequences=[pb.ReportedSequence(sequence_id=1)]), "MALFORMED"),
     (pb.ReportChunk(sequences=[pb.ReportedSequence(sequence_id=1, tables=[pb.BlockTable()])]), "MALFORMED"),
     (pb.ReportChunk(prefixes=[pb.ReportedPrefix(blocks=bytes(4), digests=bytes(31))], namespaces=[""]), "MALFORMED"),
-    (pb.ReportChunk(published_groups=[1], freed_blocks=bytes(4)), "NOT_SUPPORTED"),
 ]
 
 

@@ -46,7 +46,6 @@ def ledger_of(worst: Worst) -> Ledger:
     for number in range(sequence_count):
         sequence = LedgerSequence(f"{number:s>128}", LARGEST, LARGEST, LARGEST)
         sequence.prompt_token_count = sequence.chunk_token_count = LARGEST
-        sequence.hold_until = limits.HOLD_MS_MAX / 1000
         sequence.stops = tuple(range(LARGEST - STOPS_MAX, LARGEST))
         sequence.tables = [array("I") for _ in range(group_count)]
         sequence.tables[-1] = held[number::sequence_count]
@@ -76,7 +75,7 @@ def ledger_of(worst: Worst) -> Ledger:
 def test_no_report_of_a_pool_is_larger_than_it_may_be(worst: Worst, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SEQUENCES_MAX", worst.sequence_count)
     monkeypatch.setattr(limits, "REPORT_SHARED_ENTRIES_MAX", 0)
-    taken = sum(chunk.ByteSize() for chunk in report_chunks(ledger_of(worst), 0.0))
+    taken = sum(chunk.ByteSize() for chunk in report_chunks(ledger_of(worst)))
     groups = (GroupSpec(GroupKind.FULL_ATTENTION, 1),) * worst.group_count
     allowed = report_bytes_max(PoolSpec(worst.block_count, groups))
     assert worst.share * allowed < taken <= allowed
@@ -87,7 +86,7 @@ def test_a_pool_that_is_cached_from_end_to_end_can_be_reported(block_count: int)
     ledger, blocks = Ledger(pb.PoolSpec(block_count=10_000, groups=[FULL])), array("I", range(10_000))
     ledger.pages.publish(DigestSpace("", 0), 0, None, b"".join(i.to_bytes(32, "big") for i in blocks), blocks)
     ledger.pages.release(1 << 40, 1, 0, blocks[::-1], begin=0, end=len(blocks))
-    block_bytes = sum(chunk.ByteSize() for chunk in report_chunks(ledger, 0.0)) / 10_000
+    block_bytes = sum(chunk.ByteSize() for chunk in report_chunks(ledger)) / 10_000
     assert 56 < block_bytes < 56.1
     spec = translate.pool_spec(pb.PoolSpec(block_count=block_count, groups=[FULL]))
     assert report_bytes_max(spec) > block_count * block_bytes
@@ -106,7 +105,7 @@ async def test_a_report_above_what_its_pool_can_need_is_too_large(monkeypatch: p
 def test_a_report_that_frees_more_blocks_than_there_are_is_refused_before_its_end() -> None:
     staged = StagedReport(PoolSpec(2, (GroupSpec(GroupKind.FULL_ATTENTION, 4),)))
     freed = pb.ReportChunk(freed_blocks=bytes(8), freed_steps=[1, 1], freed_operations=[0, 0], freed_positions=[0, 1])
-    staged.add(freed, 0.0)
+    staged.add(freed)
     freed.number = 1
     with pytest.raises(Refusal, match="more blocks are freed than there are"):
-        staged.add(freed, 0.0)
+        staged.add(freed)

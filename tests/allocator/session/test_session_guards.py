@@ -17,7 +17,6 @@ from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.machine import Phase, SessionMachine
 from quire_allocator.session.registry import SessionRegistry
-from quire_allocator.wire.translate import pool_spec as core_spec
 
 from tests.simulation.histories import pool_spec
 from tests.simulation.world import Quiet
@@ -46,7 +45,7 @@ def owner(name: str, last_step: int = 0) -> PoolOwner:
 def talk(stream: SessionMachine, side: PoolOwner, now: float = 0.0) -> None:
     while side.outbox:
         for reply in stream.receive(side.outbox.popleft(), now):
-            side.receive(reply, now)
+            side.receive(reply)
 
 
 def attached(sessions: SessionRegistry, name: str) -> tuple[SessionMachine, PoolOwner]:
@@ -116,22 +115,6 @@ def test_a_defect_in_the_digest_of_the_state_stops_the_pool(sessions: SessionReg
     sequences[1] = None  # the defect
     assert refusal_within(STATE_DIGEST_STEPS, stream, side) == "POOL_QUARANTINED"
     assert [name for name, _ in witness.quarantined_pools] == ["a"]
-
-
-def test_a_defect_found_by_the_timer_stops_the_pool_and_leases_go_on(sessions: SessionRegistry, witness: Quiet) -> None:
-    directory = sessions.directory
-    for name in ("broken", "other"):
-        unary = directory.open_unary(
-            name=name, spec=core_spec(SPEC), request_id="r", session_id=name.encode().ljust(16), now=0.0
-        )
-        unary.pool.allocate(1, 4)
-        unary.pool.fork(1, 2, hold_until=1.0)
-    holds: dict[int, Any] = directory.pool("broken").pool.holds
-    holds[2] = None  # the defect
-    sessions.expire(2.0)
-    assert [name for name, _ in witness.quarantined_pools] == ["broken"]
-    assert [each.name for each in directory.open_pools()] == ["other"]
-    assert list(directory.pool("other").pool.sequences) == [1]
 
 
 # -- places for reports ------------------------------------------------------------------------------------------------

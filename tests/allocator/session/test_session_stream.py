@@ -104,13 +104,9 @@ async def test_the_number_of_pools_is_limited() -> None:
 
 WRONG_REPORTS: list[tuple[pb.SessionRequest, Reason]] = [
     (pb.SessionRequest(report_chunk=pb.ReportChunk()), Reason.MALFORMED),
-    (pb.SessionRequest(report_chunk=pb.ReportChunk(published_blocks=bytes(4))), Reason.NOT_SUPPORTED),
     (pb.SessionRequest(report_end=pb.ReportEnd(chunk_count=1)), Reason.MALFORMED),
-    (pb.SessionRequest(report_end=pb.ReportEnd(sha256=bytes(32))), Reason.MALFORMED),
     (
-        pb.SessionRequest(
-            report_end=pb.ReportEnd(sha256=EMPTY_REPORT.report_end.sha256, last_step=limits.LAST_STEP_MAX + 1)
-        ),
+        pb.SessionRequest(report_end=pb.ReportEnd(last_step=limits.LAST_STEP_MAX + 1)),
         Reason.MALFORMED,
     ),
     (pb.SessionRequest(step=pb.Step()), Reason.MALFORMED),

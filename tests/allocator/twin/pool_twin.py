@@ -162,7 +162,7 @@ class TwinPool(TwinState):
         self._enforce_quota(sequence.namespace)
         return ("OK", swaps)
 
-    def fork(self, parent_id: int, child_id: int, hold_until: float | None = None) -> str:
+    def fork(self, parent_id: int, child_id: int) -> str:
         """Makes a sequence that shares its parent's committed tokens."""
         parent = self.sequences.get(parent_id)
         if parent is None:
@@ -179,7 +179,7 @@ class TwinPool(TwinState):
             for kind, table in zip(self.kinds, parent.tables, strict=True)
         ]
         child = TwinSequence(parent.namespace, parent.committed, parent.committed, shared, parent.priority)
-        child.hold_until, child.stop, child.last = hold_until, parent.stop, dict(parent.last)
+        child.stop, child.last = parent.stop, dict(parent.last)
         parent.stops = [stop for stop in parent.stops if stop <= parent.prompt_end]
         child.stops, child.early_stop, child.prompt_end = parent.stops, parent.early_stop, parent.prompt_end
         child.needed = list(parent.needed)
@@ -205,13 +205,6 @@ class TwinPool(TwinState):
         del self.sequences[sequence_id]
         self._enforce_quota(sequence.namespace)
         return "OK"
-
-    def expire_holds(self, now: float) -> list[int]:
-        """Frees the expired holds."""
-        ended = [i for i, s in self.sequences.items() if s.hold_until is not None and s.hold_until <= now]
-        for sequence_id in ended:
-            self.free(sequence_id)
-        return ended
 
     # -- parts of operations -------------------------------------------------------------------------------------------
 

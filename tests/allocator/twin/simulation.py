@@ -80,7 +80,6 @@ class Simulation(Comparison):
             (self.free, 8),
             (self.forward, 4),
             (self.decode, 2),
-            (self.expire, 2),
             (self.wrong, 1),
         ]
         calls, weights = [event for event, _ in events], [weight for _, weight in events]
@@ -149,7 +148,7 @@ class Simulation(Comparison):
 
     def grow(self) -> None:
         """By a token, by many, by none, or beyond the pool."""
-        sequence_id = self._some_id(writable=True)
+        sequence_id = self._some_id()
         if sequence_id is None:
             return
         rng, size = self.random, self.twin.digest_tokens
@@ -171,13 +170,13 @@ class Simulation(Comparison):
 
     def forward(self) -> None:
         """Writes the granted tokens, without asking the pool."""
-        sequence_id = self._some_id(writable=True)
+        sequence_id = self._some_id()
         if sequence_id is not None:
             self._forward_some(sequence_id)
 
     def commit(self) -> None:
         """Commits all written tokens, or a part; now and then unaccepted tokens or room ahead are given back."""
-        sequence_id = self._some_id(writable=True)
+        sequence_id = self._some_id()
         if sequence_id is None:
             return
         rng, writer, sequence = self.random, self.writers[sequence_id], self.twin.sequences[sequence_id]
@@ -196,8 +195,8 @@ class Simulation(Comparison):
             self._extend(sequence_id, sequence.token_count)
 
     def fork(self) -> None:
-        """Forks any live sequence; now and then with a used id; some forks are holds."""
-        parent_id = self._some_id(writable=False)
+        """Forks any live sequence; now and then with a used id."""
+        parent_id = self._some_id()
         if parent_id is None or len(self.writers) >= LIVE_MAX:
             return
         rng = self.random
@@ -205,8 +204,7 @@ class Simulation(Comparison):
             settled = [i for i, sequence in self.twin.sequences.items() if sequence.token_count == sequence.committed]
             parent_id = rng.choice(settled or [parent_id])
         child_id = self.next_id if rng.random() < 0.95 else rng.randint(0, self.next_id - 1)
-        until = float(self.now + rng.randint(1, 60)) if rng.random() < 0.45 else None
-        result = self.do("fork", parent_id, child_id, hold_until=until)
+        result = self.do("fork", parent_id, child_id)
         if result == "OK":
             parent, committed = self.writers[parent_id], self.twin.sequences[parent_id].committed
             self.writers[child_id] = Writer(parent.namespace, parent.text[:committed], committed, parent.plan)
@@ -215,7 +213,7 @@ class Simulation(Comparison):
 
     def free(self) -> None:
         """Any live sequence."""
-        sequence_id = self._some_id(writable=False)
+        sequence_id = self._some_id()
         if sequence_id is not None:
             self.do("free", sequence_id)
             del self.writers[sequence_id]
@@ -228,20 +226,12 @@ class Simulation(Comparison):
     def decode(self) -> None:
         """Grows several sequences by one token, as a step does; often the same as the last time."""
         share = self.random.choice((0.7, 1.0, 1.0))
-        ids = [i for i in self.writers if self.twin.sequences[i].hold_until is None and self.random.random() < share]
+        ids = [i for i in self.writers if self.random.random() < share]
         counts = [self.twin.sequences[i].token_count + 1 for i in ids]
         for sequence_id, answer in zip(ids, self.do_many(ids, counts), strict=True):
             self.memory.copy(answer[4])
             if answer[0] == "OK":
                 self._extend(sequence_id, self.twin.sequences[sequence_id].token_count)
-
-    def expire(self) -> None:
-        """Expires the holds whose time has come."""
-        now = float(self.now - self.random.randint(0, 20))
-        ended = self.do("expire_holds", now)
-        for sequence_id in ended:
-            del self.writers[sequence_id]
-            self.seen["hold ended"] += 1
 
     def drop(self) -> None:
         """Drops the cache of all, of a namespace, or after some place of a known text."""
@@ -274,10 +264,9 @@ class Simulation(Comparison):
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _some_id(self, *, writable: bool) -> int | None:
-        """Returns any live sequence that is no hold."""
-        ids = [i for i in self.writers if not writable or self.twin.sequences[i].hold_until is None]
-        return self.random.choice(ids) if ids else None
+    def _some_id(self) -> int | None:
+        """Returns any live sequence."""
+        return self.random.choice(list(self.writers)) if self.writers else None
 
     def _some_text(self, length: int) -> list[int]:
         """Half of the time one token over and over, so that equal blocks come up again and again."""

@@ -77,7 +77,6 @@ class TwinSequence:
     prompt_end: int = 0  # stops behind it are of the answer
     announced: list[bytes] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    hold_until: float | None = None
     last: dict[int, Slot] = field(default_factory=dict)  # of each kind its last hit; of states also the last made
     needed: list[Slot] = field(default_factory=list)  # fallen out, and needed by a hit at its last edge
     stop: TwinStop | None = None  # the deepest one that it made or hit
@@ -252,7 +251,7 @@ class TwinState:
         """The sequence that loses least by being preempted, and how much."""
         costs = []
         for sequence_id, sequence in self.sequences.items():
-            if sequence.priority <= priority and sequence.hold_until is None and sequence_id != except_id:
+            if sequence.priority <= priority and sequence_id != except_id:
                 others = {id(s) for other, s in self.all_slots() if other is not sequence}
                 kept = min(
                     kind.kept([slot is None or id(slot.twin or slot) in others for slot in table], sequence.committed)

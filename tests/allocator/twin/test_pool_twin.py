@@ -33,7 +33,7 @@ SOMEWHERE = (
     *("allocate PASS_TOO_LONG", "junction", "early end", "prompts part early", "prompts part inside"),
     *("grow NO_SPACE", "grow QUOTA", "grow TOO_LONG", "grow NOT_FOUND", "copy"),
     *("commit TOO_LONG", "commit NOT_FOUND", "swap", "fork UNCOMMITTED", "fork EXISTS", "fork NOT_FOUND"),
-    *("free NOT_FOUND", "hold ended", "dropped"),
+    *("free NOT_FOUND", "dropped"),
 )
 
 happened: Counter[str] = Counter()

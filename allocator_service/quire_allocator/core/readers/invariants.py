@@ -136,9 +136,6 @@ def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> No
     assert sequence.quiet_until == quiet, (
         f"commits of {sequence_id} are unseen up to {sequence.quiet_until}, not {quiet}"
     )
-    assert sequence.is_hold == (sequence_id in pool.holds), (
-        f"sequence {sequence_id} is a hold without an end, or not one"
-    )
 
 
 def _check_batch(pool: Pool) -> None:
@@ -149,7 +146,6 @@ def _check_batch(pool: Pool) -> None:
 
 def _check_admission(pool: Pool) -> None:
     assert list(pool.sequences) == sorted(pool.sequences), "sequences are not in the order of their ids"
-    assert set(pool.holds) <= set(pool.sequences), "a hold that is gone still has an end"
     promised = sum(sequence.promised for sequence in pool.sequences.values())
     counted = pool.admission.promised_block_count
     assert counted == promised, f"{counted} blocks count as promised, {promised} are"

@@ -140,9 +140,7 @@ def unwritten_slot_count(pool: Pool) -> int:
     if not size:
         return 0
     return sum(
-        -(-sequence.token_count // size) * size - sequence.committed_token_count
-        for sequence in pool.sequences.values()
-        if not sequence.is_hold
+        -(-sequence.token_count // size) * size - sequence.committed_token_count for sequence in pool.sequences.values()
     )
 
 

@@ -171,9 +171,6 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
         sequence.prompt_token_count = reported.prompt_token_count
         sequence.chunk_token_count = reported.chunk_token_count
         pool.admission.promise(sequence)
-    if reported.hold_until is not None:
-        sequence.is_hold = True
-        pool.holds[reported.sequence_id] = reported.hold_until
 
 
 def _own_tables(reported: ReportedSequence) -> Sequence[array[int]]:

@@ -21,7 +21,6 @@ class ReportedSequence(NamedTuple):
     Attributes:
         tables: one per group; `NULL_BLOCK` where a windowed group gave a block back.
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
-        hold_until: when a hold ends, in seconds of the caller's clock; None for an ordinary sequence.
         stops: as in `SequenceState`.
         kept: one per group, of its own blocks where they stand in the place of published ones (which are in `tables`),
             and `NULL_BLOCK` elsewhere; nothing where it keeps none.
@@ -35,7 +34,6 @@ class ReportedSequence(NamedTuple):
     priority: int = 0
     prompt_token_count: int = 0
     chunk_token_count: int = 0
-    hold_until: float | None = None
     stops: tuple[int, ...] = ()
     kept: Sequence[array[int]] = ()
 

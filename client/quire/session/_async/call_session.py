@@ -138,17 +138,15 @@ class AsyncCallSession:
         parent_id: int,
         child_id: int,
         *,
-        hold_ms: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Result:
         """Creates a sequence (ids only rise) that shares every computed block of a live one.
 
         OK, NOT_FOUND, EXISTS (a live one has the id), ID_TOO_LOW, or UNCOMMITTED: a pool with STATE groups, and a
-        parent with granted tokens that are not committed. With `hold_ms`, up to a day, it is a hold: nobody writes to
-        it, and after so many milliseconds it is freed by itself.
+        parent with granted tokens that are not committed.
         """
-        request = messages.fork_request(self.session_id, request_id, parent_id, child_id, hold_ms)
+        request = messages.fork_request(self.session_id, request_id, parent_id, child_id)
         reply = await self._link.call(self._stub.Fork, request, timeout_s)
         return Result(reply.result)
 

@@ -9,6 +9,11 @@ import sys
 import tomllib
 from pathlib import Path
 
+from quire.errors import Reason
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import errors_pb2
+from quire_allocator.core.pool import Result
+
 ROOT = Path(__file__).resolve().parent.parent
 COMMITTED = ROOT / "client" / "quire" / "v1"
 
@@ -54,3 +59,12 @@ def test_the_lowest_versions_that_the_metadata_allows_are_those_that_generated_c
                      for path in generated.glob("*_pb2.py")},
     }  # fmt: skip
     assert {name: {floors[name]} for name in needed} == needed
+
+
+def test_results_have_the_numbers_of_the_wire() -> None:
+    assert {f"RESULT_{result.name}": int(result) for result in Result} == dict(pb.Result.items())
+
+
+def test_reasons_have_the_names_of_the_wire() -> None:
+    on_the_wire = set(errors_pb2.Reason.keys()) - {"REASON_UNSPECIFIED"}
+    assert {f"REASON_{reason.value}" for reason in Reason} == on_the_wire

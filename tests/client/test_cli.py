@@ -21,7 +21,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from quire import Allocator, GroupKind, GroupSpec, PoolSpec, Quota
-from quire._distribution import how_to_install
 from quire.cli import block_map, watch
 from quire.cli.generate import printable
 from quire.events import BlocksRemoved
@@ -356,64 +355,3 @@ def test_a_token_is_taken_from_its_file_and_a_wrong_one_is_refused(tmp_path: Pat
             result = quire(*arguments, "--token-file", str(tmp_path / "wrong"))
             assert result.returncode == 5
             assert result.stderr.startswith("quire: UNAUTHENTICATED / TOKEN: ")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["nonsense"],
-        ["pool", "show"],
-        ["pool", "watch", "p", "--session", "no hexadecimal"],
-        ["pool", "watch", "p", "--cursor", "-1"],
-        ["pool", "watch", "p", "--snapshot", "--session", "00"],
-        ["generate", "p", "--max-tokens", "0"],
-        ["pool", "list", "--token-file", "/nonexistent"],
-        ["up", "--model", "/nonexistent"],
-        ["allocator", "--nonsense"],
-    ],
-    ids=" ".join,
-)
-def test_wrong_use_is_exit_code_2_without_a_traceback(command: list[str]) -> None:
-    result = quire(*command)
-    assert result.returncode == 2
-    assert result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    "command", ["up", "generate", "pool list", "pool show", "pool watch", "cache drop", "status", "health"]
-)
-def test_every_command_explains_itself_with_examples(command: str) -> None:
-    result = quire(*command.split(), "--help")
-    assert result.returncode == 0
-    assert "Examples:" in result.stdout
-
-
-def test_the_servers_options_are_passed_on_untouched() -> None:
-    result = quire("allocator", "--help")
-    assert result.returncode == 0
-    assert result.stdout.startswith("usage: quire-allocator")
-    refused = quire("allocator", "--listen", "0.0.0.0:0")
-    assert (refused.returncode, "can be reached from other machines" in refused.stderr) == (2, True)
-
-
-def test_version_is_printed() -> None:
-    assert quire("--version").stdout.startswith("quire ")
-
-
-def test_without_its_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from quire import cli
-
-    for name in [name for name in sys.modules if name.startswith("quire.cli.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit) as raised:
-        cli.main()
-    assert raised.value.code == 1
-    assert capsys.readouterr().err == f"quire: the command needs the package 'typer': {how_to_install('cli')}\n"
-
-
-def test_json_of_an_allocator_without_pools_is_an_empty_list(tmp_path: Path) -> None:
-    with allocator_process(tmp_path) as process:
-        assert json.loads(quire("pool", "list", "--json", "--allocator", process.address).stdout) == []
-        assert "no pool is attached" in quire("pool", "list", "--allocator", process.address).stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from quire import Allocator, Client, __version__
+from quire._distribution import how_to_install
 from quire._extras import PACKAGES, require_extra
 from quire._secret_files import read_token, require_private
 from quire._transport.address import require_free
@@ -46,13 +47,13 @@ def of_machine() -> Iterator[Finding]:
     """Looks at what is installed and what there is of hardware."""
     yield Finding("quire", OK, f"{__version__}, Python {versions()['python']}")
     pure = core() == "pure"
-    advice = "install the package instead of running a clone: pip install 'quire-kv[allocator]'" if pure else ""
+    advice = "a wheel for this Python and machine has the core compiled: make release builds it" if pure else ""
     yield Finding("core", WARNING if pure else OK, core() or "the allocator is not installed", advice)
     for server in PACKAGES:
         yield _tried(f"{server} packages", partial(require_extra, server), WARNING)
     yield _tried("compiler", _compiler, WARNING, "install g++ or clang++: a worker on a CPU is slower without it")
     yield _tried("cache", _cache, WARNING, "set QUIRE_CACHE to a folder of your own that can be written")
-    yield _tried("torch", _torch, WARNING, "a worker needs it: pip install 'quire-kv[worker]'")
+    yield _tried("torch", _torch, WARNING, f"a worker needs it: {how_to_install('worker')}")
     yield _clock()
     for port, option in PORTS.items():
         other = f"if that is no server of yours, give quire up another one with {option}"
@@ -163,7 +164,7 @@ def _certificate(variable: str, path: str) -> Finding:
         ends = min(each.not_valid_after_utc for each in certificates)
         begins = max(each.not_valid_before_utc for each in certificates)
     except ModuleNotFoundError:
-        return Finding(variable, WARNING, f"{path} was not looked at", "pip install 'quire-kv[cli]'")
+        return Finding(variable, WARNING, f"{path} was not looked at", how_to_install("cli"))
     except (UsageError, ValueError) as error:
         return Finding(variable, FAILURE, str(error), f"let {variable} name a certificate in PEM")
     now = datetime.datetime.now(datetime.UTC)

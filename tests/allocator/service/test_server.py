@@ -25,8 +25,6 @@ from quire._transport.address import is_local, split
 from quire.errors import Reason, UsageError, from_rpc_error
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
-from quire.v1 import errors_pb2
-from quire_allocator.core.pool import Result
 from quire_allocator.metrics.collector import METRIC_NAMES
 from quire_allocator.server import parse_arguments
 
@@ -391,12 +389,3 @@ def test_sigterm_tells_an_open_stream_that_it_is_draining_and_does_not_wait_for_
 
 
 # -- one vocabulary ----------------------------------------------------------------------------------------------------
-
-
-def test_results_have_the_numbers_of_the_wire() -> None:
-    assert {f"RESULT_{result.name}": int(result) for result in Result} == dict(pb.Result.items())
-
-
-def test_reasons_have_the_names_of_the_wire() -> None:
-    on_the_wire = set(errors_pb2.Reason.keys()) - {"REASON_UNSPECIFIED"}
-    assert {f"REASON_{reason.value}" for reason in Reason} == on_the_wire

@@ -4,6 +4,10 @@
 stand between them and the core, and `server` runs everything as a process.
 """
 
-from quire._distribution import VERSION as __version__
 
-__all__ = ["__version__"]
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from quire._distribution import VERSION
+
+    return VERSION

@@ -26,7 +26,7 @@ NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})  # of a chat templ
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server accepts, and the periods of a session. Of a worker all but the first are 0."""
+    """Limits of a server, and the periods of a session. Of a worker all but the first are 0."""
 
     message_bytes_max: int
     step_bytes_max: int
@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server is.
+    """Version, protocol and features of a server.
 
     Attributes:
         version: Quire's.

@@ -200,8 +200,7 @@ def _ask(
     top_logprob_count: int | None,
     names: Mapping[str, str],
 ) -> Ask:
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "stream_options is for streams: it needs stream=true")
+    _check_together(body)
     given = body.model_fields_set  # looked at before the fields: most bodies have few of these many
     for name, neutral in _REFUSED.items():
         if name not in given:
@@ -209,11 +208,6 @@ def _ask(
         value = getattr(body, name)
         if value is not None and value not in neutral and value != type(body).model_fields[name].default:
             raise unsupported(name)
-    if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs", "prompt_logprobs is not for streams: it needs stream=false")
-    best_of = getattr(body, "best_of", None)
-    if best_of is not None and best_of < (body.n or 1):
-        raise invalid("best_of", f"best_of must be at least n, {body.n}, not {best_of}")
     options: dict[str, Any] = {}
     for name, neutral in _SAME_NAME.items():
         if name in given:
@@ -267,6 +261,21 @@ def _ask(
         cache_salt=body.cache_salt or "",
         prompt_tokens_max=_kept(body.truncate_prompt_tokens),
     )
+
+
+def _check_together(body: Body) -> None:
+    """Looks at fields that only some values of others allow.
+
+    Raises:
+        ApiError: two of them do not go together.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options is for streams: it needs stream=true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs is not for streams: it needs stream=false")
+    best_of = getattr(body, "best_of", None)
+    if best_of is not None and best_of < (body.n or 1):
+        raise invalid("best_of", f"best_of must be at least n, {body.n}, not {best_of}")
 
 
 def _kept(count: int | None) -> int | None:

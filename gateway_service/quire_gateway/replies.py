@@ -317,7 +317,9 @@ def _call_delta(call: CallDelta) -> dict[str, Any]:
 
 def _completion_choice(index: int, text: str, finish_reason: str | None, beside: Beside) -> dict[str, Any]:
     choice = {"index": index, "text": text, "logprobs": beside.logprobs, "finish_reason": finish_reason}
-    return choice if beside.token_ids is None else {**choice, **_own_ids(beside), **_prompt_ids(beside)}
+    if beside.token_ids is None and beside.stop_reason is None:
+        return choice
+    return {**choice, **_own_ids(beside), **_prompt_ids(beside)}
 
 
 def _chat_choice(index: int, delta: Mapping[str, Any], finish_reason: str | None, beside: Beside) -> dict[str, Any]:

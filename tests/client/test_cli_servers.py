@@ -194,7 +194,9 @@ def test_up_looks_for_the_packages_of_its_servers_before_it_starts_one(
     monkeypatch.setitem(PACKAGES, server, ("no_such_package",))
     code, _, err = run(*UP)
     assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith(f"quire: the {server} needs packages that are not installed (no_such_package): pip install ")
+    assert err.startswith(
+        f"quire: the {server} needs packages that are not installed (no_such_package): in a clone, pip"
+    )
 
 
 # -- completion --------------------------------------------------------------------------------------------------------

@@ -177,7 +177,6 @@ def test_swaps_name_the_sequence_of_their_commit() -> None:
     "reply",
     [
         pb.StepReply(grow_results=[0, 0, 1, 1]),
-        pb.StepReply(grow_results=[99, 0, 0]),
         pb.StepReply(commit_results=[pb.RESULT_NOT_FOUND]),
         pb.StepReply(matched_token_counts=[1]),
         pb.StepReply(pending_token_counts=[1, 2]),

@@ -1,4 +1,4 @@
-"""What may not be ignored has a name, and a side that does not know the name says so."""
+"""Features that may not be ignored have names, and a side that does not know a name says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers say about themselves, and that owners go by the periods that they are told."""
+"""Servers say what they are, and owners go by the periods that they are told."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ async def test_an_allocator_says_what_it_is() -> None:
 def entered(**periods: int) -> PoolOwner:
     owner = PoolOwner("a", spec(), incarnation=bytes(16))
     owner.attach()
-    owner.receive(pb.SessionReply(report_required=pb.ReportRequired()), 0.0)
+    owner.receive(pb.SessionReply(report_required=pb.ReportRequired()))
     ready = pb.Ready(session_id=b"s" * 16, next_step=1, limits=server_pb2.Limits(**periods))
-    owner.receive(pb.SessionReply(ready=ready), 0.0)
+    owner.receive(pb.SessionReply(ready=ready))
     return owner
 
 

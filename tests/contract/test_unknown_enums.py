@@ -1,4 +1,4 @@
-"""What an enum value means that the receiver does not know, for each field of an enum in the protos.
+"""Values of enums that the receiver does not know: their meaning, for each field of an enum in the protos.
 
 A request with one is refused with the field. An answer with one has a defined meaning: see the comments of the enums.
 """
@@ -95,15 +95,15 @@ async def test_a_request_with_an_unknown_value_is_refused_with_the_field(field: 
 def opened() -> PoolOwner:
     owner = PoolOwner("a", spec(), incarnation=bytes(16), window=2)
     owner.attach()
-    owner.receive(pb.SessionReply(report_required=pb.ReportRequired()), 0.0)
-    owner.receive(pb.SessionReply(ready=pb.Ready(session_id=b"s" * 16, next_step=1)), 0.0)
+    owner.receive(pb.SessionReply(report_required=pb.ReportRequired()))
+    owner.receive(pb.SessionReply(ready=pb.Ready(session_id=b"s" * 16, next_step=1)))
     owner.outbox.clear()
     return owner
 
 
 def answer(owner: PoolOwner, number: int, **columns: Any) -> Answer:
     reply = pb.StepReply(session_id=b"s" * 16, number=number, **columns)
-    taken = owner.receive(pb.SessionReply(step_reply=reply), 0.0)
+    taken = owner.receive(pb.SessionReply(step_reply=reply))
     assert taken is not None
     return taken
 
@@ -223,9 +223,20 @@ def sample_that_ended_for_an_unknown_reason(server: ScriptedServer) -> None:
     assert server.attempts["Generate"] == before + 1
 
 
+def requests_of_unknown_state(server: ScriptedServer) -> None:
+    told = worker_pb.RequestInfo(request_id="r", state=UNKNOWN, wait_reason=UNKNOWN, finish_reasons=[UNKNOWN])
+    server.answers["ListRequests"] = lambda *_: worker_pb.ListRequestsResponse(requests=[told])
+    with Client(server.address) as client:
+        (found,) = client.requests()
+    assert (found.state.is_known, found.wait_reason.is_known) == (False, False)
+
+
 ANSWERS: dict[str, Callable[[ScriptedServer], None]] = {
     "GroupSpec.kind": pool_of_an_unknown_kind,
     "PoolSummary.session_kind": pool_of_an_unknown_session,
+    "RequestInfo.state": requests_of_unknown_state,
+    "RequestInfo.wait_reason": requests_of_unknown_state,
+    "RequestInfo.finish_reasons": requests_of_unknown_state,
     "GenerateResponse.finish_reason": sample_that_ended_for_an_unknown_reason,
     **{
         f"{name}.result": unary_result

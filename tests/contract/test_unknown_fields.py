@@ -93,7 +93,7 @@ async def meddled(allocator: RunningAllocator) -> AsyncIterator[tuple[Meddler, s
 
 
 async def history(address: str) -> list[Any]:
-    """What an owner over a stream, one over calls and a reader are answered."""
+    """Answers to an owner over a stream, to one over calls and to a reader."""
     seen: list[Any] = []
     async with AsyncAllocator(address) as client:
         async with client.session("streamed", SPEC) as session:

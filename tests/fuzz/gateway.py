@@ -147,7 +147,14 @@ def spelled(request: worker_pb.DetokenizeRequest, _context: object) -> worker_pb
 async def gateways() -> AsyncIterator[tuple[FuzzedGateway, FuzzedGateway]]:
     """A gateway without workers, and one with a worker."""
     with scripted_server() as server:
-        script(server).answers |= {"Generate": continued, "Detokenize": spelled}
+        held = worker_pb.PrefillResponse(branch_id=bytes(16), token_count=3, ttl_ms=60_000)
+        script(server).answers |= {
+            "Generate": continued,
+            "Detokenize": spelled,
+            "Prefill": lambda *_: held,
+            "RenewBranches": lambda *_: worker_pb.RenewBranchesResponse(),
+            "ReleaseBranches": lambda *_: worker_pb.ReleaseBranchesResponse(),
+        }
         fleet = Fleet([AsyncClient(server.address)], [])
         await fleet.open()
         try:

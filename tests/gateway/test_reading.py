@@ -67,7 +67,7 @@ LISTS: dict[str, tuple[Any, int]] = {
     "allowed_token_ids": (1, 1 << 16),
     "banned_token_ids": (1, 1 << 16),
     "guided_choice": ("a", 1_024),
-    "bad_words": ("a", 1_024),
+    "bad_words": ("a", 256),
     "logprob_token_ids": (1, 1_024),
 }
 

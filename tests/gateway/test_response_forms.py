@@ -103,7 +103,7 @@ def test_parameters_become_those_of_a_chat() -> None:
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
         ({"input": [{"role": "user", "content": "", "id": 1}]}, "input[0].id"),
         ({"input": []}, "input"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "shcema": {}}}}, "text.format.shcema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),

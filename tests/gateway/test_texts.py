@@ -49,7 +49,6 @@ def test_tokens_are_the_workers_and_become_the_text_again(
     [
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": CHAT}, 400, "messages"),
-        ("/tokenize", {"prompt": "a", "add_special_tokens": False}, 400, "add_special_tokens"),
         ("/tokenize", {"messages": CHAT, "continue_final_message": True}, 400, "continue_final_message"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/tokenize", {"prompt": "a" * (1 << 20) + "b"}, 413, "prompt"),

@@ -15,6 +15,7 @@ from quire.v1 import worker_pb2 as pb
 from quire_worker.calls.texts import TEXT_BYTES_MAX
 from quire_worker.sampling import params
 from quire_worker.sampling.params import (
+    BAD_WORD_COUNT_MAX,
     BIAS_COUNT_MAX,
     BIAS_MAX,
     CHOICE_COUNT_MAX,
@@ -164,6 +165,7 @@ CASES: dict[str, Case] = {
                 {"stop": ["é" * STOP_CHARACTER_COUNT_MAX]},
                 {"stop": ["é" * (STOP_CHARACTER_COUNT_MAX + 1)]},
             ),
+            ("bad words", {"bad_words": ["x"] * BAD_WORD_COUNT_MAX}, {"bad_words": ["x"] * (BAD_WORD_COUNT_MAX + 1)}),
             ("no stop text", {"stop": ["x"]}, {"stop": [""]}),
             ("min_tokens", {"min_tokens": 1}, {"min_tokens": 2}),
             ("logprobs", {"logprobs": LOGPROB_COUNT_MAX}, {"logprobs": LOGPROB_COUNT_MAX + 1}),
@@ -228,6 +230,7 @@ def test_every_limit_of_sampling_has_a_case() -> None:
         "REPETITION_PENALTY_MIN",
         "STOP_CHARACTER_COUNT_MAX",
         "STOP_TEXT_COUNT_MAX",
+        "BAD_WORD_COUNT_MAX",
         "STRUCTURE_BYTES_MAX",
         "TOKEN_LIST_COUNT_MAX",
         "STOP_TOKEN_COUNT_MAX",

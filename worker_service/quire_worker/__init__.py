@@ -15,6 +15,10 @@ From the bytes up, each file knowing only those before it:
 None of these imports grpc or knows of requests.
 """
 
-from quire._distribution import VERSION as __version__
 
-__all__ = ["__version__"]
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from quire._distribution import VERSION
+
+    return VERSION

@@ -55,7 +55,7 @@ def version(*, as_json: options.Json = False) -> None:
 def completion(
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell.", show_default=False)],
 ) -> None:
-    """Prints a script."""
+    """Prints the script that a shell reads to complete commands."""
     print(get_completion_script(prog_name="quire", complete_var="_QUIRE_COMPLETE", shell=shell))
 
 

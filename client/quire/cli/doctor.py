@@ -37,7 +37,7 @@ def doctor(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Prints all findings."""
+    """Prints what was found, and what to do about each finding."""
     findings = [
         *checkup.of_machine(),
         *checkup.of_files(),

@@ -54,7 +54,10 @@ def list_all(
     with Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.list_pools()
     if as_json:
-        output.print_json([_summary(pool) for pool in found])
+        listed = [_summary(pool) for pool in found]
+        for values in listed:
+            del values["spec"]["quotas"]  # a list leaves them out: show has them
+        output.print_json(listed)
         return
     if not found:
         print(f"no pool is attached to {allocator}")

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -99,27 +100,18 @@ def up(
     require_extra("allocator")
     read_token(token_file)
     check_worker(["--model", str(model), *of_worker], are_ports_ours=False)
-    for option, address in (
-        ("--listen-allocator", listen_allocator),
-        ("--metrics-allocator", metrics_allocator),
-        ("--listen-worker", listen_worker),
-        ("--metrics-worker", metrics_worker),
-        ("--listen-gateway", listen_gateway),
-    ):
-        if address != NO_GATEWAY:
-            require_free(option, address)
+    of_allocator = {"--listen-allocator": listen_allocator, "--metrics-allocator": metrics_allocator}
+    of_others = {"--listen-worker": listen_worker, "--metrics-worker": metrics_worker}
+    _require_free({**of_allocator, **of_others, "--listen-gateway": listen_gateway})
     _make(log_folder)
     console = Console(stderr=True, highlight=False)
-    if listen_gateway != NO_GATEWAY and any(importlib.util.find_spec(name) is None for name in PACKAGES["gateway"]):
-        console.print(f"quire: no gateway, because its packages are missing: {how_to_install('gateway')}", markup=False)
-        listen_gateway = NO_GATEWAY
     stack = LocalStack(
         model,
         allocator_listen=listen_allocator,
         allocator_metrics=metrics_allocator,
         worker_listen=listen_worker,
         worker_metrics=metrics_worker,
-        gateway_listen=None if listen_gateway == NO_GATEWAY else listen_gateway,
+        gateway_listen=listen_gateway if _has_gateway(listen_gateway, console) else None,
         allocator_arguments=common,
         worker_arguments=of_worker,
         gateway_arguments=common,
@@ -130,6 +122,27 @@ def up(
         on_progress=lambda line: console.print(f"quire: {line}", style="dim", markup=False),
     )
     _run(stack, console, drain_timeout, as_json=as_json)
+
+
+def _require_free(addresses: Mapping[str, str]) -> None:
+    """Looks whether servers can listen at the addresses of options.
+
+    Raises:
+        UsageError: one cannot be listened at.
+    """
+    for option, address in addresses.items():
+        if address != NO_GATEWAY:
+            require_free(option, address)
+
+
+def _has_gateway(address: str, console: Console) -> bool:
+    """Tells whether there is a gateway; says so if only its packages are missing."""
+    if address == NO_GATEWAY:
+        return False
+    is_there = all(importlib.util.find_spec(name) is not None for name in PACKAGES["gateway"])
+    if not is_there:
+        console.print(f"quire: no gateway, because its packages are missing: {how_to_install('gateway')}", markup=False)
+    return is_there
 
 
 def _make(folder: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""What a worker asks of its pool beyond its size: quotas, the policy of eviction, and room for those that run."""
+"""Options of a worker for its pool, beside its size: quotas, the policy of eviction, and room for those that run."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
@@ -48,6 +48,10 @@ def _complete(args: list[str], incomplete: str) -> list[tuple[str, str]]:
     return completions("worker", args, incomplete)
 
 
+def _metrics(server: str) -> Any:
+    return typer.Option(metavar="ADDRESS", help=f"Of the {server}'s /metrics.")
+
+
 def up(
     context: typer.Context,
     worker_arguments: Annotated[
@@ -62,12 +66,8 @@ def up(
     listen_gateway: Annotated[
         str, typer.Option(metavar="ADDRESS", help=f"Where OpenAI's endpoints are; {NO_GATEWAY}: nowhere.")
     ] = "127.0.0.1:8000",
-    metrics_allocator: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Of the allocator's /metrics.")
-    ] = "127.0.0.1:9470",
-    metrics_worker: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Of the worker's /metrics.")
-    ] = "127.0.0.1:9471",
+    metrics_allocator: Annotated[str, _metrics("allocator")] = "127.0.0.1:9470",
+    metrics_worker: Annotated[str, _metrics("worker")] = "127.0.0.1:9471",
     token_file: options.TokenFile = None,
     log_folder: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep the logs there instead of showing them.")

@@ -201,7 +201,7 @@ def test_nothing_of_a_prompt_reaches_the_logs(tmp_path_factory: pytest.TempPathF
     canary = "xylophone-canary"
     verbose = LocalStack(DEMO, log_folder=folder, worker_arguments=["--log-level", "debug"])
     with verbose as stack, Client(stack.worker_address) as client:
-        client.generate(canary, max_tokens=5, namespace=canary)
+        client.generate(canary, max_tokens=5, namespace="tenant-canary")
         with pytest.raises(QuireError):
             client.generate(canary, temperature=-1)
     logs = {file.name: file.read_text() for file in folder.iterdir()}
@@ -209,4 +209,6 @@ def test_nothing_of_a_prompt_reaches_the_logs(tmp_path_factory: pytest.TempPathF
     for text in logs.values():
         assert "stopped" in text
         assert canary not in text
+        named = [line for line in text.splitlines() if "tenant-canary" in line]
+        assert all('"request ended"' in line for line in named), "its namespace is in the line of its end alone"
         assert os.fspath(DEMO) not in text

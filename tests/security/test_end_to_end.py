@@ -57,7 +57,7 @@ def test_a_tenant_streams_text_and_sees_what_is_its_own(deployment: Deployment) 
         (["generate", "The for", "--namespace", "other"], "PERMISSION_DENIED / NAMESPACE_FORBIDDEN"),
         (["generate", "The for"], "PERMISSION_DENIED / NAMESPACE_FORBIDDEN"),
         (["pool", "show", "another"], "PERMISSION_DENIED / POOL_FORBIDDEN"),
-        (["watch", "another"], "PERMISSION_DENIED / POOL_FORBIDDEN"),
+        (["pool", "watch", "another"], "PERMISSION_DENIED / POOL_FORBIDDEN"),
     ],
     ids=" ".join,
 )

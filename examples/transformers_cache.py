@@ -139,7 +139,7 @@ def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> tuple[lis
 def main(folder: str = str(DEMO)) -> None:
     """Writes the same texts with both allocators, and prints what the second round of prompts shared."""
     with Allocator() as client:
-        client.list_pools()  # raises at once where there is no allocator
+        client.list_pools()  # raises at once if no allocator answers
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="paged|sdpa").eval()
     prompts = [[*range(1, 49), number, number + 1] for number in range(100, 106)]
     theirs, _ = generate(model, prompts, 24)

@@ -145,7 +145,7 @@ class CacheDropped(NamedTuple):
 
 
 class RequestState(OpenEnum):
-    """Where a request of a worker is."""
+    """A request waits, runs, or has ended."""
 
     WAITING = 1
     RUNNING = 2

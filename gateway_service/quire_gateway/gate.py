@@ -100,7 +100,7 @@ class Gate:
         self._places.is_for_several = self._body_shares.is_for_several = keys.namespace_count > 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
+        """Lets a request in or refuses it, and notes its end in the log and the metrics."""
         if scope["type"] != "http":
             return  # no WebSockets
         started_s = time.monotonic()

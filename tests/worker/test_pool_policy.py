@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import pytest
-from quire import Allocator, Client, Quota
+from quire import Allocator, Client, Quota, Reason, ResourceExhaustedError
 from quire.local import LocalStack
 from quire_worker.process.pool_policy import quota
 
@@ -34,9 +34,28 @@ def test_the_allocator_enforces_the_quota_and_the_policy_of_a_worker() -> None:
     assert cached["small"] <= 32 < cached["large"]
 
 
+def test_a_request_beyond_the_quota_of_what_is_held_is_refused_and_others_are_served() -> None:
+    options = ["--blocks", "64", "--quota", "small:held=2"]
+    with (
+        LocalStack(DEMO, worker_arguments=options) as stack,
+        Client(stack.worker_address) as client,
+        Allocator(stack.allocator_address) as allocator,
+    ):
+        with pytest.raises(ResourceExhaustedError, match="quota") as refused:
+            client.generate(PROMPT, namespace="small", max_tokens=1)
+        with pytest.raises(ResourceExhaustedError, match="quota"):  # while it decodes
+            client.generate(PROMPT[:20], namespace="small", max_tokens=200, ignore_eos=True)
+        assert len(client.generate(PROMPT[:10], namespace="small", max_tokens=4).samples[0].token_ids) == 4
+        assert client.generate(PROMPT, namespace="large", max_tokens=1).samples
+        assert allocator.get_pool("default").held_block_count == 0
+    assert refused.value.reason is Reason.LIMIT
+
+
 def test_a_quota_is_read_from_its_text() -> None:
+    assert quota("a:held=3") == Quota("a", 3, None)
+    assert quota("a:held=3,cached=4") == Quota("a", 3, 4)
     assert quota("a:b:cached=0") == Quota("a:b", None, 0)
     assert quota(":cached=7") == Quota("", None, 7)
-    for wrong in ("tenant", "t:", "t:cached", "t:cached=-1", "t:held=1", "t:cached=1,cached=2"):
+    for wrong in ("tenant", "t:", "t:cached", "t:cached=-1", "t:kept=1", "t:cached=1,cached=2"):
         with pytest.raises(argparse.ArgumentTypeError, match="is no quota"):
             quota(wrong)

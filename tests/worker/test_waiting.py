@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from quire.views import WaitReason
 from quire_worker.scheduling.explaining import waits_of
 from quire_worker.scheduling.request import Request
-from quire_worker.scheduling.waiting import Wait, WaitReason
+from quire_worker.scheduling.waiting import Wait
 
 from tests.worker.pretended_worker import PretendedWorker, lasting_prompts, numbers
 

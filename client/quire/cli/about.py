@@ -71,12 +71,12 @@ def versions() -> dict[str, Any]:
 
 
 def core() -> str | None:
-    """Returns whether the allocator's core is compiled or pure Python; None if it is not installed."""
+    """Returns how the allocator's core runs here, "compiled" or "python", as `server_info` does; None without one."""
     try:
         spec = importlib.util.find_spec("quire_allocator.core.pool")
     except ModuleNotFoundError:
         return None
-    return None if spec is None or spec.origin is None else "pure" if spec.origin.endswith(".py") else "compiled"
+    return None if spec is None or spec.origin is None else "python" if spec.origin.endswith(".py") else "compiled"
 
 
 def _installed(name: str) -> str | None:

@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 def of_machine() -> Iterator[Finding]:
     """Looks at what is installed and what there is of hardware."""
     yield Finding("quire", OK, f"{__version__}, Python {versions()['python']}")
-    pure = core() == "pure"
+    pure = core() == "python"
     advice = "a wheel for this Python and machine has the core compiled: make release builds it" if pure else ""
     yield Finding("core", WARNING if pure else OK, core() or "the allocator is not installed", advice)
     for server in PACKAGES:

@@ -6,8 +6,7 @@ import argparse
 
 from quire.types import Quota
 
-# Not `held`: a scheduler that is refused by such a quota has no answer to it.
-_LIMITS = {"cached": "cached_blocks_max"}
+_LIMITS = {"held": "held_blocks_max", "cached": "cached_blocks_max"}
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:
@@ -18,9 +17,9 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=quota,
         default=[],
-        metavar="NAMESPACE:cached=N",
-        help="blocks that a namespace may leave in the cache; * is every namespace without one of its own; may be given"
-        " several times",
+        metavar="NAMESPACE:held=N,cached=N",
+        help="blocks that a namespace may hold, or leave in the cache, or both; * is every namespace without one of its"
+        " own; may be given several times",
     )
     policy.add_argument("--eviction-policy", default="", metavar="NAME", help="as lru (default: the allocator's)")
     policy.add_argument(
@@ -33,7 +32,7 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
 
 
 def quota(text: str) -> Quota:
-    """Returns the limits of `namespace:cached=N`.
+    """Returns the limits of `namespace:held=N,cached=N`.
 
     Raises:
         argparse.ArgumentTypeError: it is not of that form.
@@ -42,7 +41,7 @@ def quota(text: str) -> Quota:
     given = dict(limit.partition("=")[::2] for limit in limits.split(","))
     is_known = bool(colon) and given.keys() <= _LIMITS.keys() and len(given) == limits.count(",") + 1
     if not is_known or not all(count.isascii() and count.isdigit() for count in given.values()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no quota; write NAMESPACE:cached=N")
+        raise argparse.ArgumentTypeError(f"{text!r} is no quota; write NAMESPACE:held=N,cached=N, or one of both")
     return Quota(namespace, **{_LIMITS[name]: int(count) for name, count in given.items()})
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from quire.hashing import DIGEST_BYTES
 from quire.types import GroupKind, GroupSpec
+from quire.views import WaitReason
 
 from quire_worker.scheduling.backfill import (
     DEPTH,
@@ -29,7 +30,7 @@ from quire_worker.scheduling.backfill import (
 )
 from quire_worker.scheduling.plan import Admission, Round
 from quire_worker.scheduling.request import Sample
-from quire_worker.scheduling.waiting import Wait, WaitReason
+from quire_worker.scheduling.waiting import Wait
 
 
 class TurnLimits(NamedTuple):

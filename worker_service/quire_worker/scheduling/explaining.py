@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from quire.views import WaitReason
+
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
-from quire_worker.scheduling.waiting import Wait, WaitReason
+from quire_worker.scheduling.waiting import Wait
 
 
 def waits_of(scheduler: Scheduler, asked: Collection[Sample] = (), *, is_connected: bool = True) -> dict[Request, Wait]:

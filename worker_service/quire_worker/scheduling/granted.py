@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
+from typing import Final
 
 from quire.errors import QuireError, Reason
 from quire.protocol.outcomes import GrowOutcome, Result, StepOutcome
@@ -12,6 +13,8 @@ from quire_worker.scheduling.passes import pass_token_count, standing
 from quire_worker.scheduling.plan import Growing, Plan, Work
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.roster import Roster
+
+REFUSED: Final = (Result.FORBIDDEN, Result.QUOTA)  # the request ends with an error; see `refusal_of`
 
 
 def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
@@ -37,7 +40,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
         AssertionError: the answer is none that a grow of this worker can have.
     """
     sample, _, token_count, entering = growing
-    if grown.result in (Result.NO_SPACE, Result.FORBIDDEN) or not grown.result.is_known:
+    if grown.result in (Result.NO_SPACE, *REFUSED) or not grown.result.is_known:
         return False
     if grown.result is Result.PASS_TOO_LONG:
         sample.pass_token_count_max = max(1, (token_count - sample.computed) // 2)
@@ -89,8 +92,13 @@ def work_of(plan: Plan, denied: Collection[Sample], under_way: Sequence[Work]) -
 
 
 def refusal_of(result: Result) -> QuireError:
-    """Returns the error of a request that the allocator will never give what it needs."""
+    """Returns the error of a request that the allocator refuses what it needs."""
     if result is Result.FORBIDDEN:
         return QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the worker's own certificate does not permit this namespace")
+    if result is Result.QUOTA:
+        message = (
+            "the namespace holds as many blocks as its quota allows: ask again when other requests of it have ended"
+        )
+        return QuireError.of(Reason.LIMIT, message)
     message = f"the allocator answered {result.name}, which this worker does not know: update the worker"
     return QuireError.of(Reason.VERSION, message)

@@ -33,7 +33,7 @@ from quire_worker.scheduling import room_ahead
 from quire_worker.scheduling.admission import Applicants, Peaks, TurnLimits
 from quire_worker.scheduling.backfill import own_block_count
 from quire_worker.scheduling.drafts import Drafting, with_drafts
-from quire_worker.scheduling.granted import take_commits, take_grow, work_of
+from quire_worker.scheduling.granted import REFUSED, take_commits, take_grow, work_of
 from quire_worker.scheduling.passes import pass_token_count, standing, to_cut
 from quire_worker.scheduling.plan import Batch, Committing, Entering, Forking, Growing, Plan, Round, Work
 from quire_worker.scheduling.ready import ready_after
@@ -221,13 +221,13 @@ class Scheduler:
 
     @staticmethod
     def refused(plan: Plan, outcome: StepOutcome) -> list[tuple[Request, Result]]:
-        """Returns the requests that the allocator will never give what they need: FORBIDDEN, or a result that this
-        version does not know. They must end before the answer is taken in."""
+        """Returns the requests that the allocator refuses what they need: FORBIDDEN, QUOTA, or a result that is not
+        known here. They must end before the answer is taken in."""
         rows = zip(plan.grows, outcome.grows, strict=True)
         return [
             (growing.sample.request, grown.result)
             for growing, grown in rows
-            if grown.result is Result.FORBIDDEN or not grown.result.is_known
+            if grown.result in REFUSED or not grown.result.is_known
         ]
 
     def advance(self, work: Iterable[Work]) -> None:

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from typing import NamedTuple
 
+from quire.views import WaitReason
+
 from quire_worker.scheduling.request import Request
-
-
-class WaitReason(enum.IntEnum):
-    """The reason that a request waits; numbers as in `quire.v1.WaitReason`."""
-
-    NEXT_PASS = 1
-    NO_SESSION = 2
-    ALLOCATOR = 3
-    BLOCKS = 4
-    PLACES = 5
-    PREFIX = 6
-    PASS_FULL = 7
-    ORDER = 8
-    FAIRNESS = 9
 
 
 class Wait(NamedTuple):

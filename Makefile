@@ -8,7 +8,10 @@ JOBS ?= 2
 # Files go out as they are named: by the number of their tests, few and long ones would be left for one process at the end.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Tests of whole deployments: processes that are started, killed, attacked and stopped.
-PROCESSES := tests/e2e tests/security tests/client/test_local.py
+PROCESSES := tests/e2e tests/security $(addprefix tests/client/,test_local.py test_cli_names.py test_cli_servers.py test_first_hour.py) \
+	$(addprefix tests/gateway/,test_real_clients.py test_responses.py test_branches.py)
+# Tests of how long something may take; they run alone, because beside others on two cores they would time those, too.
+TIMED := tests/security/test_event_loops.py tests/security/test_hostile_worker.py
 # Tests with a target of their own, since they take long; .ci/run calls all of them.
 APART := $(PROCESSES) tests/faults tests/worker/kernels
 
@@ -40,7 +43,8 @@ test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files
 	$(PYTEST) $(addprefix --ignore ,$(APART))
 
 test-processes: $(READY) ## run the tests of whole deployments: processes that are started, killed, attacked and stopped
-	$(PYTEST) $(PROCESSES)
+	$(PYTEST) $(PROCESSES) $(addprefix --ignore ,$(TIMED))
+	$(BIN)/python -m pytest $(TIMED)
 
 # As in the allocator's image. The first two are Python's own, which CFLAGS takes the place of; with the third, functions of
 # the core call one another directly, since no other library is to replace one.

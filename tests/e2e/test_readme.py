@@ -132,6 +132,7 @@ def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalSt
         "quire.mirror.PrefixMirror": lambda: watched(stack),
         "import quire_kernels": lambda: printed(stack, "-c", "import quire_kernels"),
         "quire-allocator --cpu 3": lambda: pinned(tmp_path),
+        "quire request list": lambda: printed(stack, "-m", "quire.cli", "request", "list"),
         "--random 900": lambda: printed(stack, "benchmarks/hybrid.py", "--random", "2", "--sides", "quire", "--json"),
         "--tensor-parallel 2": lambda: printed(stack, "-m", "quire.cli", "worker", "--help").index("--tensor-parallel"),
     }

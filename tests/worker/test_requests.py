@@ -65,7 +65,7 @@ async def served(folder: Path, rate: str = "all", **options: Any) -> AsyncIterat
 async def started(scene: Scene, request_id: str, **options: Any) -> asyncio.Task[Any]:
     """A request that the worker has."""
     task = asyncio.create_task(
-        scene.client.generate(prompt(20), max_tokens=400, ignore_eos=True, request_id=request_id, **options)
+        scene.client.generate(prompt(20), max_tokens=480, ignore_eos=True, request_id=request_id, **options)
     )
     while not await scene.client.requests(request_id):
         assert not task.done(), task.exception()
@@ -75,8 +75,10 @@ async def started(scene: Scene, request_id: str, **options: Any) -> asyncio.Task
 async def test_a_list_says_who_runs_who_waits_and_why_and_a_cancelled_one_leaves(folder: Path) -> None:
     async with served(folder, running_max=1) as scene:
         first = await started(scene, "first", namespace="a")
-        while (await scene.client.requests("first"))[0].state is not RequestState.RUNNING:
+        # A prompt that is being computed would be waited for by those that share its prefix.
+        while (await scene.client.requests("first"))[0].output_token_count == 0:
             pass
+        assert (await scene.client.requests("first"))[0].state is RequestState.RUNNING
         second = await started(scene, "second", namespace="a")
         third = await started(scene, "third", namespace="b")
         listed = {each.request_id: each for each in await scene.client.requests()}

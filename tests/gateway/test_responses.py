@@ -102,18 +102,19 @@ def test_a_stream_has_the_events_of_openai_and_the_same_response(ai: openai.Open
     told: list[Any] = found
     assert "".join(event.delta for event in told[4:-4]) == told[-4].text == whole.output_text
     assert told[-1].response == ai.responses.retrieve(told[0].response.id)
-    with ai.responses.stream(model="demo", input=QUESTION, text_format=State, max_output_tokens=200) as stream:
+    with ai.responses.stream(model="demo", input=QUESTION, text_format=State, max_output_tokens=400, temperature=0) as stream:
         assert isinstance(stream.get_final_response().output_parsed, State)
 
 
 def test_a_text_has_the_format_that_is_asked_for(ai: openai.OpenAI) -> None:
-    parsed = ai.responses.parse(model="demo", input=QUESTION, text_format=State, max_output_tokens=200)
+    parsed = ai.responses.parse(model="demo", input=QUESTION, text_format=State, max_output_tokens=400, temperature=0)
     assert isinstance(parsed.output_parsed, State)
     made = ai.responses.create(
         model="demo",
         input=QUESTION,
         text={"format": {"type": "json_schema", "name": "state", "schema": State.model_json_schema()}},
-        max_output_tokens=200,
+        max_output_tokens=400,
+        temperature=0,
     )
     State.model_validate_json(made.output_text)
 

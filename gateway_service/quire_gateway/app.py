@@ -131,14 +131,14 @@ def _serve_probes(app: FastAPI, fleet: Fleet, is_draining: Callable[[], bool]) -
     @_got(app, "/healthz")
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)  # what probes of vLLM's server ask
     async def healthz() -> Response:
-        return PlainTextResponse("ok\n")
+        return PlainTextResponse("")  # no text: so Prometheus, too, can ask it
 
     @_got(app, "/readyz")
     async def readyz() -> Response:
         if is_draining():
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
         fleet.check_ready()
-        return PlainTextResponse("ok\n")
+        return PlainTextResponse("")
 
 
 def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry) -> None:

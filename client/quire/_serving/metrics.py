@@ -212,7 +212,7 @@ def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
         if said is not None:
             status = "200 OK" if said else "503 Service Unavailable"
             start_response(status, [("Content-Type", "text/plain")])
-            return [b"yes\n" if said else b"no\n"]
+            return [b"" if said else b"no\n"]  # no text: so Prometheus, too, can ask it
         given = str(environ.get("HTTP_AUTHORIZATION", "")).encode()
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])

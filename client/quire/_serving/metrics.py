@@ -20,7 +20,6 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.registry import Collector
 
 from quire._serving.probes import Probes
 from quire._serving.tls import ServerTls
@@ -72,10 +71,8 @@ class MetricsServer:
     """
 
     def __init__(
-        self, listen: str, collector: Collector, *, token: str | None, tls: ServerTls | None, probes: Probes
+        self, listen: str, registry: CollectorRegistry, *, token: str | None, tls: ServerTls | None, probes: Probes
     ) -> None:
-        registry = CollectorRegistry()
-        registry.register(collector)
         host, _ = split(listen)
         app = _guarded(make_wsgi_app(registry), token, probes)
         self._server = _MetricsHttp(listen, _of_known_hosts(app, host) if is_local(listen) else app, tls)

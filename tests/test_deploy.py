@@ -57,7 +57,12 @@ def queries_of(board: dict[str, Any]) -> Iterator[str]:
 
 
 def exported_names() -> frozenset[str]:
-    modules = ("quire_allocator.metrics.collector", "quire_gateway.metrics", "quire_worker.process.worker_metrics")
+    modules = (
+        "quire._serving.process_series",
+        "quire_allocator.metrics.collector",
+        "quire_gateway.metrics",
+        "quire_worker.process.worker_metrics",
+    )
     return frozenset().union(*(importlib.import_module(module).METRIC_NAMES for module in modules))
 
 

@@ -22,6 +22,7 @@ CERTIFICATE_OPTIONS: Final = (
     "worker-cert",
     "worker-ca",
 )
+METRIC_NAMES: Final = frozenset({"quire_build_info", "quire_certificate_expiry_timestamp_seconds"})
 
 
 def registry_of(collector: Collector, options: argparse.Namespace, *, core: str = "") -> CollectorRegistry:

@@ -57,7 +57,12 @@ def queries_of(board: dict[str, Any]) -> Iterator[str]:
 
 
 def exported_names() -> frozenset[str]:
-    modules = ("quire_allocator.metrics.collector", "quire_gateway.metrics", "quire_worker.process.worker_metrics")
+    modules = (
+        "quire._serving.process_series",
+        "quire_allocator.metrics.collector",
+        "quire_gateway.metrics",
+        "quire_worker.process.worker_metrics",
+    )
     return frozenset().union(*(importlib.import_module(module).METRIC_NAMES for module in modules))
 
 
@@ -158,7 +163,8 @@ def test_the_gateway_starts_as_it_is_composed_and_is_scraped_with_the_token(
 def alert_rules() -> list[dict[str, Any]]:
     folder = DEPLOY / "prometheus"
     files = load_yaml(folder / "prometheus.yml")["rule_files"]
-    return [rule for name in files for group in load_yaml(folder / name)["groups"] for rule in group["rules"]]
+    rules = [rule for name in files for group in load_yaml(folder / name)["groups"] for rule in group["rules"]]
+    return [rule for rule in rules if "alert" in rule]
 
 
 def test_alerts_are_loaded_from_where_they_are_mounted_and_name_series_that_are_exported(
@@ -167,17 +173,34 @@ def test_alerts_are_loaded_from_where_they_are_mounted_and_name_series_that_are_
     assert "./deploy/prometheus:/etc/prometheus:ro" in compose["services"]["prometheus"]["volumes"]
     named = {name for rule in alert_rules() for name in re.findall(r"\bquire_\w+", rule["expr"])}
     assert "quire_allocator_refused_pools" in named
-    assert named <= exported_names()
+    assert {name for name in named if HISTOGRAM_SUFFIX.sub("", name) not in exported_names()} == set()
     jobs = {job["job_name"] for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}
     assert {job for rule in alert_rules() for job in re.findall(r'job="([^"]+)"', rule["expr"])} <= jobs
+    alertmanager = load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["alerting"]["alertmanagers"][0]
+    assert alertmanager["static_configs"] == [{"targets": ["alertmanager:9093"]}]
+    assert "./deploy/alertmanager:/etc/alertmanager:ro" in compose["services"]["alertmanager"]["volumes"]
+
+
+def test_the_liveness_of_every_process_that_is_scraped_is_asked_for_beside(compose: dict[str, Any]) -> None:
+    jobs = {job["job_name"]: job for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}
+    alive = jobs["quire-alive"]
+    assert alive["metrics_path"] == "/healthz"
+    asked = [target for each in alive["static_configs"] for target in each["targets"]]
+    scraped = [jobs[f"quire-{name}"]["static_configs"][0]["targets"][0] for name in (*SERVICES_OF_OURS, "gateway")]
+    assert asked == scraped
 
 
 def test_every_alert_says_how_bad_it_is_and_what_it_means_and_has_a_test() -> None:
-    tested = (DEPLOY / "prometheus" / "alerts_test.yml").read_text(encoding="utf-8")
+    tested = load_yaml(DEPLOY / "prometheus" / "alerts_test.yml")["tests"]
+    cases = [case for test in tested for case in test["alert_rule_test"]]
+    headings = re.findall(r"^### (\w+)$", (ROOT / "docs" / "alerts.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(headings) == sorted(rule["alert"] for rule in alert_rules())
     for rule in alert_rules():
         assert rule["labels"]["severity"] in {"critical", "warning"}
-        assert rule["annotations"].keys() == {"summary", "description"}
-        assert f"alertname: {rule['alert']}" in tested
+        assert rule["annotations"].keys() == {"summary", "description", "runbook"}
+        assert rule["annotations"]["runbook"] == f"docs/alerts.md#{rule['alert'].lower()}"
+        fires = [bool(case["exp_alerts"]) for case in cases if case["alertname"] == rule["alert"]]
+        assert set(fires) == {True, False}, rule["alert"]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, which comes with Prometheus")
@@ -186,13 +209,13 @@ def test_prometheus_itself_takes_the_configuration_and_fires_the_alerts(argument
     command = ["promtool", *arguments]
     done = subprocess.run(command, cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=60, check=False)
     output = done.stdout + done.stderr
-    # A configuration is checked with the token's file, which only the containers have.
-    assert done.returncode == 0 or "credentials" in output or "tls" in output, output
+    # A configuration is checked with the files of token and certificate, which only the containers have.
+    assert done.returncode == 0 or "/run/quire/" in output, output
 
 
 def test_ports_are_published_on_the_loopback_address_only(compose: dict[str, Any]) -> None:
     published = [port for service in compose["services"].values() for port in service.get("ports", [])]
-    assert len(published) == 6
+    assert len(published) == 7
     for port in published:
         assert re.fullmatch(r"127\.0\.0\.1:\$\{QUIRE_[A-Z]+_PORT:-\d+\}:\d+", port)
 

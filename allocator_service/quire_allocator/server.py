@@ -21,7 +21,7 @@ from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.metrics.collector import AllocatorCollector
 from quire_allocator.metrics.counters import Counters
-from quire_allocator.service import AllocatorService
+from quire_allocator.service import CORE, AllocatorService
 from quire_allocator.session.lease_watch import LeaseWatch
 
 log = structlog.get_logger()
@@ -75,7 +75,7 @@ async def serve(options: argparse.Namespace) -> None:
         directory, counters, check_invariants=options.check_invariants, authorize=server.authorize
     )
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server.grpc)
-    await server.start(AllocatorCollector(directory, counters))
+    await server.start(AllocatorCollector(directory, counters), core=CORE)
     collect_garbage_rarely()
     await server.announce()
     leases, stopping = asyncio.create_task(_watch_leases(service)), asyncio.create_task(stop.wait())

@@ -44,6 +44,9 @@ from quire_allocator.wire.translate import require
 
 WAITERS_MAX: Final = 1_000  # owners already logged as waiting; the oldest are forgotten
 log = structlog.get_logger()
+
+# How the core runs here, as `GetServerInfo` and the metrics have it.
+CORE: Final = "python" if str(pool.__file__).endswith(".py") else "compiled"
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -323,7 +326,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             protocol_version=PROTOCOL_VERSION,
             features=FEATURES,
             limits=translate.LIMITS,
-            core="python" if str(pool.__file__).endswith(".py") else "compiled",
+            core=CORE,
         )
 
     async def WatchEvents(  # type: ignore[override]  # events go through context.write

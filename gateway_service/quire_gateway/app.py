@@ -10,7 +10,7 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 from fastapi.routing import APIRoute
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -22,7 +22,7 @@ from quire_gateway.branches.endpoints import serve_branches
 from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, defect
 from quire_gateway.fleet import Fleet
-from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
+from quire_gateway.metrics import Telemetry
 from quire_gateway.reading import Reader
 from quire_gateway.responses.bodies import ResponseBody
 from quire_gateway.responses.endpoints import serve_responses
@@ -48,6 +48,7 @@ def make_app(
     store: Store,
     *,
     version: str,
+    registry: CollectorRegistry,
     request_timeout_s: float,
     is_draining: Callable[[], bool],
     keep_alive_s: float = KEEP_ALIVE_S,
@@ -95,7 +96,7 @@ def make_app(
     serve_responses(app, work, store)
     serve_branches(app, work)
     _serve_probes(app, fleet, is_draining)
-    _serve_operators(app, fleet, telemetry)
+    _serve_operators(app, fleet, telemetry, registry)
     _serve_texts(app, work)
     _refuse_pooling(app)
     _serve_overview(app, version)
@@ -131,23 +132,22 @@ def _serve_probes(app: FastAPI, fleet: Fleet, is_draining: Callable[[], bool]) -
     @_got(app, "/healthz")
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)  # what probes of vLLM's server ask
     async def healthz() -> Response:
-        return PlainTextResponse("ok\n")
+        return PlainTextResponse("")  # no text: so Prometheus, too, can ask it
 
     @_got(app, "/readyz")
     async def readyz() -> Response:
         if is_draining():
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
         fleet.check_ready()
-        return PlainTextResponse("ok\n")
+        return PlainTextResponse("")
 
 
-def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry) -> None:
+def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry, registry: CollectorRegistry) -> None:
     """Adds the endpoints that are of all callers together; the gate asks for the operator's token."""
-    collector = GatewayCollector(telemetry, fleet)
 
     @_got(app, "/metrics")
     async def metrics() -> Response:
-        return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @_got(app, "/requests")
     async def requests() -> Response:

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from quire._serving.logs import dropped_lines
@@ -173,10 +172,3 @@ def _of_responses(numbers: Telemetry) -> Iterator[Metric]:
     yield continued
     yield GaugeMetricFamily("quire_gateway_stored_responses", "Responses that are kept.", numbers.stored_count)
     yield GaugeMetricFamily("quire_gateway_stored_response_bytes", "Bytes that they take.", numbers.stored_bytes)
-
-
-def exposition(collector: GatewayCollector) -> bytes:
-    """Returns all series as text."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-    return generate_latest(registry)

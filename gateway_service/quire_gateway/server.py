@@ -29,6 +29,7 @@ from quire._distribution import VERSION
 from quire._secret_files import read_token
 from quire._serving import logs
 from quire._serving.process import allow_open_files, collect_garbage_rarely, stop_event, write_ready_file
+from quire._serving.process_series import registry_of
 from quire._serving.request_log import RequestLog
 from quire._serving.tls import ServerTls
 from quire._transport.address import is_local, is_unix, require_free, resolve
@@ -43,7 +44,7 @@ from quire_gateway.fleet import Fleet
 from quire_gateway.gate import Gate, let_in
 from quire_gateway.hosts import Hosts
 from quire_gateway.keys import ApiKeys, KeyFile, read_keys
-from quire_gateway.metrics import Telemetry
+from quire_gateway.metrics import GatewayCollector, Telemetry
 from quire_gateway.options import named_notation, parse_arguments
 from quire_gateway.responses.store import Store
 
@@ -157,6 +158,7 @@ async def serve(options: argparse.Namespace) -> None:
                 are_several=keys is not None and keys.namespace_count > 1,
             ),
             version=VERSION,
+            registry=registry_of(GatewayCollector(telemetry, fleet), options),
             request_timeout_s=options.request_timeout,
             is_draining=lambda: gate.is_draining,
             keep_alive_s=options.sse_keep_alive,

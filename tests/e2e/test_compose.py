@@ -7,21 +7,17 @@ command; the tests share it; at the end it is removed with its volumes, and noth
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
 import shutil
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -29,8 +25,9 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-LASTING_SERVICES = ("allocator", "worker", "gateway", "prometheus", "grafana")
+from tests.e2e.composed import Deployment, eventually
+
+LASTING_SERVICES = ("allocator", "worker", "gateway", "prometheus", "alertmanager", "grafana")
 PROFILED_SERVICES = ("vllm",)
 # Grafana's values: everything for the variables that choose, four scrapes for the shortest range.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
@@ -40,101 +37,6 @@ KILLED = 128 + 9
 CLEAR_TOKENS = 1400
 # The first build downloads torch; everything after it takes seconds.
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
-
-
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """A running Compose project.
-
-    Attributes:
-        environment: the environment of `docker compose`; it names the project and the ports.
-        ports: published port of each lasting service, on 127.0.0.1.
-    """
-
-    environment: dict[str, str]
-    ports: dict[str, int]
-
-    def compose(self, *arguments: str, timeout_s: float = 120) -> str:
-        """Standard output of `docker compose ARGUMENTS`; a failed command fails the test with all it printed."""
-        result = subprocess.run(
-            ["docker", "compose", *arguments],
-            cwd=ROOT,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        assert result.returncode == 0, f"docker compose {' '.join(arguments)}:\n{result.stdout}\n{result.stderr}"
-        return result.stdout
-
-    def execute(self, service: str, *command: str) -> str:
-        """Standard output of a command inside a service's container."""
-        return self.compose("exec", "-T", service, *command)
-
-    def operate(self, *arguments: str) -> str:
-        """Standard output of `quire` with the operator's certificate."""
-        return self.compose("run", "--rm", "-T", "quire", *arguments)
-
-    def start(self, service: str, *command: str) -> subprocess.Popen[bytes]:
-        """Starts it in the background, with standard output as a pipe."""
-        return subprocess.Popen(
-            ["docker", "compose", "exec", "-T", service, *command],
-            cwd=ROOT,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-        )
-
-    def up(self) -> None:
-        """Runs the one command of a user; returns when every service is healthy."""
-        self.compose("up", "--detach", "--wait", timeout_s=1500)
-
-    def kill(self, service: str) -> None:
-        """A crash: SIGKILL from outside, which the engine does not take for a wish, so that it restarts the service.
-
-        It comes from a container that sees the engine's processes as the same user, so no privilege is needed here.
-        """
-        pid = str(self.inspect(service)["State"]["Pid"])
-        signalling = ["docker", "run", "--rm", "--pid=host", "--network=none", "--cap-drop=ALL", "--entrypoint=python"]
-        script = "import os, sys; os.kill(int(sys.argv[1]), 9)"
-        subprocess.run([*signalling, "quire-allocator", "-c", script, pid], check=True, timeout=60)
-
-    def remains(self) -> list[str]:
-        """Ids of containers, volumes and networks of the project."""
-        label = f"label=com.docker.compose.project={self.environment['COMPOSE_PROJECT_NAME']}"
-        kinds = (["container", "ls", "--all"], ["volume", "ls"], ["network", "ls"])
-        commands = (["docker", *kind, "--quiet", "--filter", label] for kind in kinds)
-        outputs = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for command in commands)
-        return [line for output in outputs for line in output.split()]
-
-    def inspect(self, service: str) -> dict[str, Any]:
-        """Returns the engine's description of a service's only container."""
-        container = self.compose("ps", "--all", "--quiet", service).strip()
-        output = subprocess.run(["docker", "inspect", container], capture_output=True, check=True, timeout=30).stdout
-        description: dict[str, Any] = json.loads(output)[0]
-        return description
-
-    def get_json(self, service: str, path: str) -> Any:
-        """The JSON that a service answers on its published port."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[service]}{path}", timeout=10) as answer:
-            return json.load(answer)
-
-    def query_all(self, expression: str) -> list[float]:
-        """Values of a PromQL expression, one for each series."""
-        path = "/api/v1/query?" + urllib.parse.urlencode({"query": expression})
-        return [float(series["value"][1]) for series in self.get_json("prometheus", path)["data"]["result"]]
-
-    def query(self, expression: str) -> float | None:
-        """Returns the value of a PromQL expression with one series; None when there is none."""
-        return next(iter(self.query_all(expression)), None)
-
-
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
-    """Ask again until the condition holds: Prometheus scrapes on its own schedule, and nothing announces it."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
-        time.sleep(0.5)
 
 
 def docker_compose_answers() -> bool:
@@ -242,12 +144,34 @@ def test_up_again_builds_nothing_new_and_changes_nothing(deployment: Deployment)
 
 
 def test_prometheus_scrapes_all_services_and_itself(deployment: Deployment) -> None:
-    def healths() -> dict[str, str]:
+    def healths() -> list[tuple[str, str]]:
         targets = deployment.get_json("prometheus", "/api/v1/targets")["data"]["activeTargets"]
-        return {target["labels"]["job"]: target["health"] for target in targets}
+        return sorted((target["labels"]["job"], target["health"]) for target in targets)
 
-    expected = {"quire-allocator": "up", "quire-worker": "up", "quire-gateway": "up", "prometheus": "up"}
-    eventually(lambda: healths() == expected, "every target is up")
+    jobs = ["alertmanager", "prometheus", *["quire-alive"] * 3, "quire-allocator", "quire-gateway", "quire-worker"]
+    eventually(lambda: healths() == [(job, "up") for job in jobs], "every target is up")
+
+
+def test_every_series_that_an_alert_needs_exists(deployment: Deployment) -> None:
+    generate(deployment, "The for statement")
+    ask(deployment)
+    groups = deployment.get_json("prometheus", "/api/v1/rules")["data"]["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert {rule["health"] for rule in rules} <= {"ok", "unknown"}, "unknown: not evaluated yet"
+    named = {name for rule in rules for name in re.findall(r"\bquire_\w+", rule["query"])}
+    assert len(named) > 10
+    eventually(lambda: all(deployment.query_all(name) for name in named), f"all of {sorted(named)}")
+
+
+def test_a_dead_gateway_is_told_of_within_a_minute(deployment: Deployment) -> None:
+    def firing() -> set[tuple[str, str]]:
+        labels = [alert["labels"] for alert in deployment.get_json("alertmanager", "/api/v2/alerts")]
+        return {(label["alertname"], label["instance"]) for label in labels}
+
+    deployment.compose("stop", "gateway")
+    eventually(lambda: ("QuireProcessDown", "gateway:8000") in firing(), "the alert is at Alertmanager", timeout_s=60)
+    deployment.up()
+    eventually(lambda: not deployment.query('up{job="quire-gateway"} == 0'), "it is back")
 
 
 def test_what_was_generated_shows_up_in_prometheus(deployment: Deployment) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import structlog
 import uvicorn
+from prometheus_client import CollectorRegistry
 from quire import AsyncClient
 from quire.v1 import worker_pb2 as worker_pb
 from quire_gateway.app import make_app
@@ -54,7 +55,15 @@ class FuzzedGateway:
     def __init__(self, fleet: Fleet) -> None:
         telemetry = Telemetry()
         store = Store(telemetry, bytes_max=1 << 20, lifetime_s=60, are_several=False)
-        app = make_app(fleet, telemetry, store, version="0", request_timeout_s=1, is_draining=lambda: False)
+        app = make_app(
+            fleet,
+            telemetry,
+            store,
+            version="0",
+            registry=CollectorRegistry(),
+            request_timeout_s=1,
+            is_draining=lambda: False,
+        )
         self.described: dict[str, Any] = app.openapi()
         gate = Gate(
             app,

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from prometheus_client import CollectorRegistry
 from quire.local import ServerProcess
 from quire_gateway.app import make_app
 from quire_gateway.fleet import Fleet
@@ -163,7 +164,15 @@ def routes() -> list[tuple[str, str]]:
     """Every method and path that the gateway serves, those that it does not describe included."""
     telemetry = Telemetry()
     store = Store(telemetry, bytes_max=0, lifetime_s=1, are_several=False)
-    app = make_app(Fleet([], []), telemetry, store, version="0", request_timeout_s=1, is_draining=lambda: False)
+    app = make_app(
+        Fleet([], []),
+        telemetry,
+        store,
+        version="0",
+        registry=CollectorRegistry(),
+        request_timeout_s=1,
+        is_draining=lambda: False,
+    )
     return [(method, route.path) for route in app.routes if isinstance(route, Route) for method in route.methods or ()]
 
 

@@ -13,7 +13,11 @@ from quire_worker.execution.failures import FailureKind
 from quire_worker.scheduling.request import Request, Sample
 
 RETRY_AFTER_S_MIN = 0.25
-SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+# To the gateway's longest time for a request, so that a quantile of both is the same.
+SECONDS_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
 
 
 class WorkerTelemetry:

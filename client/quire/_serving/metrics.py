@@ -20,7 +20,6 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.registry import Collector
 
 from quire._serving.probes import Probes
 from quire._serving.tls import ServerTls
@@ -72,10 +71,8 @@ class MetricsServer:
     """
 
     def __init__(
-        self, listen: str, collector: Collector, *, token: str | None, tls: ServerTls | None, probes: Probes
+        self, listen: str, registry: CollectorRegistry, *, token: str | None, tls: ServerTls | None, probes: Probes
     ) -> None:
-        registry = CollectorRegistry()
-        registry.register(collector)
         host, _ = split(listen)
         app = _guarded(make_wsgi_app(registry), token, probes)
         self._server = _MetricsHttp(listen, _of_known_hosts(app, host) if is_local(listen) else app, tls)
@@ -212,7 +209,7 @@ def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
         if said is not None:
             status = "200 OK" if said else "503 Service Unavailable"
             start_response(status, [("Content-Type", "text/plain")])
-            return [b"yes\n" if said else b"no\n"]
+            return [b"" if said else b"no\n"]  # no text: so Prometheus, too, can ask it
         given = str(environ.get("HTTP_AUTHORIZATION", "")).encode()
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])

@@ -18,6 +18,7 @@ from quire._serving.listening import require_safe
 from quire._serving.metrics import MetricsServer
 from quire._serving.probes import Probes
 from quire._serving.process import allow_open_files, write_ready_file
+from quire._serving.process_series import registry_of
 from quire._serving.rpc import Authorize, permit_as_certified, permit_everything
 from quire._serving.tls import ServerTls
 from quire._serving.unix_socket import hold_socket
@@ -177,8 +178,12 @@ class Server:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
-    async def start(self, collector: Collector) -> None:
+    async def start(self, collector: Collector, *, core: str = "") -> None:
         """Binds both addresses; the server is alive, and not ready until `announce`.
+
+        Args:
+            collector: of the server's own series.
+            core: how the allocator's core runs in it, "compiled" or "python"; empty without one.
 
         Raises:
             UsageError: an address is taken.
@@ -197,7 +202,8 @@ class Server:
             raise UsageError(f"cannot listen on {listen}: {error}") from None
         try:
             probes = Probes(asyncio.get_running_loop(), lambda: self._is_ready)
-            self._metrics = MetricsServer(metrics, collector, token=self.token, tls=self._tls, probes=probes)
+            registry = registry_of(collector, self._options, core=core)
+            self._metrics = MetricsServer(metrics, registry, token=self.token, tls=self._tls, probes=probes)
         except OSError as error:
             require_free("--metrics", metrics, "serve metrics")
             raise UsageError(f"cannot serve metrics on {metrics}: {error}") from None

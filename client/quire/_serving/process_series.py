@@ -1,0 +1,85 @@
+"""Series that every server has: its process, its build, and when its certificates end."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire._distribution import VERSION
+
+# Of the command lines of all servers: a server's own, and those that it shows to others and trusts them by.
+CERTIFICATE_OPTIONS: Final = (
+    "tls-cert",
+    "tls-client-ca",
+    "allocator-cert",
+    "allocator-ca",
+    "worker-cert",
+    "worker-ca",
+)
+METRIC_NAMES: Final = frozenset({"quire_build_info", "quire_certificate_expiry_timestamp_seconds"})
+
+
+def registry_of(collector: Collector, options: argparse.Namespace, *, core: str = "") -> CollectorRegistry:
+    """Returns a registry of a server's own series and of those that every server has.
+
+    Args:
+        collector: of the server's own series.
+        options: of its command line, which name its certificates.
+        core: how the allocator's core runs in it, "compiled" or "python"; empty without one.
+    """
+    registry = CollectorRegistry()
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+    registry.register(_BuildCollector(_certificates_of(options), core))
+    return registry
+
+
+class _BuildCollector(Collector):
+    """Reads the certificates' files at each scrape, because they are replaced while servers run."""
+
+    def __init__(self, certificates: Mapping[str, str], core: str) -> None:
+        self._certificates = certificates
+        self._build = (VERSION, core, platform.python_version())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields both families; a certificate that cannot be read has no series."""
+        build = GaugeMetricFamily(
+            "quire_build_info", "1; which build of Quire runs.", labels=("version", "core", "python")
+        )
+        build.add_metric(self._build, 1)
+        yield build
+        ends = GaugeMetricFamily(
+            "quire_certificate_expiry_timestamp_seconds",
+            "When the first certificate of a file ends, by the option that names the file.",
+            labels=("certificate",),
+        )
+        for option, path in self._certificates.items():
+            if (end_s := end_of(path)) is not None:
+                ends.add_metric((option,), end_s)
+        yield ends
+
+
+def _certificates_of(options: argparse.Namespace) -> dict[str, str]:
+    """Returns the files of certificates that a command line names, by option."""
+    named = {option: getattr(options, option.replace("-", "_"), None) for option in CERTIFICATE_OPTIONS}
+    return {option: path for option, path in named.items() if path}
+
+
+def end_of(path: str) -> float | None:
+    """Returns when the first certificate of a PEM file ends, in seconds since 1970; None if the file has none."""
+    from cryptography import x509  # only where there are certificates: importing it takes 50 ms
+
+    try:
+        with open(path, encoding="ascii") as file:
+            text = file.read()
+        first = text[text.index("-----BEGIN CERTIFICATE-----") :]
+        end = x509.load_pem_x509_certificate(first.encode()).not_valid_after_utc
+    except (OSError, ValueError):
+        return None
+    return end.timestamp()

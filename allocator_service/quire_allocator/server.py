@@ -34,7 +34,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = make_parser()
     options = parser.parse_args(arguments)
     if not limits.LEASE_S_MIN <= options.lease <= limits.LEASE_S_MAX:
-        parser.error(f"--lease must be {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:g} seconds")
+        parser.error(
+            f"--lease must be {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:,.0f} seconds, not {options.lease:g}"
+        )
     return options
 
 

@@ -42,6 +42,7 @@ from quire_allocator.watch import Watching
 from quire_allocator.wire import authorization, reply_size, step_apply, step_checks, translate, views
 from quire_allocator.wire.translate import require
 
+_VIEWS: Final = ", ".join(f"{number} ({name})" for name, number in pb.PoolView.items())
 WAITERS_MAX: Final = 1_000  # owners already logged as waiting; the oldest are forgotten
 log = structlog.get_logger()
 
@@ -207,10 +208,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     def Allocate(self, request: pb.AllocateRequest, permissions: Permissions) -> pb.AllocateResponse:
         digests = translate.digests(request.digests)
         namespace = translate.namespace(request.namespace)
-        require(request.token_count > 0, "token_count must be at least 1")
+        require(request.token_count > 0, "token_count must be at least 1, not 0", field="token_count")
 
         def operate(owner: Ownership) -> pb.AllocateResponse:
-            require(len(owner.pool.sequences) < limits.SEQUENCES_MAX, "too many live sequences", "LIMIT")
+            step_checks.check_sequence_count(len(owner.pool.sequences) + 1)
             longest = max(request.token_count, request.prompt_token_count)
             reply_size.check(reply_size.grow_answer_bytes_max(owner.pool, request.sequence_id, longest))
             grown = owner.pool.allocate(
@@ -229,7 +230,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
     @unary
     def Grow(self, request: pb.GrowRequest, permissions: Permissions) -> pb.GrowResponse:
-        require(request.token_count > 0, "token_count must be at least 1")
+        require(request.token_count > 0, "token_count must be at least 1, not 0", field="token_count")
 
         def operate(owner: Ownership) -> pb.GrowResponse:
             reply_size.check(reply_size.grow_answer_bytes_max(owner.pool, request.sequence_id, request.token_count))
@@ -240,7 +241,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     @unary
     def Fork(self, request: pb.ForkRequest, permissions: Permissions) -> pb.ForkResponse:
         def operate(owner: Ownership) -> pb.ForkResponse:
-            require(len(owner.pool.sequences) < limits.SEQUENCES_MAX, "too many live sequences", "LIMIT")
+            step_checks.check_sequence_count(len(owner.pool.sequences) + 1)
             return pb.ForkResponse(result=translate.result(owner.pool.fork(request.parent_id, request.child_id)))
 
         return self._once(request, permissions, "fork", operate)
@@ -306,7 +307,11 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     @unary
     def GetPool(self, request: pb.GetPoolRequest, permissions: Permissions) -> pb.GetPoolResponse:
         name = translate.pool_name(request.pool)
-        require(request.view in pb.PoolView.values(), f"view {request.view} is not known", field="view")
+        require(
+            request.view in pb.PoolView.values(),
+            f"view {request.view} is not known: it is one of {_VIEWS}",
+            field="view",
+        )
         authorization.require_observing(permissions, name)
         owner = self.directory.pool(name)
         response = pb.GetPoolResponse(summary=views.summary(owner, self.clock()))

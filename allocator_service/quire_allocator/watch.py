@@ -72,7 +72,7 @@ class Watching:
         caller = caller_of(context)
         require(
             self.places.take(caller),
-            f"at most {self.places.count_max} watchers are served, and to one caller as many as are free",
+            f"one caller has at most {self.places.count_max} watches, fewer where others have many: end one, or wait",
             "LIMIT",
         )
         news = asyncio.Event()

@@ -124,13 +124,15 @@ class SessionMachine:
     # -- attach --------------------------------------------------------------------------------------------------------
 
     def _attach(self, request: pb.SessionRequest, now: float) -> pb.SessionReply:
-        require(request.HasField("attach"), "the first message must be Attach")
+        _expect(request, "attach", "attach: a stream begins with it")
         attach = request.attach
         require(not self._sessions.draining, "the allocator is shutting down", "DRAINING")
         translate.version(attach.version)
-        require(len(attach.incarnation) == 16, "incarnation must be 16 bytes")
-        require(attach.epoch >= 1, "epoch must be at least 1")
-        require(1 <= attach.window <= limits.WINDOW_MAX, f"window must be 1 to {limits.WINDOW_MAX}")
+        require(len(attach.incarnation) == 16, f"incarnation must be 16 bytes, not {len(attach.incarnation):,}")
+        require(attach.epoch >= 1, "epoch must be at least 1, not 0")
+        require(
+            1 <= attach.window <= limits.WINDOW_MAX, f"window must be 1 to {limits.WINDOW_MAX}, not {attach.window}"
+        )
         self._spec = translate.pool_spec(attach.spec)
         name = translate.pool_name(attach.pool)
         self.attaching = name, attach.incarnation
@@ -186,7 +188,7 @@ class SessionMachine:
             own_count = sum([stream.caller == self.caller for stream in staging])
             require(
                 len(staging) + own_count < limits.REPORTS_MAX,
-                f"{limits.REPORTS_MAX} reports are under way",
+                f"{len(staging)} reports are under way, of at most {limits.REPORTS_MAX}: attach again later",
                 "REPORT_ADMISSION",
             )
             staging.add(self)
@@ -208,7 +210,7 @@ class SessionMachine:
             sessions.apply(owner, lambda: report.add(request.report_chunk), now)
             self._directory.renew(owner, now)
             return []
-        require(request.HasField("report_end"), "a report was asked for")
+        _expect(request, "report_end", "report_chunk, report_end or heartbeat: a report was asked for")
         answer = self._open(owner, spec, report, request.report_end, now)
         self._directory.renew(owner, now)
         return [answer]
@@ -258,7 +260,7 @@ class SessionMachine:
             self._directory.renew(owner, now)
             self._sessions.publish(owner, min(request.heartbeat.ack, owner.steps.next_step - 1))
             return [pb.SessionReply(heartbeat=pb.Heartbeat())]
-        require(kind == "detach", f"{kind or 'an empty message'} is not expected in an open session")
+        _expect(request, "detach", "step, heartbeat or detach")
         self.phase = Phase.DETACHED
         self._sessions.drop(owner)
         return []
@@ -269,8 +271,13 @@ class SessionMachine:
             step.number,
             step.ack,
         )  # each read once: an access costs
-        require(bool(session_id) and session_id == owner.session_id, "not this stream's session", "SESSION_UNKNOWN")
-        require(ack < number, "ack must be below the step's own number")
+        require(
+            bool(session_id) and session_id == owner.session_id,
+            "session_id is not that of this stream: it is in Resumed or Ready",
+            "SESSION_UNKNOWN",
+        )
+        if ack >= number:
+            raise Refusal("MALFORMED", f"ack must be below the number of its step, {number}, not {ack}")
         kept = owner.steps.replay(number, step)
         if kept is not None:
             return cast("pb.SessionReply", kept)
@@ -297,6 +304,13 @@ class SessionMachine:
         self._sessions.publish(owner, ack)
         self.applied = columns
         return answer
+
+
+def _expect(request: pb.SessionRequest, kind: str, expected: str) -> None:
+    """Refuses a message of another kind as MALFORMED, and names what is expected."""
+    sent = request.WhichOneof("message")
+    if sent != kind:
+        raise Refusal("MALFORMED", f"the message is {sent or 'empty'}; expected is {expected}")
 
 
 def pool_digest(pool: Pool) -> bytes:

@@ -113,7 +113,10 @@ class SessionRegistry:
             self._quarantines[owner.name].append(now)
             self.directory.quarantine(owner)
             self.observer.quarantined(owner, error)
-            raise Refusal("POOL_QUARANTINED", "an invariant of this pool broke; attach again") from error
+            raise Refusal(
+                "POOL_QUARANTINED",
+                f"an invariant of pool {owner.name} broke, by a fault of the allocator; attach again",
+            ) from error
         return answer
 
     def drop_cache(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
@@ -131,7 +134,8 @@ class SessionRegistry:
             drops = [*owner.untold_drops, drop]
             digests = sum([len(untold.digests) // DIGEST_BYTES for untold in drops])
             if len(drops) > limits.DROPS_UNTOLD_MAX or digests > limits.DROPS_UNTOLD_DIGESTS_MAX:
-                raise Refusal("LIMIT", "the pool's owner is to be told of other drops first, with its next step")
+                text = f"the owner of pool {owner.name} hears of {len(drops) - 1} other drops with its next step"
+                raise Refusal("LIMIT", f"{text}: drop again after it")
             owner.untold_drops = drops
         return self.apply_drop(owner, drop, now)
 
@@ -182,7 +186,9 @@ class SessionRegistry:
             self.observer.expired(owner)
             self.drop(owner)
             if owner.stream is not None:
-                cast("Stream", owner.stream).end("IDLE", "no message for the length of the lease")
+                cast("Stream", owner.stream).end(
+                    "IDLE", f"no message came for the length of the lease, {self.directory.lease_s:g} s"
+                )
         for name in list(self._quarantines):
             if self._quarantines[name][-1] <= now - limits.QUARANTINE_WINDOW_S:
                 del self._quarantines[name]

@@ -14,6 +14,7 @@ much work as possible is done chunk by chunk, too: other pools are served betwee
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 
 from quire.protocol.limits import REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX, STOPS_MAX
 from quire.protocol.packing import unpack_uint32
@@ -23,6 +24,7 @@ from quire_allocator import limits
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.rebuild import Rebuild
 from quire_allocator.core.rebuild.report import Report, ReportedSequence, ReportedStretch
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import PoolSpec
 from quire_allocator.wire import translate
 from quire_allocator.wire.translate import require
@@ -69,26 +71,27 @@ class StagedReport:
         """
         size = chunk.ByteSize()
         self._bytes_left -= size
-        require(chunk.number == self._chunk_count, f"chunk {chunk.number} of a report comes after {self._chunk_count}")
+        require(
+            chunk.number == self._chunk_count,
+            lambda: f"the chunk has number {chunk.number}, and the next one of this report is {self._chunk_count}",
+        )
         require(
             size <= REPORT_CHUNK_BYTES_MAX,
-            f"a chunk has at most {REPORT_CHUNK_BYTES_MAX} bytes",
+            f"a chunk has at most {REPORT_CHUNK_BYTES_MAX:,} bytes, not {size:,}: send several",
             "TOO_LARGE",
         )
         require(
             self._bytes_left >= 0,
-            lambda: f"a report of such a pool has at most {report_bytes_max(self._spec)} bytes",
+            lambda: f"a report of {self._spec.block_count:,} blocks has at most {report_bytes_max(self._spec):,} bytes",
             "TOO_LARGE",
         )
         freed = unpack_uint32(_words(chunk.freed_blocks, "freed_blocks"))
         published = sum(len(prefix.blocks) for prefix in chunk.prefixes) // 4
+        entries = len(chunk.sequences) + published + len(freed)
+        require(entries > 0, "the chunk is empty: send its entries, or ReportEnd")
         require(
-            len(chunk.sequences) + published + len(freed) > 0,
-            "a chunk has at least one entry",
-        )
-        require(
-            len(chunk.sequences) + published + len(freed) <= REPORT_CHUNK_ENTRIES_MAX,
-            f"a chunk has at most {REPORT_CHUNK_ENTRIES_MAX} entries",
+            entries <= REPORT_CHUNK_ENTRIES_MAX,
+            f"a chunk has at most {REPORT_CHUNK_ENTRIES_MAX:,} entries, not {entries:,}: send several",
             "TOO_LARGE",
         )
         self._chunk_count += 1
@@ -100,8 +103,16 @@ class StagedReport:
         for prefix in chunk.prefixes:
             self._rebuild.read(_prefix(prefix, names))
         counts = {len(freed), len(chunk.freed_steps), len(chunk.freed_operations), len(chunk.freed_positions)}
-        require(len(counts) == 1, "one step, operation and position for each freed block")
-        require(self._freed.count + len(freed) <= self._spec.block_count, "more blocks are freed than there are")
+        require(
+            len(counts) == 1,
+            f"freed_blocks names {len(freed):,}, freed_steps {len(chunk.freed_steps):,}, freed_operations "
+            f"{len(chunk.freed_operations):,} and freed_positions {len(chunk.freed_positions):,}; each block has all",
+        )
+        freed_count = self._freed.count + len(freed)
+        require(
+            freed_count <= self._spec.block_count,
+            f"{freed_count:,} blocks are freed, more than the pool's {self._spec.block_count:,}",
+        )
         self._freed.add(chunk.freed_steps[:], chunk.freed_operations[:], chunk.freed_positions[:], freed)
 
     def finish(self, end: pb.ReportEnd) -> Pool:
@@ -110,28 +121,33 @@ class StagedReport:
         Raises:
             Refusal: MALFORMED, the end does not fit the chunks, or the report contradicts itself.
         """
-        require(end.chunk_count == self._chunk_count, "chunk_count differs from the chunks sent")
-        require(end.last_step <= limits.LAST_STEP_MAX, f"last_step must be at most {limits.LAST_STEP_MAX}")
         require(
-            end.last_sequence_id <= limits.LAST_STEP_MAX, f"last_sequence_id must be at most {limits.LAST_STEP_MAX}"
+            end.chunk_count == self._chunk_count,
+            f"chunk_count is {end.chunk_count}, and {self._chunk_count} chunks were sent",
         )
+        for field, number in (("last_step", end.last_step), ("last_sequence_id", end.last_sequence_id)):
+            require(
+                number <= limits.LAST_STEP_MAX,
+                f"{field} must be at most {limits.LAST_STEP_MAX}, not {number}",
+                field=field,
+            )
         released = self._freed.in_order()
-        require(len(set(released)) == len(released), "a block is freed twice")
+        require(len(set(released)) == len(released), lambda: f"block {_repeated(released)} is freed twice")
         rebuild = self._rebuild or Rebuild(self._spec)
         return rebuild.finish(Report(self._sequences, [], released, end.last_sequence_id))
 
     def _add_sequence(self, message: pb.ReportedSequence, names: list[str]) -> None:
         groups = len(self._spec.groups)
-        require(
-            len(message.tables) in (groups, _tables_max(self._spec)),
-            f"a sequence has one table for each of the {groups} groups",
-        )
-        require(len(message.stops) <= STOPS_MAX, f"a sequence has at most {STOPS_MAX} stops")
+        if len(message.tables) not in (groups, _tables_max(self._spec)):
+            text = f"sequence {message.sequence_id} has {len(message.tables)} tables; the pool has {groups} groups"
+            raise Refusal("MALFORMED", text)
+        if len(message.stops) > STOPS_MAX:
+            raise Refusal("MALFORMED", f"a sequence has at most {STOPS_MAX} stops, not {len(message.stops):,}")
         tables = [unpack_uint32(_words(table.blocks, "blocks")) for table in message.tables]
         self._table_entries_left -= sum(map(len, tables))
         require(
             self._table_entries_left >= 0,
-            f"the tables of a report have at most {limits.REPORT_SHARED_ENTRIES_MAX} entries beyond one for each block",
+            f"tables have at most {limits.REPORT_SHARED_ENTRIES_MAX:,} entries beyond one for each block",
             "TOO_LARGE",
         )
         sequence = ReportedSequence(
@@ -155,10 +171,16 @@ class StagedReport:
             return
         require(
             len(self._sequences) < limits.SEQUENCES_MAX,
-            f"a pool has at most {limits.SEQUENCES_MAX} live sequences",
+            f"a pool has at most {limits.SEQUENCES_MAX:,} live sequences, and the report has more",
             "TOO_LARGE",
         )
         self._sequences.append(sequence)
+
+
+def _repeated(blocks: array[int]) -> int:
+    """Returns a block that is there twice."""
+    ordered = sorted(blocks)
+    return next(block for block, following in pairwise(ordered) if block == following)
 
 
 def _counts(sequence: ReportedSequence) -> ReportedSequence:
@@ -208,10 +230,12 @@ def _prefix(message: pb.ReportedPrefix, names: list[str]) -> ReportedStretch:
 
 
 def _name(names: list[str], index: int) -> str:
-    require(index < len(names), "a namespace index is out of range")
+    if index >= len(names):
+        raise Refusal("MALFORMED", f"namespace index {index} is not below the {len(names):,} namespaces of its chunk")
     return names[index]
 
 
 def _words(data: bytes, name: str) -> bytes:
-    require(len(data) % 4 == 0, f"{name} must be a multiple of 4 bytes")
+    if len(data) % 4:
+        raise Refusal("MALFORMED", f"{name} must be a multiple of 4 bytes, not {len(data):,}")
     return data

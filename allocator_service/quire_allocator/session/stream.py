@@ -70,9 +70,15 @@ class SessionStream:
         machine, code, places = self._machine, "OK", self._service.stream_places
         is_placed = False
         try:
-            require(self._permissions.may_own_any, "the certificate permits owning no pool", "POOL_FORBIDDEN")
+            require(
+                self._permissions.may_own_any,
+                "the certificate permits owning no pool; a pool that it may own is named when it is made",
+                "POOL_FORBIDDEN",
+            )
             is_placed = places.take(self._caller)
-            text = f"at most {places.count_max} streams are served, and to one caller as many as are free"
+            text = (
+                f"one caller has at most {places.count_max} streams, fewer where others have many: close one, or wait"
+            )
             require(is_placed, text, "LIMIT")
             await self._answer(await self._read_first())
             while machine.phase is not Phase.DETACHED and (request := await self._read()) is not None:
@@ -122,7 +128,9 @@ class SessionStream:
             async with asyncio.timeout(limits.ATTACH_TIMEOUT_S):
                 return await self._read()
         except TimeoutError:
-            raise Refusal("IDLE", f"no Attach within {limits.ATTACH_TIMEOUT_S:g} s") from None
+            raise Refusal(
+                "IDLE", f"no Attach came within {limits.ATTACH_TIMEOUT_S:g} s of the stream's beginning"
+            ) from None
 
     async def _read(self) -> pb.SessionRequest | None:
         """Returns the next message, or None at the end of the stream.
@@ -142,7 +150,7 @@ class SessionStream:
             self._task.uncancel()
             raise machine.ending from None
         except DecodeError:
-            raise Refusal("MALFORMED", "the bytes are no message of the session") from None
+            raise Refusal("MALFORMED", "the bytes are no SessionRequest") from None
         finally:
             self._reading = False
         return None if request is aio.EOF else request  # type: ignore[attr-defined]

@@ -69,7 +69,7 @@ class UnarySessions:
         """
         owner = self._directory.session(session_id)
         authorization.require_owning(permissions, owner.name)
-        require(owner.unary, "this pool is owned over the Session stream", "FENCED")
+        require(owner.unary, f"pool {owner.name} is owned over the Session stream: calls cannot change it", "FENCED")
         return owner
 
     def once(

@@ -26,7 +26,7 @@ def require_owning(permissions: Permissions, pool: str) -> None:
     Raises:
         Refusal: POOL_FORBIDDEN.
     """
-    require(permissions.may_own(pool), "the certificate does not permit owning this pool", "POOL_FORBIDDEN")
+    require(permissions.may_own(pool), f"the certificate does not permit owning pool {pool}", "POOL_FORBIDDEN")
 
 
 def require_observing(permissions: Permissions, pool: str) -> None:
@@ -35,7 +35,9 @@ def require_observing(permissions: Permissions, pool: str) -> None:
     Raises:
         Refusal: POOL_FORBIDDEN.
     """
-    require(permissions.may_observe(pool), "the certificate does not permit looking into this pool", "POOL_FORBIDDEN")
+    require(
+        permissions.may_observe(pool), f"the certificate does not permit looking into pool {pool}", "POOL_FORBIDDEN"
+    )
 
 
 def require_namespace(permissions: Permissions, namespace: str) -> None:
@@ -58,7 +60,9 @@ def require_drop(permissions: Permissions, drop: CacheDrop) -> None:
         require_namespace(permissions, drop.namespace)
     else:
         are_all = permissions.namespaces.are_all
-        require(are_all, "the certificate does not permit every namespace", "NAMESPACE_FORBIDDEN")
+        require(
+            are_all, "the certificate does not permit every namespace: name one that it permits", "NAMESPACE_FORBIDDEN"
+        )
 
 
 def require_operation(permissions: Permissions, pool: Pool, request: Any) -> None:

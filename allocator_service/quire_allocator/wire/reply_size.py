@@ -37,7 +37,7 @@ def check(answer_bytes: int) -> None:
     if answer_bytes > limits.ANSWER_BYTES_MAX:
         raise Refusal(
             "TOO_LARGE",
-            f"the answer could take {answer_bytes} bytes, more than {limits.ANSWER_BYTES_MAX}; ask for less at once",
+            f"the answer could take {answer_bytes:,} bytes, of at most {limits.ANSWER_BYTES_MAX:,}: ask for less",
         )
 
 

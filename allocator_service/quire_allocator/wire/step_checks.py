@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
-from typing import Final
+from itertools import pairwise, repeat
 
 from quire.v1 import allocator_pb2 as pb
 
@@ -14,12 +13,6 @@ from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.wire import reply_size, translate
 from quire_allocator.wire.step_columns import StepColumns
-from quire_allocator.wire.translate import require
-
-_STEP_TOO_LARGE: Final = f"a step has at most {limits.STEP_BYTES_MAX} bytes"
-_TOO_MANY_OPERATIONS: Final = f"a step has at most {limits.OPERATIONS_PER_STEP_MAX} operations"
-_TOO_MANY_SEQUENCES: Final = f"a pool has at most {limits.SEQUENCES_MAX} live sequences"
-_TOO_MANY_DROPS: Final = f"a step has at most {limits.DROPS_PER_STEP_MAX} drops"
 
 
 def check_step(pool: Pool, step: pb.Step) -> StepColumns:
@@ -30,12 +23,13 @@ def check_step(pool: Pool, step: pb.Step) -> StepColumns:
     """
     columns = StepColumns(step)
     if columns.size_max > limits.STEP_BYTES_MAX:  # an upper bound; the exact size takes encoding the step once more
-        require(step.ByteSize() <= limits.STEP_BYTES_MAX, _STEP_TOO_LARGE, "TOO_LARGE")
-    require(columns.operation_count <= limits.OPERATIONS_PER_STEP_MAX, _TOO_MANY_OPERATIONS, "TOO_LARGE")
+        _check_count(step.ByteSize(), limits.STEP_BYTES_MAX, "bytes")
+    if columns.operation_count > limits.OPERATIONS_PER_STEP_MAX:
+        _check_count(columns.operation_count, limits.OPERATIONS_PER_STEP_MAX, "operations")
     if step.HasField("commits"):
         _check_commits(pool, columns)
     if columns.drop_count:
-        require(columns.drop_count <= limits.DROPS_PER_STEP_MAX, _TOO_MANY_DROPS, "TOO_LARGE")
+        _check_count(columns.drop_count, limits.DROPS_PER_STEP_MAX, "drops")
         columns.drops = list(map(translate.cache_drop, step.drops))
     if step.HasField("forks"):
         _check_forks(columns)
@@ -47,6 +41,11 @@ def check_step(pool: Pool, step: pb.Step) -> StepColumns:
     return columns
 
 
+def _check_count(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise Refusal("TOO_LARGE", f"a step has at most {most:,} {what}, not {count:,}: send several")
+
+
 def _check_commits(pool: Pool, columns: StepColumns) -> None:
     sequences = columns.commit_sequences
     count = len(sequences)
@@ -54,7 +53,10 @@ def _check_commits(pool: Pool, columns: StepColumns) -> None:
     _check_optional(columns.keep_token_counts, count, "commits", "keep_token_counts")
     if not count:
         return
-    require(len(set(sequences)) == count, "commits: a sequence occurs twice")
+    if len(set(sequences)) != count:
+        ordered = sorted(sequences)
+        twice = next(sequence for sequence, following in pairwise(ordered) if sequence == following)
+        raise Refusal("MALFORMED", f"commits: sequence {twice} occurs twice; a step commits each once")
     dealt = map(len, columns.commit_digests) if columns.commit_digests else repeat(0)
     for sequence, token_count, size in zip(sequences, columns.commit_token_counts, dealt):
         columns.digest_count += size // DIGEST_BYTES
@@ -62,21 +64,27 @@ def _check_commits(pool: Pool, columns: StepColumns) -> None:
 
 
 def _check_forks(columns: StepColumns) -> None:
-    require(len(columns.children) == len(columns.parents), "forks: one child per parent")
+    children, parents = len(columns.children), len(columns.parents)
+    if children != parents:
+        raise Refusal("MALFORMED", f"forks: {children:,} children for {parents:,} parents; each fork has one of both")
 
 
 def _check_grows(columns: StepColumns) -> None:
     tokens = 0
     for token_count in columns.grow_token_counts:
         if not token_count:
-            raise Refusal("MALFORMED", "grows: token_count must be at least 1")
+            place = columns.grow_token_counts.index(0)
+            raise Refusal(
+                "MALFORMED", f"grows: token_count of sequence {columns.grow_sequences[place]} must be at least 1, not 0"
+            )
         tokens += token_count
     count = len(columns.grow_sequences)
     _check_optional(columns.prompt_token_counts, count, "grows", "prompt_token_counts")
     _check_optional(columns.priorities, count, "grows", "priorities")
     _check_optional(columns.defer_token_counts, count, "grows", "defer_token_counts")
     _check_optional(columns.returns, count, "grows", "returns")
-    require(not columns.returns or max(columns.returns) <= 1, "grows: returns are 0 or 1")
+    if columns.returns and max(columns.returns) > 1:
+        raise Refusal("MALFORMED", f"grows: returns must be 0 or 1, not {max(columns.returns)}")
     columns.tokens = tokens + sum(columns.prompt_token_counts) if columns.prompt_token_counts else tokens
     columns.grow_digests = _deal(columns.grow_digest_counts, count, columns.grow_digest_data, "grows")
     columns.grow_namespaces = _namespaces(columns, count)
@@ -94,11 +102,15 @@ def check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int)
     committed = state.committed_token_count
     if token_count < committed:
         raise Refusal(
-            "MALFORMED", f"commit of sequence {sequence}: {token_count} tokens after {committed} were committed"
+            "MALFORMED",
+            f"commit of sequence {sequence}: token_count {token_count} is below the {committed} committed before",
         )
     filled = token_count // pool.digest_tokens - committed // pool.digest_tokens
     if filled != digest_count:
-        raise Refusal("MALFORMED", f"commit of sequence {sequence}: {digest_count} digests for {filled} full blocks")
+        raise Refusal(
+            "MALFORMED",
+            f"commit of sequence {sequence}: {digest_count} digests for {filled} full blocks; one for each",
+        )
 
 
 def _check_sequence_count(pool: Pool, columns: StepColumns) -> None:
@@ -106,12 +118,23 @@ def _check_sequence_count(pool: Pool, columns: StepColumns) -> None:
         return
     new = len(columns.children) + sum(sequence > pool.last_sequence_id for sequence in columns.grow_sequences)
     freed = sum(sequence in pool.sequences for sequence in set(columns.frees))
-    require(len(pool.sequences) - freed + new <= limits.SEQUENCES_MAX, _TOO_MANY_SEQUENCES, "LIMIT")
+    check_sequence_count(len(pool.sequences) - freed + new)
+
+
+def check_sequence_count(count: int) -> None:
+    """Refuses more live sequences than a pool may have.
+
+    Raises:
+        Refusal: LIMIT.
+    """
+    if count > limits.SEQUENCES_MAX:
+        text = f"a pool has at most {limits.SEQUENCES_MAX:,} live sequences, and this would be {count:,}: free some"
+        raise Refusal("LIMIT", text)
 
 
 def _check_optional(values: Sequence[int], count: int, phase: str, name: str) -> None:
     if values and len(values) != count:
-        raise Refusal("MALFORMED", f"{phase}: as many {name} as operations, or none at all")
+        raise Refusal("MALFORMED", f"{phase}: {len(values):,} {name} for {count:,} operations; as many, or none")
 
 
 def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Sequence[bytes]:
@@ -119,10 +142,13 @@ def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Se
     if not counts and not data:
         return ()
     if counts and len(counts) != operations:
-        raise Refusal("MALFORMED", f"{phase}: one digest_count per sequence, or none at all")
+        raise Refusal(
+            "MALFORMED", f"{phase}: {len(counts):,} digest_counts for {operations:,} operations; as many, or none"
+        )
     translate.digests(data)
     if len(data) != DIGEST_BYTES * sum(counts):
-        raise Refusal("MALFORMED", f"{phase}: digest_counts and digests disagree")
+        has = len(data) // DIGEST_BYTES
+        raise Refusal("MALFORMED", f"{phase}: digest_counts add up to {sum(counts):,}, and there are {has:,} digests")
     if not data:
         return ()
     if len(counts) == 1:
@@ -140,8 +166,10 @@ def _namespaces(columns: StepColumns, count: int) -> Sequence[str]:
     if not indices and not columns.namespaces:
         return ()
     names = [translate.namespace(name) for name in columns.namespaces]
-    require(len(indices) in (0, count), "grows: one namespace_index per sequence, or none at all")
-    require(not indices or max(indices) < max(1, len(names)), "grows: a namespace_index is out of range")
+    _check_optional(indices, count, "grows", "namespace_indices")
+    if indices and max(indices) >= max(1, len(names)):
+        text = f"grows: namespace_index {max(indices)} is not below the {len(names):,} namespaces of the step"
+        raise Refusal("MALFORMED", text)
     if not names:
         return ()
     return [names[index] for index in indices] if indices else [names[0]] * count

@@ -140,7 +140,11 @@ class StepColumns:
 
     def _rows(self, sequences: bytes, token_counts: bytes, phase: str) -> tuple[array[int], array[int]]:
         if 2 * len(token_counts) != len(sequences):
-            raise Refusal("MALFORMED", f"{phase}: 8 bytes of sequences and 4 of token_counts for each operation")
+            raise Refusal(
+                "MALFORMED",
+                f"{phase}: {len(sequences):,} bytes of sequences and {len(token_counts):,} of token_counts; "
+                "each operation has 8 and 4",
+            )
         return self._column(sequences, _ID_BYTES, phase), self._column(token_counts, _NUMBER_BYTES, phase)
 
     def _column(self, data: bytes, width: int, name: str) -> array[int]:
@@ -149,5 +153,5 @@ class StepColumns:
             return _NONE
         self.size_max += len(data)
         if len(data) % width:
-            raise Refusal("MALFORMED", f"{name}: {width} bytes for each operation")
+            raise Refusal("MALFORMED", f"{name} must be a multiple of {width} bytes, not {len(data):,}")
         return unpack_uint64(data) if width == _ID_BYTES else unpack_uint32(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Final, cast
 
 from quire.protocol.features import APPEND_ONLY, FEATURES, FIRST_BLOCK_ID, TELLS_REMOVED
 from quire.protocol.limits import (
@@ -38,6 +38,7 @@ from quire_allocator.core.spec import (
     Victim,
 )
 
+QUOTED_CHARACTERS: Final = 64  # of a name that a caller sent, in a message
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
 
 KINDS: dict[int, GroupKind] = {
@@ -68,6 +69,20 @@ def require(
         raise Refusal(reason, message if isinstance(message, str) else message(), field=field)
 
 
+def _in_range(field: str, value: int, least: int, most: int, where: str = "") -> None:
+    """Refuses a number outside of a range as MALFORMED."""
+    if not least <= value <= most:
+        name = field.rpartition(" ")[2]
+        raise Refusal("MALFORMED", f"{field}{where} must be {least} to {most:,}, not {value:,}", field=name)
+
+
+def _known(field: str, name: str, known: Sequence[str]) -> None:
+    """Refuses a name that is neither empty nor known as MALFORMED."""
+    if name and name not in known:
+        text = f"{field} {name[:QUOTED_CHARACTERS]!r} is not known: it is one of {', '.join(known)}"
+        raise Refusal("MALFORMED", text, field=field)
+
+
 def version(number: int) -> None:
     """Refuses an owner of another protocol version as VERSION."""
     require(
@@ -85,13 +100,20 @@ def features(names: Sequence[str]) -> frozenset[str]:
     Raises:
         Refusal: VERSION, one is not known; MALFORMED, they are too many.
     """
-    require(len(names) <= limits.FEATURES_MAX, f"at most {limits.FEATURES_MAX} features can be asked for")
+    require(
+        len(names) <= limits.FEATURES_MAX,
+        f"features has {len(names):,} names, and an owner may ask for at most {limits.FEATURES_MAX}",
+        field="features",
+    )
     asked = frozenset(names)
     unknown = sorted(asked.difference(FEATURES))
     require(
         not unknown,
         # A name may be of any length.
-        lambda: f"feature {unknown[0][:64]!r} is not known: this allocator knows {', '.join(FEATURES)}; update it",
+        lambda: (
+            f"feature {unknown[0][:QUOTED_CHARACTERS]!r} is not known: "
+            f"this allocator knows {', '.join(FEATURES)}; update it"
+        ),
         "VERSION",
         "features",
     )
@@ -100,26 +122,33 @@ def features(names: Sequence[str]) -> frozenset[str]:
 
 def pool_name(name: str) -> str:
     """Returns a pool's name, or refuses it as MALFORMED."""
-    require(_NAME.fullmatch(name) is not None, "pool must be 1 to 128 characters of [A-Za-z0-9._/-]")
+    if _NAME.fullmatch(name) is None:
+        text = f"pool must be 1 to {limits.NAME_CHARACTERS_MAX} characters of [A-Za-z0-9._/-]"
+        raise Refusal("MALFORMED", f"{text}, not {len(name):,}: {name[:QUOTED_CHARACTERS]!r}", field="pool")
     return name
 
 
 def namespace(name: str) -> str:
     """Returns a namespace, or refuses it as MALFORMED."""
-    require(len(name.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
+    size = len(name.encode())
+    if size > NAMESPACE_BYTES_MAX:
+        text = f"namespace must be at most {NAMESPACE_BYTES_MAX} bytes of UTF-8, not {size:,}"
+        raise Refusal("MALFORMED", text, field="namespace")
     return name
 
 
 def request_id(text: str) -> str:
     """Returns a request id, or refuses it as MALFORMED."""
-    require(0 < len(text) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be 1 to 64 characters")
+    if not 0 < len(text) <= REQUEST_ID_CHARACTERS_MAX:
+        message = f"request_id must be 1 to {REQUEST_ID_CHARACTERS_MAX} characters, not {len(text):,}"
+        raise Refusal("MALFORMED", message, field="request_id")
     return text
 
 
 def digests(data: bytes) -> bytes:
     """Returns concatenated digests, or refuses them as MALFORMED."""
     if len(data) % DIGEST_BYTES:
-        raise Refusal("MALFORMED", f"digests must be a multiple of {DIGEST_BYTES} bytes")
+        raise Refusal("MALFORMED", f"digests must be a multiple of {DIGEST_BYTES} bytes, not {len(data):,}")
     return data
 
 
@@ -127,8 +156,9 @@ def cache_drop(drop: pb.CacheDrop) -> CacheDrop:
     """Returns the drop of a request, or refuses it as MALFORMED."""
     has_namespace = drop.HasField("namespace")
     kept = drop.kept_digest_count
-    require(has_namespace or not drop.digests, "drop: digests are of one namespace")
-    require(kept <= len(digests(drop.digests)) // DIGEST_BYTES, "drop: more digests are kept than there are")
+    require(has_namespace or not drop.digests, "drop: digests need the namespace that they are of")
+    count = len(digests(drop.digests)) // DIGEST_BYTES
+    require(kept <= count, lambda: f"drop: kept_digest_count is {kept:,}, and there are {count:,} digests")
     return CacheDrop(namespace(drop.namespace) if has_namespace else None, drop.digests, kept)
 
 
@@ -145,37 +175,29 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
             that it cannot manage.
     """
     asked = features(spec.features)
-    require(1 <= spec.block_count <= limits.BLOCKS_MAX, f"block_count must be 1 to {limits.BLOCKS_MAX}")
-    require(1 <= len(spec.groups) <= limits.GROUPS_MAX, f"a pool has 1 to {limits.GROUPS_MAX} groups")
-    require(len(spec.cache_layout.encode()) <= limits.LAYOUT_BYTES_MAX, "cache_layout is too long")
-    require(len(spec.model_fingerprint) <= limits.FINGERPRINT_BYTES_MAX, "model_fingerprint is too long")
-    require(spec.watermark_block_count <= spec.block_count, "watermark_block_count is above block_count")
-    require(
-        not spec.eviction_policy or spec.eviction_policy in POLICIES,
-        # The refused name is left out, since it may be of any length.
-        lambda: f"eviction_policy is none of {', '.join(sorted(POLICIES))}",
-    )
-    require(not spec.retention or spec.retention in RETENTIONS, f"retention is none of {', '.join(RETENTIONS)}")
-    require(
-        spec.chunk_token_count_max <= limits.CHUNK_TOKENS_MAX,
-        f"chunk_token_count_max must be at most {limits.CHUNK_TOKENS_MAX}",
-    )
+    _in_range("block_count", spec.block_count, 1, limits.BLOCKS_MAX)
+    _in_range("number of groups", len(spec.groups), 1, limits.GROUPS_MAX)
+    _in_range("bytes of cache_layout", len(spec.cache_layout.encode()), 0, limits.LAYOUT_BYTES_MAX)
+    _in_range("bytes of model_fingerprint", len(spec.model_fingerprint), 0, limits.FINGERPRINT_BYTES_MAX)
+    _in_range("watermark_block_count", spec.watermark_block_count, 0, spec.block_count)
+    _known("eviction_policy", spec.eviction_policy, sorted(POLICIES))
+    _known("retention", spec.retention, RETENTIONS)
+    _in_range("chunk_token_count_max", spec.chunk_token_count_max, 0, limits.CHUNK_TOKENS_MAX)
     require(
         spec.first_block_id == 0 or FIRST_BLOCK_ID in asked,
         f"first_block_id is {spec.first_block_id}: it needs the feature {FIRST_BLOCK_ID}",
         field="first_block_id",
     )
-    require(spec.first_block_id <= limits.FIRST_BLOCK_MAX, f"first_block_id must be at most {limits.FIRST_BLOCK_MAX}")
+    _in_range("first_block_id", spec.first_block_id, 0, limits.FIRST_BLOCK_MAX)
     groups = tuple(map(_group_spec, spec.groups))
     smallest = min(group.block_size for group in groups)
+    odd = [group.block_size for group in groups if group.block_size % smallest]
     require(
-        all(group.block_size % smallest == 0 for group in groups),
-        f"every block_size must be a multiple of the smallest, {smallest}",
-        "LAYOUT",
+        not odd, lambda: f"every block_size must be a multiple of the smallest, {smallest}; {odd[0]} is none", "LAYOUT"
     )
     require(
         APPEND_ONLY not in asked or all(group.kind is not GroupKind.STATE for group in groups),
-        "no group of an append-only pool keeps states",
+        f"with the feature {APPEND_ONLY} no group may be of kind STATE: a state is written again with each token",
         "LAYOUT",
     )
     return PoolSpec(
@@ -199,21 +221,23 @@ def _group_spec(group: pb.GroupSpec) -> GroupSpec:
     if kind is None:
         known = ", ".join(f"{number} ({each.name})" for number, each in KINDS.items())
         raise Refusal("MALFORMED", f"group kind {group.kind} is not known: it is one of {known}", field="kind")
-    require(1 <= group.block_size <= limits.BLOCK_SIZE_MAX, f"block_size must be 1 to {limits.BLOCK_SIZE_MAX}")
+    _in_range("block_size", group.block_size, 1, limits.BLOCK_SIZE_MAX)
     if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
-        require(
-            1 <= group.window <= limits.WINDOW_TOKENS_MAX,
-            f"window of a {kind.name} group must be 1 to {limits.WINDOW_TOKENS_MAX}",
-        )
+        _in_range("window", group.window, 1, limits.WINDOW_TOKENS_MAX, f" of a {kind.name} group")
     else:
-        require(group.window == 0, f"a {kind.name} group has no window")
+        require(
+            group.window == 0, f"a {kind.name} group has no window: leave it 0, not {group.window:,}", field="window"
+        )
     return GroupSpec(kind, group.block_size, group.window)
 
 
 def _quotas(quotas: Sequence[pb.Quota]) -> tuple[Quota, ...]:
-    require(len(quotas) <= limits.QUOTAS_MAX, f"a pool has at most {limits.QUOTAS_MAX} quotas")
+    _in_range("number of quotas", len(quotas), 0, limits.QUOTAS_MAX)
     names = [namespace(quota.namespace) for quota in quotas]
-    require(len(set(names)) == len(names), "two quotas name the same namespace")
+    seen = set[str]()
+    for name in names:
+        require(name not in seen, f"two quotas are of namespace {name!r}: give it one", field="quotas")
+        seen.add(name)
     return tuple(
         Quota(
             quota.namespace,

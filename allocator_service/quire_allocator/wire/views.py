@@ -50,7 +50,11 @@ def _name_in(page_token: str) -> str:
     try:
         return translate.pool_name(base64.b64decode(page_token, altchars=b"-_", validate=True).decode("ascii"))
     except (ValueError, Refusal):
-        raise Refusal("MALFORMED", "page_token is none that this allocator gave", field="page_token") from None
+        raise Refusal(
+            "MALFORMED",
+            "page_token is none that this allocator gave: leave it out to begin with the first page",
+            field="page_token",
+        ) from None
 
 
 def summary(owner: Ownership, now: float) -> pb.PoolSummary:

@@ -195,7 +195,7 @@ async def test_what_returns_in_a_step_is_counted_apart_from_what_is_new(allocato
     assert (pool.queried_token_count, pool.returned_token_count) == (5, 6)
     both = grows((3, 5, b""))
     both.returns = pack_uint32([2])
-    with refused(Reason.MALFORMED, "returns are 0 or 1"):
+    with refused(Reason.MALFORMED, "returns must be 0 or 1, not 2"):
         await owner.step(grows=both)
 
 

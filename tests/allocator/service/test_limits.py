@@ -194,6 +194,10 @@ async def test_every_limit_is_kept_to_the_number(edge: Edge, monkeypatch: pytest
         error = from_rpc_error(caught.value)
         assert error.reason == edge.reason, error
         assert edge.code in (None, error.code)
+        if error.reason == "MALFORMED":  # the reader gets what is allowed, and what was sent
+            said = error.message.replace(",", "")
+            assert f"{number}" in said, said
+            assert f"{number + 1}" in said, said
         if error.reason is not None:
             assert error.retry_after_s == retry_after_s_of(error.reason)
         assert not before or seen(allocator) == before[-1]

@@ -105,7 +105,7 @@ async def test_the_number_of_pools_is_limited() -> None:
     async with running_allocator(pools_max=2) as allocator:
         await UnaryOwner.open(allocator, "a")
         await UnaryOwner.open(allocator, "b")
-        with refused(Reason.LIMIT, "at most 2 pools of one caller"):
+        with refused(Reason.LIMIT, "one caller has at most 2 pools"):
             await UnaryOwner.open(allocator, "c")
         assert [owner.name for owner in allocator.service.directory.open_pools()] == ["a", "b"]
 
@@ -188,7 +188,7 @@ async def test_a_commit_that_goes_back_is_refused_with_both_numbers(allocator: R
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", sequence_id=1, token_count=8)
     await owner.call("Commit", sequence_id=1, token_count=6, digests=d("a"))
-    with refused(Reason.MALFORMED, "commit of sequence 1: 3 tokens after 6 were committed"):
+    with refused(Reason.MALFORMED, "commit of sequence 1: token_count 3 is below the 6 committed before"):
         await owner.call("Commit", sequence_id=1, token_count=3)
     with refused(Reason.MALFORMED, "commit of sequence 1: 0 digests for 1 full blocks"):
         await owner.call("Commit", sequence_id=1, token_count=8)

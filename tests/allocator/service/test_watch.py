@@ -279,7 +279,7 @@ async def test_the_number_of_watchers_is_limited(allocator: RunningAllocator) ->
     await filled(allocator)
     first = Watch(allocator)
     await first.until("snapshot_end")
-    with refused(Reason.LIMIT, "watchers"):
+    with refused(Reason.LIMIT, "watches"):
         await Watch(allocator).call.read()
     first.call.cancel()
 

@@ -64,5 +64,5 @@ def test_no_phase_is_longer_than_its_columns_say(phase: str) -> None:
 def test_drops_that_make_a_step_too_long_are_refused_by_its_length() -> None:
     digests = bytes(limits.STEP_BYTES_MAX // limits.DROPS_PER_STEP_MAX)
     step = pb.Step(drops=[pb.CacheDrop(digests=digests)] * limits.DROPS_PER_STEP_MAX)
-    with pytest.raises(Refusal, match=f"a step has at most {limits.STEP_BYTES_MAX} bytes"):
+    with pytest.raises(Refusal, match=f"a step has at most {limits.STEP_BYTES_MAX:,} bytes"):
         check_step(make_pool(), step)

@@ -110,10 +110,15 @@ class Directory:
             self._owners[name] = owner
             return owner, False, None
         if epoch <= owner.epoch:
-            raise Refusal("FENCED", f"pool {name}: epoch {epoch} is not above {owner.epoch}")
+            raise Refusal(
+                "FENCED", f"pool {name}: epoch {epoch} is not above {owner.epoch}, that of a newer stream of its owner"
+            )
         resumed = bool(owner.session_id) and resume_session == owner.session_id
         if resumed and spec != owner.spec:
-            raise Refusal("LAYOUT", f"pool {name}: resumed with another specification")
+            raise Refusal(
+                "LAYOUT",
+                f"pool {name}: a session is resumed with the specification that it began with; or begin a new one",
+            )
         older, owner.stream = owner.stream, stream
         owner.epoch, owner.window, owner.lease_end = epoch, window, now + self.lease_s
         if resumed:
@@ -162,7 +167,10 @@ class Directory:
         owner = self._owners.get(name)
         if owner is not None and owner.unary and owner.incarnation == request_id.encode():
             if owner.spec != spec:
-                raise Refusal("LAYOUT", f"pool {name}: request {request_id} was sent with another specification")
+                raise Refusal(
+                    "LAYOUT",
+                    f"pool {name}: request_id {request_id} was sent with another specification before; give a new one",
+                )
             self.renew(owner, now)
             return owner
         self._admit(name, spec, caller, now)
@@ -251,7 +259,7 @@ class Directory:
             raise Refusal("POOL_OWNED", message, max(OWNED_RETRY_S_MIN, min(wait_s, OWNED_RETRY_S_MAX)))
         own_count = sum(each.caller == caller for each in self._owners.values())
         if own_count + len(self._owners) >= 2 * self.pools_max:
-            text = f"at most {self.pools_max} pools of one caller are served, and fewer where others have many"
+            text = f"one caller has at most {self.pools_max} pools, fewer where others have many; it has {own_count}"
             raise Refusal("LIMIT", text)
         self.check_blocks(name, spec, caller)
 
@@ -266,8 +274,8 @@ class Directory:
         own = sum(owner.spec.block_count for owner in others if owner.caller == caller)
         left = max(0, (2 * self.blocks_max - taken - own) // 2)
         if spec.block_count > left:
-            text = f"all pools of one caller have at most {self.blocks_max} blocks together"
-            raise Refusal("LIMIT", f"{text}, and fewer where others have many; {left} are left")
+            text = f"{spec.block_count:,} blocks are too many: all pools of one caller have at most {self.blocks_max:,}"
+            raise Refusal("LIMIT", f"{text}, fewer where others have many; {left} are left")
 
     def check_invariants(self) -> None:
         """Names and sessions agree, and every pool is consistent.

@@ -32,7 +32,7 @@ class StepLog:
             raise Refusal("STEP_GAP", f"step {number} is neither the next ({self.next_step}) nor kept for replay")
         earlier, reply = self._kept[place]
         if earlier != step:
-            raise Refusal("STEP_MISMATCH", f"step {number} was applied with other content")
+            raise Refusal("STEP_MISMATCH", f"step {number} was applied with other content: a number is of one step")
         return reply
 
     def record(self, step: object, reply: object) -> None:
@@ -80,7 +80,10 @@ class AnswerLog:
             return None
         kept = self._kept[request_id]
         if kept.request_sha256 != request_sha256:
-            raise Refusal("STEP_MISMATCH", f"request id {request_id} was used with other content")
+            raise Refusal(
+                "STEP_MISMATCH",
+                f"request_id {request_id} was used with other content: give each call an id of its own",
+            )
         answer: object = kept.answer
         return answer
 

@@ -106,6 +106,48 @@ def test_an_adapter_that_changes_its_base_is_refused(files: Files, tmp_path: Pat
         Adapters(paged_model(files.base)).read("a", folder)
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"target_modules": ["q_proj"]},
+        {"exclude_modules": ["v_proj"]},
+        {"exclude_modules": ["model.layers.0.self_attn.v_proj"]},
+        {"layers_to_transform": 0},
+        {"layers_to_transform": [1]},
+        {"layers_to_transform": [0], "layers_pattern": "layers"},
+        {"layers_to_transform": [0], "layers_pattern": ["h", "layers"]},
+    ],
+    ids=str,
+)
+def test_tensors_that_peft_would_leave_out_are_refused(
+    files: Files, tmp_path: Path, entries: dict[str, object]
+) -> None:
+    folder = shutil.copytree(files.adapters["a"], tmp_path / "a")
+    change_config(folder, **entries)
+    with pytest.raises(AdapterError, match=f"which {next(iter(entries))} in {CONFIG} leaves out"):
+        Adapters(paged_model(files.base)).read("a", folder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers_to_transform": 1},
+        {"layers_to_transform": [0], "layers_pattern": "layers"},
+        {"exclude_modules": ["v_proj", "model.layers.0.mlp.up_proj"]},
+        {"targets": ["model.layers.0.self_attn.q_proj"], "layers_to_transform": [1]},
+        {"targets": r".*\.(q|v)_proj"},
+        {"targets": "all-linear"},
+    ],
+    ids=str,
+)
+def test_what_peft_has_saved_for_some_layers_alone_is_read(
+    files: Files, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    targets = options.pop("targets", ["q_proj", "v_proj", "up_proj"])
+    write_adapter(tmp_path / "a", files.base, seed=2, targets=targets, **options)
+    assert Adapters(paged_model(files.base)).read("a", tmp_path / "a").factors
+
+
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_what_is_no_file_is_refused(files: Files, tmp_path: Path, name: str) -> None:
     folder = shutil.copytree(files.adapters["a"], tmp_path / "a")

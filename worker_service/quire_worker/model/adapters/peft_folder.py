@@ -33,17 +33,23 @@ _HEADER_BYTES_MAX = 1 << 20  # of a file of weights, beside them
 _ALPHA_MAX = 1e30
 _NAME = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight$")
 _FLOATS = frozenset({"F32", "F16", "BF16"})
-# What says nothing of how a loaded adapter is computed: where it comes from, how it was begun and trained, and which
-# layers it was to have, which the tensors tell.
+# What says nothing of how a loaded adapter is computed, and where PEFT shows it (peft/ is left out below).
 _MEANINGLESS = frozenset(
     {
+        # Where it comes from: config.py, `PeftConfigMixin`. The shapes of its tensors are compared with the model.
         "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
-        "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-        "layers_to_transform", "layers_pattern", "exclude_modules", "megatron_core", "runtime_config",
-        "qalora_group_size", "ensure_weight_tying",
+        # Dropout is off in `eval` (tuners/lora/layer.py, `update_layer`).
+        "lora_dropout",
+        # Read only where `init_lora_weights` names the method; those that change the base are refused by that name.
+        "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+        # Read only with `megatron_config`, `use_qalora` or `modules_to_save`, which are refused.
+        "megatron_core", "qalora_group_size", "ensure_weight_tying",
+        # Where the initial factors are computed (tuners/lora/config.py, `LoraRuntimeConfig`).
+        "runtime_config",
     }
 )  # fmt: skip
-_KNOWN = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias", "init_lora_weights"})
+_TARGETS = frozenset({"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"})
+_KNOWN = _TARGETS | {"peft_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights"}
 # How an adapter may have been begun: with these its base stays as it is. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change
 # the base's weights, when an adapter is made and again when PEFT loads it (peft/tuners/lora/layer.py, `update_layer`).
 _BEGINNINGS = frozenset({"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"})
@@ -103,7 +109,7 @@ def read_adapter(
     config = _config_of(folder / _CONFIG, written)
     scale = _scale_of(config, limits)
     pairs = _pairs_of(entries, sites, int(config["r"]))
-    _check_targets(config["target_modules"], pairs)
+    _check_targets(config, pairs)
     byte_count = 4 * sum(math.prod(entry.shape) for entry in entries.values())
     if byte_count > limits.byte_count_max:
         raise AdapterError(
@@ -210,11 +216,50 @@ def _pairs_of(entries: Mapping[str, TensorEntry], sites: Mapping[str, Site], ran
     return {layer: (parts["A"], parts["B"]) for layer, parts in found.items()}
 
 
-def _check_targets(targets: str | list[object], pairs: Mapping[str, object]) -> None:
-    """Refuses targets that have no tensor: the model lacks them, or the file is incomplete."""
-    for target in [] if isinstance(targets, str) else targets:
-        if not any(layer == target or layer.endswith(f".{target}") for layer in pairs):
+def _check_targets(config: Mapping[str, Any], pairs: Mapping[str, object]) -> None:
+    """Refuses targets that have no tensor (the model lacks them, or the file is incomplete), and tensors of layers that
+    are no target: PEFT leaves these out.
+
+    Targets that are a regular expression are not looked at: one may take minutes to match.
+    """
+    targets = config["target_modules"]
+    if isinstance(targets, str):
+        return
+    excluded = config.get("exclude_modules") or []
+    for target in targets:
+        is_excluded = isinstance(excluded, list) and target in excluded
+        if not is_excluded and not any(_ends_with(layer, target) for layer in pairs):
             raise AdapterError(f"{_CONFIG} targets {target!r:.200}, of which {_WEIGHTS} has no layer")
+    for layer in pairs:
+        left_out_by = None
+        if not any(_ends_with(layer, target) for target in targets):
+            left_out_by = "target_modules"
+        elif isinstance(excluded, list) and any(_ends_with(layer, name) for name in excluded):
+            left_out_by = "exclude_modules"
+        elif layer not in targets and not _is_of_layers(layer, config):
+            left_out_by = "layers_to_transform"
+        if left_out_by is not None:
+            raise AdapterError(
+                f"{_WEIGHTS} changes {layer:.200}, which {left_out_by} in {_CONFIG} leaves out; save the adapter again"
+                " with PEFT, which keeps only what its configuration targets"
+            )
+
+
+def _ends_with(layer: str, name: object) -> bool:
+    """Tells whether PEFT takes a layer for one of this name."""
+    return layer == name or layer.endswith(f".{name}")
+
+
+def _is_of_layers(layer: str, config: Mapping[str, Any]) -> bool:
+    """Tells whether a layer has one of the numbers in `layers_to_transform`, if that says any. The number follows one
+    of the words in `layers_pattern`; without these it is the first one in the name."""
+    numbers, words = config.get("layers_to_transform"), config.get("layers_pattern") or []
+    if numbers is None or numbers == []:
+        return True
+    words = [words] if isinstance(words, str) else words
+    word = "|".join(re.escape(str(each)) for each in words) or r"[^.]*"
+    match = re.search(rf"(?:^|\.)(?:{word})\.(\d+)\.", layer)
+    return match is not None and int(match[1]) in (numbers if isinstance(numbers, list) else [numbers])
 
 
 def _digest(config: bytes, weights: bytes) -> bytes:

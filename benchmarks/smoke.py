@@ -46,7 +46,8 @@ SIZES: Final = {
     "vllm_engine": "--rounds 1 --prompts 2 --new-tokens 4 --chat-turns 2 --chat-blocks 60",
 }
 NEED_VLLM: Final = ("vllm_cache", "vllm_engine")
-ELSEWHERE: Final = ("figures", "instructions", "report", "smoke")  # `make instructions` runs the second
+# `make instructions` runs the third; the second needs valgrind, too.
+ELSEWHERE: Final = ("figures", "gateway_instructions", "instructions", "report", "smoke")
 
 
 def write_trace(file: Path) -> None:

@@ -23,6 +23,7 @@ from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, defect
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
+from quire_gateway.plain_route import PlainRoute
 from quire_gateway.reading import Reader
 from quire_gateway.responses.bodies import ResponseBody
 from quire_gateway.responses.endpoints import serve_responses
@@ -56,6 +57,7 @@ def make_app(
     """Returns the endpoints as an ASGI application."""
     # Its pages would load scripts from elsewhere; /openapi.json has the same for programs.
     app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.router.route_class = PlainRoute
     work = Work(fleet, telemetry, Reader(), request_timeout_s, keep_alive_s)
 
     async def answer(
@@ -109,8 +111,9 @@ def _got(app: FastAPI, path: str) -> Callable[[EndpointT], EndpointT]:
     """Returns a decorator that serves a path for GET and for HEAD. The description for programs has GET alone."""
 
     def add(endpoint: EndpointT) -> EndpointT:
+        app.get(path)(endpoint)  # first, because routes are tried in their order
         app.head(path, include_in_schema=False)(endpoint)
-        return app.get(path)(endpoint)
+        return endpoint
 
     return add
 
@@ -131,11 +134,11 @@ def _serve_probes(app: FastAPI, fleet: Fleet, is_draining: Callable[[], bool]) -
 
     @_got(app, "/healthz")
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)  # what probes of vLLM's server ask
-    async def healthz() -> Response:
+    async def healthz(_: Request) -> Response:
         return PlainTextResponse("")  # no text: so Prometheus, too, can ask it
 
     @_got(app, "/readyz")
-    async def readyz() -> Response:
+    async def readyz(_: Request) -> Response:
         if is_draining():
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
         fleet.check_ready()
@@ -146,11 +149,11 @@ def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry, registry:
     """Adds the endpoints that are of all callers together; the gate asks for the operator's token."""
 
     @_got(app, "/metrics")
-    async def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @_got(app, "/requests")
-    async def requests() -> Response:
+    async def requests(_: Request) -> Response:
         return _json(orjson.dumps(await listing.listed(fleet, tuple(telemetry.entries), time.monotonic())))
 
 
@@ -158,7 +161,7 @@ def _serve_models(app: FastAPI, fleet: Fleet) -> None:
     """Adds the lists of models."""
 
     @_got(app, "/v1/models")
-    async def models() -> Response:
+    async def models(_: Request) -> Response:
         return _json(replies.models(model[:5] for model in fleet.models()))
 
     @_got(app, "/v1/models/{name:path}")
@@ -184,13 +187,13 @@ def _serve_overview(app: FastAPI, version: str) -> None:
     """Adds what says what there is."""
 
     @_got(app, "/")
-    async def root() -> Response:
+    async def root(_: Request) -> Response:
         served = {route.path for route in app.routes if isinstance(route, APIRoute)}
         paths = sorted(served - {"/", *POOLING_PATHS})
         return _json(orjson.dumps({"name": "quire-gateway", "version": version, "paths": paths}))
 
     @_got(app, "/version")
-    async def version_of() -> Response:
+    async def version_of(_: Request) -> Response:
         return _json(orjson.dumps({"version": version}))
 
 

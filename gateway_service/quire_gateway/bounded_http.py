@@ -30,6 +30,8 @@ STALLED_S: Final = 60.0  # for which a caller may read nothing of its answer
 LEFT_S: Final = 1.0  # after which it is looked whether a caller that sends no more has left; HTTP/1.0 cannot be asked
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT: Final = b":\n\n"  # of a stream of events
+_COMMENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(_COMMENT), _COMMENT)
+_EVENTS: Final = b"text/event-stream"
 _UPGRADES: Final = frozenset({b"upgrade", b"http2-settings"})
 
 
@@ -207,10 +209,12 @@ class BoundedHttp(HttpToolsProtocol):
                 if version == "1.0" and all(name != b"content-length" for name, _ in message["headers"]):
                     is_ended_by_closing = True
                     cycle.chunked_encoding = False
-                is_events = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
-                chunk = _COMMENT if is_ended_by_closing else b"%x\r\n%b\r\n" % (len(_COMMENT), _COMMENT)
+                probe = b""
+                for name, value in message["headers"]:
+                    if name == b"content-type" and value.startswith(_EVENTS):
+                        probe = _COMMENT if is_ended_by_closing else _COMMENT_CHUNK
                 await cycle.send(message)  # type: ignore[arg-type]
-                self._probe = chunk if is_events else b""
+                self._probe = probe
                 return
             if is_ended_by_closing:
                 cycle.expected_content_length = len(message.get("body", b""))

@@ -183,7 +183,8 @@ class Gate:
         Raises:
             ApiError: its Host header names another server, or it has none or two of them.
         """
-        hosts.check_count([name for name, _ in scope["headers"]].count(b"host"), scope["http_version"])
+        if len(headers) != len(scope["headers"]) or b"host" not in headers:
+            hosts.check_count([name for name, _ in scope["headers"]].count(b"host"), scope["http_version"])
         if self._names is not None and scope["path"] not in OPEN_PATHS:
             self._names.check(headers.get(b"host", b""))
 

@@ -102,7 +102,7 @@ def test_a_stream_has_the_events_of_openai_and_the_same_response(ai: openai.Open
     told: list[Any] = found
     assert "".join(event.delta for event in told[4:-4]) == told[-4].text == whole.output_text
     assert told[-1].response == ai.responses.retrieve(told[0].response.id)
-    with ai.responses.stream(model="demo", input=QUESTION, text_format=State, max_output_tokens=400, temperature=0) as stream:
+    with ai.responses.stream(model="demo", input=QUESTION, text_format=State, max_output_tokens=400) as stream:
         assert isinstance(stream.get_final_response().output_parsed, State)
 
 

@@ -35,9 +35,7 @@ def test_options_win_over_params_and_no_seed_is_sent_unless_given(server: Script
     assert (sampling.max_tokens, sampling.top_k, sampling.HasField("seed")) == (3, 9, False)
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_tokens": 0}, {"n": 0}, {"top_p": 0.0}, {"max_tokens": -1}, {"seed": 1 << 64}]
-)
+@pytest.mark.parametrize("options", [{"max_tokens": -1}, {"seed": 1 << 64}])
 def test_numbers_that_the_wire_cannot_carry_are_refused_by_name(server: ScriptedServer, options: Any) -> None:
     with Client(server.address) as client, pytest.raises(InvalidArgumentError, match=next(iter(options))) as raised:
         client.generate("p", request_id="r", **options)

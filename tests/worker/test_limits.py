@@ -85,6 +85,18 @@ CASES: dict[str, Case] = {
         request(sampling={"max_tokens": INT32_MAX + 1}),
         Reason.BAD_PARAMETER,
     ),
+    "no tokens": (request(sampling={"max_tokens": 1}), request(sampling={"max_tokens": 0}), Reason.BAD_PARAMETER),
+    "no samples": (request(sampling={"n": 1}), request(sampling={"n": 0}), Reason.BAD_PARAMETER),
+    "no nucleus": (
+        request(sampling={"top_p": 1e-6, "temperature": 1.0}),
+        request(sampling={"top_p": 0.0, "temperature": 1.0}),
+        Reason.BAD_PARAMETER,
+    ),
+    "no penalty": (
+        request(sampling={"repetition_penalty": 1.0}),
+        request(sampling={"repetition_penalty": 0.0}),
+        Reason.BAD_PARAMETER,
+    ),
     "top_k": (
         request(sampling={"top_k": INT32_MAX, "temperature": 1.0}),
         request(sampling={"top_k": INT32_MAX + 1, "temperature": 1.0}),

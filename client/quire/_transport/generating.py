@@ -13,7 +13,6 @@ from quire._transport.prompts import warn_of_equal_samples
 from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
 from quire.v1 import worker_pb2 as worker_pb
 
-_ABOVE_ZERO = ("max_tokens", "n", "top_p", "repetition_penalty", "best_of", "num_beams")
 # Fields that are the same on both sides, None where a caller leaves one out.
 _NUMBERS = (
     *("max_tokens", "temperature", "top_k", "top_p", "seed", "n", "ignore_eos", "min_p", "repetition_penalty"),
@@ -64,10 +63,7 @@ def generate_request(
 
 
 def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
-    """Puts in what is not left at its default; 0 and nothing mean the same on the wire."""
-    for name in _ABOVE_ZERO:  # 0 means "unset" on the wire, so that it would not be refused there
-        if getattr(params, name) == 0:
-            raise InvalidArgumentError(f"{name} must be above 0", Reason.BAD_PARAMETER, request_id, field=name)
+    """Puts in what is not None, or not at its default."""
     numbers = {name: getattr(params, name) for name in _NUMBERS}
     if params.top_k == -1:  # vLLM's word for all
         numbers["top_k"] = 0

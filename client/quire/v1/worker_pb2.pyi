@@ -214,26 +214,26 @@ class SamplingParams(_message.Message):
     INCLUDE_STOP_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Tokens to generate at most, per sample; at least 1. 0 means 16."""
+    """Tokens to generate at most, per sample; at least 1. Absent: 16."""
     temperature: _builtins.float
     """Number that logits are divided by, 0.001 to 100; 0 is greedy."""
     top_k: _builtins.int
     """Likeliest tokens that one is chosen from; 0 means all."""
     top_p: _builtins.float
-    """Probability that the likeliest tokens, which one is chosen from, must reach together, in (0, 1]. 0 means 1."""
+    """Probability that the likeliest tokens, which one is chosen from, must reach together, in (0, 1]. Absent: 1."""
     seed: _builtins.int
     """Seed of the random choice; without one, each request differs. Each sample of a request draws random numbers of its
     own.
     """
     n: _builtins.int
-    """Samples of this prompt, 1 to 64. 0 means 1."""
+    """Samples of this prompt, 1 to 64. Absent: 1."""
     ignore_eos: _builtins.bool
     """True if a sample goes on after the model's end-of-text token."""
     min_p: _builtins.float
     """Share of the likeliest token's probability that a token must have, 0 to 1."""
     repetition_penalty: _builtins.float
     """Number that logits of tokens in the prompt or the text so far are divided by where they are above 0, and multiplied
-    with elsewhere, 0.01 to 100. 0 means 1.
+    with elsewhere, 0.01 to 100. Absent: 1.
     """
     presence_penalty: _builtins.float
     """Taken from the logits of tokens that were generated before; -2 to 2."""
@@ -249,7 +249,7 @@ class SamplingParams(_message.Message):
     """The same of the prompt's tokens. All of it is computed then, whatever is cached."""
     best_of: _builtins.int
     """Samples that are computed, of which the `n` likeliest per token are sent, the likeliest first, when all have ended.
-    `n` to 64; 0 means `n`.
+    `n` to 64. Absent: `n`.
     """
     echo: _builtins.bool
     """True if each sample's text begins with the prompt's."""
@@ -260,8 +260,8 @@ class SamplingParams(_message.Message):
     grammar: _builtins.str
     """What this grammar derives, in the Lark syntax of llguidance."""
     num_beams: _builtins.int
-    """Beams of a beam search, 2 to 64, of whose finished texts the `n` best are sent, the best first, when it is over; 0
-    and 1 mean none. Each beam is a sample; those that are not chosen are freed in the same turn.
+    """Beams of a beam search, 2 to 64, of whose finished texts the `n` best are sent, the best first, when it is over; 1
+    means none. Each beam is a sample; those that are not chosen are freed in the same turn. Absent: 1.
     """
     length_penalty: _builtins.float
     """Power of a text's length that the sum of its tokens' logprobs is divided by, -5 to 5; without one, 1."""
@@ -308,16 +308,16 @@ class SamplingParams(_message.Message):
     def __init__(
         self,
         *,
-        max_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int | None = ...,
         temperature: _builtins.float = ...,
         top_k: _builtins.int = ...,
-        top_p: _builtins.float = ...,
+        top_p: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
-        n: _builtins.int = ...,
+        n: _builtins.int | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         min_p: _builtins.float = ...,
-        repetition_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float | None = ...,
         presence_penalty: _builtins.float = ...,
         frequency_penalty: _builtins.float = ...,
         logit_bias_token_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -328,45 +328,69 @@ class SamplingParams(_message.Message):
         min_tokens: _builtins.int = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
-        best_of: _builtins.int = ...,
+        best_of: _builtins.int | None = ...,
         echo: _builtins.bool = ...,
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
         grammar: _builtins.str = ...,
         choice: Global___Choice | None = ...,
-        num_beams: _builtins.int = ...,
+        num_beams: _builtins.int | None = ...,
         length_penalty: _builtins.float | None = ...,
         early_stopping: Global___EarlyStopping.ValueType = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         include_stop_in_output: _builtins.bool = ...,
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "choice", b"choice", "grammar", b"grammar", "json_schema", b"json_schema", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "structure", b"structure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_num_beams", b"_num_beams", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_top_p", b"_top_p", "best_of", b"best_of", "choice", b"choice", "grammar", b"grammar", "json_schema", b"json_schema", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "num_beams", b"num_beams", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "structure", b"structure", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "banned_token_ids", b"banned_token_ids", "best_of", b"best_of", "choice", b"choice", "early_stopping", b"early_stopping", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_in_output", b"include_stop_in_output", "json_schema", b"json_schema", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logit_bias_token_ids", b"logit_bias_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "num_beams", b"num_beams", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_num_beams", b"_num_beams", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "banned_token_ids", b"banned_token_ids", "best_of", b"best_of", "choice", b"choice", "early_stopping", b"early_stopping", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_in_output", b"include_stop_in_output", "json_schema", b"json_schema", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logit_bias_token_ids", b"logit_bias_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "num_beams", b"num_beams", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__best_of: _TypeAlias = _typing.Literal["best_of"]  # noqa: Y015
+    _WhichOneofArgType__best_of: _TypeAlias = _typing.Literal["_best_of", b"_best_of"]  # noqa: Y015
     _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
     _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
+    _WhichOneofReturnType__num_beams: _TypeAlias = _typing.Literal["num_beams"]  # noqa: Y015
+    _WhichOneofArgType__num_beams: _TypeAlias = _typing.Literal["_num_beams", b"_num_beams"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     _WhichOneofReturnType_structure: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "choice"]  # noqa: Y015
     _WhichOneofArgType_structure: _TypeAlias = _typing.Literal["structure", b"structure"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_beams) -> _WhichOneofReturnType__num_beams | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_structure) -> _WhichOneofReturnType_structure | None: ...
 
@@ -489,7 +513,7 @@ class PrefillRequest(_message.Message):
     namespace: _builtins.str
     """As in GenerateRequest; of all forks, too."""
     ttl_ms: _builtins.int
-    """Milliseconds that it is held after a call that names it, 100 to 3,600,000; 0 means 60,000. Of all forks, too."""
+    """Milliseconds that it is held after a call that names it, 100 to 3,600,000. Absent: 60,000. Of all forks, too."""
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
         """Tokens."""
@@ -501,14 +525,19 @@ class PrefillRequest(_message.Message):
         text: _builtins.str = ...,
         tokens: Global___TokenIds | None = ...,
         namespace: _builtins.str = ...,
-        ttl_ms: _builtins.int = ...,
+        ttl_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttl_ms", b"_ttl_ms", "prompt", b"prompt", "text", b"text", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttl_ms", b"_ttl_ms", "namespace", b"namespace", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ttl_ms: _TypeAlias = _typing.Literal["ttl_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttl_ms: _TypeAlias = _typing.Literal["_ttl_ms", b"_ttl_ms"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_ms) -> _WhichOneofReturnType__ttl_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015

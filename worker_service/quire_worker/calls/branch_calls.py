@@ -38,7 +38,7 @@ class BranchCalls:
         """Computes a prompt and holds it."""
         request_id = self._checks.begin(message.request_id)
         check_namespace(message.namespace, permissions)
-        ttl_ms = message.ttl_ms or TTL_MS_DEFAULT
+        ttl_ms = message.ttl_ms if message.HasField("ttl_ms") else TTL_MS_DEFAULT
         if not TTL_MS_MIN <= ttl_ms <= TTL_MS_MAX:
             raise QuireError.of(
                 Reason.BAD_PARAMETER, f"ttl_ms must be from {TTL_MS_MIN} to {TTL_MS_MAX}, not {ttl_ms}", field="ttl_ms"
@@ -122,7 +122,7 @@ class BranchCalls:
         require(not message.namespace, "namespace is the branch's own: leave it out")
         require(not message.adapter, "a branch is of the model as it is: leave adapter out")
         for name in ("n", "best_of", "num_beams"):
-            if getattr(sampling, name) > 1:
+            if (getattr(sampling, name) or 1) > 1:
                 raise QuireError.of(Reason.BAD_PARAMETER, f"{name} must be 1 on a branch: fork it", field=name)
         for name in ("echo", "prompt_logprobs"):
             if getattr(sampling, name) is not getattr(_DEFAULTS, name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from quire.errors import QuireError, Reason
 from quire.v1 import worker_pb2 as pb
@@ -86,16 +87,16 @@ def _unchecked(message: pb.SamplingParams) -> SamplingParams:
     if len(tokens) != len(biases) or len(set(tokens)) != len(tokens):
         raise ParameterError("logit_bias", "must have one value for each of its tokens, and no token twice")
     return SamplingParams(
-        max_tokens=message.max_tokens or MAX_TOKENS_DEFAULT,
+        max_tokens=_given(message, "max_tokens", MAX_TOKENS_DEFAULT),
         temperature=message.temperature,
         top_k=message.top_k,
-        top_p=message.top_p or 1.0,
-        seed=message.seed if message.HasField("seed") else None,
-        n=message.n or 1,
+        top_p=_given(message, "top_p", 1.0),
+        seed=_given(message, "seed", None),
+        n=_given(message, "n", 1),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty or 1.0,
+        repetition_penalty=_given(message, "repetition_penalty", 1.0),
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         logit_bias=dict(zip(tokens, biases, strict=True)),
@@ -103,18 +104,23 @@ def _unchecked(message: pb.SamplingParams) -> SamplingParams:
         banned_token_ids=_packed(message.banned_token_ids),
         stop=tuple(message.stop),
         min_tokens=message.min_tokens,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        best_of=message.best_of,
+        logprobs=_given(message, "logprobs", None),
+        prompt_logprobs=_given(message, "prompt_logprobs", None),
+        best_of=_given(message, "best_of", None),
         echo=message.echo,
         structure=_structure_of(message),
-        num_beams=message.num_beams or 1,
-        length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
+        num_beams=_given(message, "num_beams", 1),
+        length_penalty=_given(message, "length_penalty", 1.0),
         early_stopping=_early_stopping_of(message),
         include_stop_in_output=message.include_stop_in_output,
         bad_words=tuple(message.bad_words),
-        skip_special_tokens=not message.HasField("skip_special_tokens") or message.skip_special_tokens,
+        skip_special_tokens=_given(message, "skip_special_tokens", True),
     )
+
+
+def _given(message: pb.SamplingParams, name: Any, default: Any) -> Any:
+    """Returns an optional field's value; 0 is a value like others, and out of range where it makes no sense."""
+    return getattr(message, name) if message.HasField(name) else default
 
 
 def _packed(tokens: Sequence[int]) -> Sequence[int]:

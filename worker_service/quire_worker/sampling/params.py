@@ -94,7 +94,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None  # likeliest tokens whose logprobs are told beside the chosen one's; None: not even that
     prompt_logprobs: int | None = None
-    best_of: int = 0  # samples to choose the n likeliest of; 0 is n
+    best_of: int | None = None  # samples to choose the n likeliest of; None is n
     echo: bool = False
     structure: Structure | None = None
     num_beams: int = 1  # of a beam search; 1: none
@@ -123,7 +123,7 @@ class SamplingParams:
     @property
     def is_best_of(self) -> bool:
         """Tells whether more samples are computed than answered."""
-        return self.best_of > self.n
+        return self.best_of is not None and self.best_of > self.n
 
     @property
     def has_penalties(self) -> bool:
@@ -139,7 +139,7 @@ class SamplingParams:
         _check_integer("max_tokens", self.max_tokens, 1, INT32_MAX)
         _check_integer("top_k", self.top_k, 0, INT32_MAX)
         _check_integer("n", self.n, 1, SAMPLE_COUNT_MAX)
-        if self.best_of:
+        if self.best_of is not None:
             _check_integer("best_of", self.best_of, self.n, SAMPLE_COUNT_MAX)
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, UINT64_MAX)

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
+from pydantic import BaseModel
 from quire_gateway.bodies import ChatBody, CompletionBody
 from quire_gateway.responses.bodies import ResponseBody
 
@@ -71,7 +72,11 @@ OPENAI: Final[Mapping[str, frozenset[str]]] = {
     "completions": frozenset({*completion_create_params.CompletionCreateParamsBase.__annotations__, "stream"}),
     "responses": frozenset({*response_create_params.ResponseCreateParamsBase.__annotations__, "stream"}),
 }
-OURS: Final = {"chats": ChatBody, "completions": CompletionBody, "responses": ResponseBody}
+OURS: Final[Mapping[str, type[BaseModel]]] = {
+    "chats": ChatBody,
+    "completions": CompletionBody,
+    "responses": ResponseBody,
+}
 KNOWN: Final = frozenset().union(*OPENAI.values(), *VLLM.values(), *(body.model_fields for body in OURS.values()))
 
 

@@ -121,7 +121,7 @@ def done_with(answer: Callable[..., Any], endpoint: str, name: str) -> str:
     if endpoint != "completions":
         first = answer("chats", return_token_ids=True)["choices"][0]
     text = first["text"] if endpoint == "completions" else first["message"]["content"]
-    given = tried(first["token_ids"], text)[name]._asdict() | OTHER.get((endpoint, name), {})
+    given = tried(first["token_ids"], text)[name]._asdict() | dict(OTHER.get((endpoint, name), {}))
     value = TOOLS.get(endpoint, []) if given["value"] is TOOLS else given["value"]
     without = as_known(given["beside"], endpoint)
     found = answer(endpoint, **{**without, name: value})

@@ -53,7 +53,7 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "functions": (),
     "function_call": ("none", "auto"),
     "web_search_options": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "store": (False,),
     "moderation": (),
     "logprob_token_ids": ([],),
@@ -216,7 +216,7 @@ def _ask(
     beam_count = body.num_beams or (body.n or 1 if body.use_beam_search else 1)
     beams_name = "use_beam_search" if body.use_beam_search and body.num_beams is None else "num_beams"
     _put(options, beams_name, "num_beams", beam_count, (1,))
-    if beam_count > 1 and body.temperature is None:
+    if (beam_count > 1 or body.use_beam_search) and body.temperature is None:
         options["temperature"] = 0.0  # beams are not drawn
     _put(options, "include_stop_str_in_output", "include_stop_in_output", body.include_stop_str_in_output, (False,))
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())

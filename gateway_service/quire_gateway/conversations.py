@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from quire_gateway.bodies import ChatBody, Message
 from quire_gateway.failures import invalid, missing, unsupported
+
+# Of messages as OpenAI has them: no template looks at these, and without them a message says something else.
+_REFUSED: Final = ("function_call", "audio", "refusal")
 
 
 class Chat(NamedTuple):
@@ -49,10 +52,15 @@ def _message(number: int, message: Message) -> dict[str, Any]:
     """Returns a message as templates take it: its content as one text, arguments of calls as objects.
 
     Raises:
-        ApiError: a part of it is no text, or what it calls is no function.
+        ApiError: a part of it is no text, what it calls is no function, or it has what no template writes down.
     """
     where = f"messages[{number}]"
     values = message.model_dump(exclude_unset=True)
+    for name in _REFUSED:
+        if values.get(name):
+            raise unsupported(
+                f"{where}.{name}", "is nothing that a chat template writes down: give content or tool_calls"
+            )
     values["content"] = _text(message.content, where)
     if "tool_calls" in values and not values["tool_calls"]:
         del values["tool_calls"]  # else templates would write down that there were some

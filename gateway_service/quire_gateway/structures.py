@@ -121,6 +121,8 @@ def _schema_of(format_: Mapping[str, Any]) -> Any:
     if not isinstance(given, dict):
         raise missing(name) if given is None else invalid(name, f"{name} must be an object")
     _check_keys(given, _SCHEMA_KEYS, name)
+    if given.get("strict") not in (None, True, False):
+        raise invalid(f"{name}.strict", f"{name}.strict must be true or false")
     schema = given.get("schema")
     if schema is None:
         raise missing(f"{name}.schema")

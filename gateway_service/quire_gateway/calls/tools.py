@@ -15,6 +15,9 @@ from quire_gateway.failures import invalid, missing, unsupported
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TOOL_KEYS: Final = frozenset({"type", "function"})
 _FUNCTION_KEYS: Final = frozenset({"name", "description", "parameters", "strict"})
+_CHOICE_KEYS: Final = frozenset({"type", "function"})
+_ALLOWED_KEYS: Final = frozenset({"mode", "tools"})
+_NAME_KEYS: Final = frozenset({"name"})
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -66,7 +69,9 @@ def tools_of(body: ChatBody) -> Tools | None:
         return _allowed(choice, functions, is_parallel=is_parallel)
     if choice.get("type", "function") != "function":
         raise unsupported("tool_choice.type", f"is {choice['type']!r}: this server calls functions alone")
+    _check_keys(choice, _CHOICE_KEYS, "tool_choice")
     function = _named(choice.get("function"), functions, "tool_choice.function")
+    _check_keys(choice["function"], _NAME_KEYS, "tool_choice.function")
     return Tools((function,), Choice.NAMED, False)
 
 
@@ -77,11 +82,18 @@ def _allowed(choice: Mapping[str, Any], functions: Mapping[str, Function], *, is
         ApiError: it is malformed, or names a function that is not among the tools.
     """
     place = "tool_choice.allowed_tools"
+    _check_keys(choice, frozenset({"type", "allowed_tools"}), "tool_choice")
     allowed = choice.get("allowed_tools")
     if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list) or not allowed["tools"]:
         raise invalid(place, f"{place} must have mode and tools")
+    _check_keys(allowed, _ALLOWED_KEYS, place)
     if allowed.get("mode") not in ("auto", "required"):
         raise invalid(f"{place}.mode", f"{place}.mode must be 'auto' or 'required'")
+    for number, tool in enumerate(allowed["tools"]):
+        if isinstance(tool, dict) and tool.get("type", "function") != "function":
+            raise unsupported(
+                f"{place}.tools[{number}].type", f"is {tool['type']!r}: this server calls functions alone"
+            )
     found = [
         _named(tool.get("function") if isinstance(tool, dict) else None, functions, f"{place}.tools[{number}].function")
         for number, tool in enumerate(allowed["tools"])

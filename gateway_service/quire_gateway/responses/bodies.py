@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire_gateway.bodies import MESSAGES_MAX, TOOLS_MAX, Body, Count, Flag, Logprobs, Texts
+from quire_gateway.bodies import CHOICE_TEXTS_MAX, MESSAGES_MAX, TOOLS_MAX, Body, Count, Flag, Logprobs
 
 ID_CHARACTERS_MAX = 128  # of a response
+LOGPROBS = "message.output_text.logprobs"
+# Parts of an answer that are told only if they are asked for. All but `LOGPROBS` are of tools and reasoning that this
+# server does not have, so that there is nothing to leave out.
+Includable: TypeAlias = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class Reasoning(BaseModel):
@@ -46,9 +59,10 @@ class ResponseBody(Body):
     reasoning: Reasoning | None = None
     include_reasoning: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    include: Texts | None = None
+    include: Annotated[list[Includable], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)] | None = None
     max_tool_calls: Count | None = None  # taken and not used: it is of OpenAI's own tools
     prompt_cache_key: str | None = None  # likewise: every prefix is found by what it is
+    prompt_cache_options: dict[str, Any] | None = None  # likewise
     prompt_cache_retention: str | None = None  # likewise
     safety_identifier: str | None = None  # likewise: a key says who calls
     top_logprobs: Logprobs | None = None
@@ -56,3 +70,4 @@ class ResponseBody(Body):
     conversation: str | dict[str, Any] | None = None
     context_management: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
     prompt: dict[str, Any] | None = None
+    enable_response_messages: Flag | None = None  # vLLM's; only false is accepted

@@ -10,6 +10,13 @@ from quire_gateway.failures import invalid, missing, unsupported
 
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+# Keys of each type of item. Others say what no template is told, as `phase` and `namespace`.
+_KEYS: Final[Mapping[str, frozenset[str]]] = {
+    "message": frozenset({"role", "content"}),
+    "function_call": frozenset({"call_id", "name", "arguments"}),
+    "function_call_output": frozenset({"call_id", "output"}),
+    "reasoning": frozenset({"summary", "content", "encrypted_content"}),
+}
 _PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 ID_CHARACTERS_MAX: Final = 128
 
@@ -49,8 +56,10 @@ def _item(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             head = _head(given, "function_call_output", where)
             return {**head, "status": "completed", "call_id": _text_at(given, "call_id", where), "output": output}
         case "reasoning":
-            # Its text is all that a template has use for; an encrypted one was made elsewhere.
             content = given.get("content") or given.get("summary") or []
+            if given.get("encrypted_content") and not content:
+                what = "was written by another server: give content or summary, or leave the item out"
+                raise unsupported(f"{where}.encrypted_content", what)
             text = _joined(content, f"{where}.content", {"reasoning_text": "text", "summary_text": "text"})
             told = [{"type": "reasoning_text", "text": text}]
             return {**_head(given, "reasoning", where), "status": "completed", "summary": [], "content": told}
@@ -72,7 +81,15 @@ def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _head(given: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Returns id and type of an item. Ids are the caller's if there are any; nothing is found by them."""
+    """Returns id and type of an item. Ids are the caller's if there are any; nothing is found by them.
+
+    Raises:
+        ApiError: the id is no text, or the item has a key that is unknown.
+    """
+    known = _KEYS[kind] | {"type", "id", "status"}
+    unknown = next((name for name, value in given.items() if value is not None and name not in known), None)
+    if unknown is not None:
+        raise unsupported(f"{where}.{unknown}"[:128], f"is none of {', '.join(sorted(known))}")
     identity = given.get("id")
     if identity is not None and (not isinstance(identity, str) or not 0 < len(identity) <= ID_CHARACTERS_MAX):
         raise invalid(f"{where}.id", f"{where}.id must be a text of 1 to {ID_CHARACTERS_MAX} characters")

@@ -13,7 +13,7 @@ from quire_gateway.asks import Ask, of_chat
 from quire_gateway.bodies import Body, ChatBody
 from quire_gateway.failures import ApiError, invalid, unsupported
 from quire_gateway.reading import of_validation
-from quire_gateway.responses.bodies import ResponseBody
+from quire_gateway.responses.bodies import LOGPROBS, ResponseBody
 from quire_gateway.responses.items import items_of, messages_of
 
 # What no part of a response is, and values of it that change nothing.
@@ -27,8 +27,9 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "conversation": (),
     "context_management": ([],),
     "prompt": (),
+    "enable_response_messages": (False,),
+    "use_beam_search": (False,),  # as many as choices, of which a response has one
 }
-_LOGPROBS: Final = "message.output_text.logprobs"
 _SAME_NAME: Final = ("parallel_tool_calls", "include_reasoning", "chat_template_kwargs", "service_tier")
 # Names of a chat's parameters, by which its reader refuses them, and what they are called here.
 _NAMES: Final = (
@@ -103,8 +104,10 @@ def _check(body: ResponseBody) -> None:
         if value is not None and value not in neutral:
             other = "is called text.format here" if name == "response_format" else "is not supported by this server"
             raise unsupported(name, other)
-    if body.include and _LOGPROBS in body.include:
-        raise unsupported("include", f"cannot have {_LOGPROBS!r}: this server tells them of chats and completions")
+    if body.include and LOGPROBS in body.include:
+        raise unsupported("include", f"cannot have {LOGPROBS!r}: this server tells them of chats and completions")
+    if not body.tools and body.tool_choice not in (None, "none", "auto"):
+        raise invalid("tool_choice", "tool_choice is for tools, and there are none")
     if body.stream_options is not None and (
         body.stream_options.include_usage or body.stream_options.continuous_usage_stats
     ):
@@ -131,6 +134,10 @@ def _tool(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _choice(given: str | dict[str, Any] | None) -> Any:
     if not isinstance(given, dict):
         return given
+    known = {"allowed_tools": {"type", "mode", "tools"}, "function": {"type", "name"}}.get(str(given.get("type")))
+    unknown = next((name for name, value in given.items() if known and value is not None and name not in known), None)
+    if unknown is not None:
+        raise unsupported(f"tool_choice.{unknown}"[:128], f"is none of {', '.join(sorted(known or ()))}")
     if given.get("type") == "allowed_tools":
         tools = given.get("tools")
         named = [{"type": "function", "function": tool} for tool in tools] if isinstance(tools, list) else tools

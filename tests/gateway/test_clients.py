@@ -1,108 +1,92 @@
-"""Packages that people write agents with, as they call tools by themselves; each is skipped where it is not installed.
+"""Packages that people write agents with, in their own words: each cell of the table in docs/gateway.md is a test.
 
-The demo model answers. It calls what it has to, and never calls anything by itself.
+The packages are in an environment of their own, which `make test-packages` makes; openai is here, too. A package's
+features are the functions of `packages/with_PACKAGE.py`, which one process runs in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
 
-import openai
-import pydantic
 import pytest
-from quire.local import LocalStack, ServerProcess
+from quire.local import LocalStack
 
-from tests.gateway.scene import DEMO, client, gateway
+from tests.gateway.families import FAMILIES, write_family
+from tests.gateway.scene import DEMO, gateway
+from tests.gateway.scripted_model import scripted_model
 
-QUESTION = "The for statement"
-LIMIT = 200
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = Path(__file__).resolve().parent / "packages"
+INSTALLED = ROOT / "build" / "peers" / "packages" / "bin" / "python"
+LATEST = "openai, as in the development environment"
+PACKAGES = ("openai", "openai-agents", "pydantic-ai", "langchain-openai", "instructor", "litellm")
+# litellm asks the internet for prices unless it is told not to.
+ENVIRONMENT = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONDONTWRITEBYTECODE": "1"}
+RUN_S = 150
 
 
-class State(pydantic.BaseModel):
-    """The answer that is expected."""
+def program_of(package: str) -> str:
+    return f"with_{package.partition(',')[0].replace('-', '_')}"
 
-    kind: Literal["compound", "simple"]
-    is_loop: bool
+
+def features_of(package: str) -> list[str]:
+    tree = ast.parse((PROGRAMS / f"{program_of(package)}.py").read_text(encoding="utf-8"))
+    return [each.name for each in tree.body if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]
+
+
+Outcomes = dict[str, str | None]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder: Path = tmp_path_factory.mktemp("gateway")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Outcomes]]:
+    """Tells how each feature of a package failed, or None: the demo model answers, and one that is told what to say."""
+    folder = tmp_path_factory.mktemp("clients")
+    family = write_family(folder / "demo", FAMILIES["qwen3"])
     with (
-        LocalStack(DEMO, worker_arguments=["--blocks", "512"]) as stack,
-        gateway(folder, "--worker", stack.worker_address, "--tool-call-format", "hermes") as running,
+        LocalStack(DEMO, worker_arguments=["--blocks", "512"], gateway_listen="127.0.0.1:0") as held,
+        LocalStack(family, worker_arguments=["--blocks", "64"]) as behind,
+        scripted_model(behind.worker_address) as worker,
+        gateway(folder / "gateway", "--worker", worker.address) as scripted,
     ):
-        yield running
+
+        @cache
+        def run(package: str) -> Outcomes:
+            python = sys.executable if package == LATEST else str(INSTALLED)
+            command = [python, "run.py", program_of(package), held.gateway_address, scripted.address]
+            done = subprocess.run(
+                command, cwd=PROGRAMS, env=ENVIRONMENT, capture_output=True, text=True, timeout=RUN_S, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+        yield run
 
 
-def test_openais_helpers_parse_tools_of_pydantic(served: ServerProcess) -> None:
-    tool: Any = openai.pydantic_function_tool(State)
-    answer = client(served).chat.completions.parse(
-        model="demo",
-        messages=[{"role": "user", "content": QUESTION}],
-        tools=[tool],
-        tool_choice="required",
-        max_tokens=LIMIT,
-    )
-    calls = answer.choices[0].message.tool_calls or []
-    assert calls
-    assert all(isinstance(call.function.parsed_arguments, State) for call in calls)
+@pytest.mark.timeout(RUN_S + 90)
+@pytest.mark.parametrize(
+    ("package", "feature"), [(package, name) for package in (LATEST, *PACKAGES) for name in features_of(package)]
+)
+def test_a_package_works_in_its_own_way(package: str, feature: str, outcomes: Callable[[str], Outcomes]) -> None:
+    if package != LATEST and not INSTALLED.exists():
+        pytest.skip(f"{package} is not in build/peers/packages; make test-packages makes it")
+    failure = outcomes(package)[feature]
+    assert failure is None, failure
 
 
-def test_instructor_in_its_default_mode(served: ServerProcess) -> None:
-    instructor = pytest.importorskip("instructor")
-    made = instructor.from_openai(client(served))
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": LIMIT}
-    assert isinstance(made.chat.completions.create(model="demo", response_model=State, **asked), State)
-
-
-def test_pydantic_ai_with_an_output_type(served: ServerProcess) -> None:
-    ai = pytest.importorskip("pydantic_ai")
-    models = pytest.importorskip("pydantic_ai.models.openai")
-    providers = pytest.importorskip("pydantic_ai.providers.openai")
-    provider = providers.OpenAIProvider(base_url=f"http://{served.address}/v1", api_key="none")
-    settings = {"max_tokens": LIMIT}
-    agent = ai.Agent(models.OpenAIChatModel("demo", provider=provider), output_type=State, model_settings=settings)
-    assert isinstance(agent.run_sync(QUESTION).output, State)
-
-
-def test_openai_agents_call_a_function_and_answer(served: ServerProcess) -> None:
-    agents = pytest.importorskip("agents")
-    called: list[str] = []
-
-    def look_up(kind: Literal["for", "while"]) -> str:
-        """Looks up a statement."""
-        called.append(kind)
-        return "It repeats."
-
-    agents.set_tracing_disabled(True)
-    ai = openai.AsyncOpenAI(base_url=f"http://{served.address}/v1", api_key="none", max_retries=0)
-    agent = agents.Agent(
-        name="demo",
-        instructions="Look it up.",
-        model=agents.OpenAIChatCompletionsModel(model="demo", openai_client=ai),
-        tools=[agents.function_tool(look_up)],
-        model_settings=agents.ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=40),
-    )
-    result = agents.Runner.run_sync(agent, QUESTION)
-    assert called
-    assert set(called) <= {"for", "while"}
-    assert result.final_output
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_langchain_binds_tools(served: ServerProcess, *, is_streamed: bool) -> None:
-    langchain = pytest.importorskip("langchain_openai")
-    chat = langchain.ChatOpenAI(
-        model="demo", base_url=f"http://{served.address}/v1", api_key="none", max_tokens=LIMIT, max_retries=0
-    )
-    bound = chat.bind_tools([State], tool_choice="any", parallel_tool_calls=False)
-    message: Any = None
-    for piece in bound.stream(QUESTION) if is_streamed else [bound.invoke(QUESTION)]:
-        message = piece if message is None else message + piece
-    (call,) = message.tool_calls
-    assert isinstance(State(**call["args"]), State)
-    made = chat.with_structured_output(State, method="function_calling").invoke(QUESTION)
-    assert isinstance(made, State)
+def test_the_documents_table_has_a_cell_for_each_of_these_tests() -> None:
+    text = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
+    told = {}
+    for line in text.partition("\n## Packages\n")[2].partition("\n## ")[0].splitlines():
+        named = re.match(r"\| .*\(`(\w+)`\) \|", line)
+        if named:
+            told[named[1]] = [cell.strip() for cell in line.strip("|").split("|")[1:]]
+    features = {name for package in PACKAGES for name in features_of(package)}
+    assert told == {name: ["yes" if name in features_of(package) else "-" for package in PACKAGES] for name in features}

@@ -1,0 +1,14 @@
+#!/bin/sh
+# Makes build/peers/packages, an environment with the packages that people write agents with, which
+# tests/gateway/test_clients.py runs against the gateway. It is one of its own, because they pin releases of openai and
+# pydantic. uv installs them; pip's resolver takes minutes. To take newer ones:
+# uv pip compile --no-annotate --no-header -o tests/gateway/packages/requirements.txt tests/gateway/packages/requirements.in
+set -eu
+
+PYTHON=${PYTHON:-.venv/bin/python}
+FOLDER=${FOLDER:-build/peers/packages}
+
+trap '[ $? -eq 0 ] || rm -rf "$FOLDER"' EXIT  # half an environment would be taken for one
+"$PYTHON" -m venv --clear "$FOLDER"
+"$FOLDER/bin/pip" install --quiet --disable-pip-version-check "$(grep '^uv==' constraints.txt)"
+"$FOLDER/bin/uv" pip install --quiet --python "$FOLDER/bin/python" -r tests/gateway/packages/requirements.txt

@@ -22,7 +22,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from quire import Allocator
-from quire._transport.address import is_local, split
+from quire._transport.address import canonical, is_local, split
 from quire.errors import Reason, UsageError, from_rpc_error
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -234,8 +234,7 @@ def test_a_server_listens_at_every_way_to_write_loopback(host: str, tmp_path: Pa
     with started(tmp_path, "--listen", f"{host}:0", "--metrics", f"{host}:0", "--log-format", "json") as running:
         with Allocator(f"{host}:{split(running.address)[1]}") as allocator:
             assert allocator.list_pools() == ()
-        host, port = split(running.metrics_address)
-        assert scrape(f"{host}:{port}", path="/readyz")[0] == 200
+        assert scrape(canonical(running.metrics_address), path="/readyz")[0] == 200
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from quire.v1 import worker_pb2 as worker_pb
 from tests.client.servers import ScriptedServer, scripted_server, two_samples
 
 LONG = [1e8, 1e10, 1e300, math.inf, 10**12]
-WRONG = [math.nan, -1.0, -math.inf]
+WRONG: list[Any] = [math.nan, -1.0, -math.inf, True, "5"]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_very_long_time_is_no_short_one(
 def test_what_is_no_time_is_refused_with_its_value(
     call: Callable[[str, Any], Any], timeout_s: float, server: ScriptedServer
 ) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"timeout_s .* not {timeout_s}") as raised:
+    with pytest.raises(InvalidArgumentError, match=f"timeout_s .* not {timeout_s!r}") as raised:
         call(server.address, timeout_s)
     assert raised.value.reason is Reason.BAD_PARAMETER
 

@@ -57,6 +57,33 @@ def test_a_machine_without_control_groups_has_no_such_limits(tmp_path: Path) -> 
     assert host_memory.control_groups(tmp_path) == []
 
 
+def test_in_version_1_a_limit_above_what_is_mounted_counts(tmp_path: Path) -> None:
+    mounts = V1.format(root="/docker/abc", top="{top}")
+    found = scene(tmp_path, "4:memory:/docker/abc\n", mounts, memoryDOTlimit_in_bytes="9",
+                  memoryDOTstat="cache 1\nhierarchical_memory_limit 5\nhierarchical_memsw_limit 3")  # fmt: skip
+    assert min(found) == 5
+
+
+def test_in_version_1_files_of_groups_below_can_be_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene(tmp_path, "4:memory:/\n", V1.format(root="/", top="{top}"), memoryDOTlimit_in_bytes=str(1 << 20),
+          memoryDOTusage_in_bytes=str(1 << 20), memoryDOTstat="inactive_file 1\ntotal_inactive_file 8192")  # fmt: skip
+    groups = host_memory.control_groups(tmp_path / "proc")
+    monkeypatch.setattr(host_memory, "control_groups", lambda: groups)
+    assert host_memory.available_bytes() == 8192
+
+
+def test_a_mount_is_found_whatever_its_name() -> None:
+    assert host_memory._unescaped(r"/a\040b\011c\012d\134e\134040") == "/a b\tc\nd\\e\\040"
+
+
+def test_without_proc_the_machines_memory_and_the_own_limits_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_SELF", tmp_path)
+    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "meminfo")
+    assert host_memory.available_bytes() == host_memory.host_bytes()
+
+
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
 def test_the_process_own_limits_count(limit: str) -> None:
     script = f"""

@@ -7,6 +7,7 @@ It is limited by the process's control group and all groups above it, of either 
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ _VERSIONS: Final = {
     "cgroup": ("memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"),
 }
 _RLIMITS: Final = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+_STATM_INDEXES: Final = (0, 5)  # of the pages that each of them limits, in /proc/self/statm
 
 
 def control_groups(proc: Path = _SELF) -> list[ControlGroup]:
@@ -67,8 +69,8 @@ def _folders(proc: Path, kind: str, controller: str) -> Iterator[Path]:
 
 
 def _unescaped(text: str) -> str:
-    """Returns a path as /proc/self/mountinfo writes it: with a space as `\\040`."""
-    return text.replace("\\040", " ")
+    """Returns a path that /proc/self/mountinfo writes: with space, tab, newline and backslash in octal, as `\\040`."""
+    return re.sub(r"\\([0-3][0-7]{2})", lambda found: chr(int(found[1], 8)), text)
 
 
 def host_bytes() -> int:
@@ -83,19 +85,26 @@ def available_bytes() -> int:
     for group in control_groups():
         usage = _number(group.usage)
         if usage is not None:
-            given_back = sum(_fields(group.statistics, "inactive_file", 1))
+            given_back = (_of_all_below(group, "inactive_file") or [0])[0]
             left += [limit - usage + given_back for limit in _limits(group)]
-    size_pages, *_, data_pages, _ = map(int, (_SELF / "statm").read_text().split())
+    statm = [int(number) for line in _lines(_SELF / "statm") for number in line.split()]
     page_bytes = os.sysconf("SC_PAGE_SIZE")
-    for limit, pages in zip(_RLIMITS, (size_pages, data_pages), strict=True):
+    for limit, index in zip(_RLIMITS, _STATM_INDEXES, strict=True):
         soft = resource.getrlimit(limit)[0]
         if soft != resource.RLIM_INFINITY:
-            left.append(soft - pages * page_bytes)
+            left.append(soft - (statm[index] if statm else 0) * page_bytes)
     return max(min(left), 0)
 
 
 def _limits(group: ControlGroup) -> list[int]:
-    return [number for file in group.limits if (number := _number(file)) is not None]
+    """Returns the limits that hold for a group. In version 1 its statistics know those above it, mounted or not."""
+    found = [number for file in group.limits if (number := _number(file)) is not None]
+    return [*found, *_fields(group.statistics, "hierarchical_memory_limit", 1)]
+
+
+def _of_all_below(group: ControlGroup, name: str) -> list[int]:
+    """Returns a statistic of a group and all below it. Version 1 counts the group alone under the plain name."""
+    return _fields(group.statistics, f"total_{name}", 1) or _fields(group.statistics, name, 1)
 
 
 def _rlimits() -> list[int]:
@@ -128,4 +137,4 @@ def _lines(file: Path) -> list[str]:
 
 def _fields(file: Path, name: str, unit: int) -> list[int]:
     rows = [line.split() for line in _lines(file)]
-    return [int(row[1]) * unit for row in rows if row[0] == name]
+    return [int(row[1]) * unit for row in rows if row[:1] == [name]]

@@ -184,6 +184,7 @@ def _of_known_hosts(app: Wsgi, listen_host: str) -> Wsgi:
 
     def serve(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
         host = urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}").hostname or ""
+        host = host.removesuffix(".")  # an absolute name
         if host not in ("localhost", listen_host) and not _is_address(host):
             start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
             return [b"this address serves localhost alone\n"]

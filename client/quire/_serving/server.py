@@ -22,7 +22,7 @@ from quire._serving.process_series import registry_of
 from quire._serving.rpc import Authorize, permit_as_certified, permit_everything
 from quire._serving.tls import ServerTls
 from quire._serving.unix_socket import hold_socket
-from quire._transport.address import is_unix, require_free
+from quire._transport.address import canonical, is_unix, require_free
 from quire._transport.channel import LIVENESS
 from quire.errors import UsageError
 from quire.protocol.limits import MESSAGE_BYTES_MAX
@@ -189,7 +189,7 @@ class Server:
             UsageError: an address is taken.
         """
         allow_open_files()
-        listen, metrics = self._options.listen, self._options.metrics
+        listen, metrics = canonical(self._options.listen), self._options.metrics
         if is_unix(listen):
             self._socket_lock = hold_socket(listen)
         try:

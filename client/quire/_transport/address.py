@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import re
 import socket
-from typing import Any
+from typing import Any, Final
 
 from quire.errors import UsageError
 
 _SCHEMES = ("http", "https", "grpc", "grpcs", "tcp")
 _GRPC_FORMS = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:")
+_IPV4: Final = re.compile(r"[0-9a-fA-FxX.]*[0-9][0-9a-fA-FxX.]*")  # in any form that the C library takes
 
 
 def split(address: str) -> tuple[str, int]:
@@ -25,17 +27,38 @@ def split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
         raise UsageError(f"{address!r} is no address; write host:port or unix:///path")
-    return host.strip("[]"), int(port)
+    return _canonical_host(host.strip("[]")), int(port)
 
 
-def check_target(address: str) -> None:
-    """Refuses what a client cannot have meant; forms that only gRPC knows (`dns:///`, `ipv6:`) are its own to judge.
+def canonical(address: str) -> str:
+    """Returns an address in the one form that gRPC, the C library and certificates agree on. Forms that only gRPC knows
+    (`dns:///`, `ipv6:`) stay as they are.
 
     Raises:
         UsageError: it is a URL, or host and port without a port, or with one that does not exist.
     """
-    if not address.startswith(_GRPC_FORMS):
-        split(address)
+    if address.startswith(_GRPC_FORMS):
+        return address
+    host, port = split(address)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _canonical_host(host: str) -> str:
+    """Returns `localhost` for `LOCALHOST.`, `127.0.0.1` for `127.1`, and `::1` for `::1%lo`; other names unchanged.
+
+    gRPC takes no short IPv4 address. The C library takes a scope only with a link-local address, and may ask a name
+    server for `localhost.`.
+    """
+    if host.lower().removesuffix(".") == "localhost":
+        return "localhost"
+    try:
+        if _IPV4.fullmatch(host):
+            return socket.inet_ntoa(socket.inet_aton(host))
+        if not ipaddress.IPv6Address(host).is_link_local:
+            return host.partition("%")[0]
+    except (OSError, ValueError):
+        pass  # a name
+    return host
 
 
 def is_unix(address: str) -> bool:
@@ -51,22 +74,34 @@ def is_local(address: str) -> bool:
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        found = ipaddress.ip_address(host)
     except ValueError:
         return False
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
 
 
 def resolve(address: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
     """Returns what a server binds for `host:port`: names, IPv4, and IPv6 in brackets, also with the scope of a
-    link-local address (`[fe80::1%eth0]:9470`).
+    link-local address (`[fe80::1%eth0]:9470`). Of several addresses of a name it is the first that this machine has.
 
     Raises:
         UsageError: it is no address.
         OSError: the name is unknown.
     """
     host, port = split(address)
-    family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return family, found
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    every = [(family, address) for family, _, _, _, address in found]
+    return next((each for each in every if len(every) == 1 or _is_ours(*each)), every[0])
+
+
+def _is_ours(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
+    """Tells whether any port can be bound there: this machine has the address, and the family is switched on."""
+    try:
+        with socket.create_server((address[0], 0, *address[2:]), family=family):
+            return True
+    except OSError:
+        return False
 
 
 def require_free(option: str, address: str, what: str = "listen") -> None:

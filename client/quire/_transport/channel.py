@@ -26,7 +26,7 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from quire._secret_files import read_token
-from quire._transport.address import check_target, is_local, is_unix
+from quire._transport.address import canonical, is_local, is_unix
 from quire._transport.backoff import BACKOFF_FACTOR
 from quire._transport.diagnosis import ANY_SERVER, what_is_at
 from quire._transport.inherited import inheritable
@@ -152,8 +152,7 @@ class Link:
     """
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
-        check_target(address)
-        self.address = address
+        self.address = address = canonical(address)
         self.server = ANY_SERVER  # the server that is expected there
         self._found = (-math.inf, "")
         self.timeout_s = checked_timeout(timeout_s)
@@ -256,9 +255,9 @@ class SyncLink(Link):
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         super().__init__(address, token, tls, timeout_s)
         self.channel = (
-            grpc.insecure_channel(address, options=self.options)
+            grpc.insecure_channel(self.address, options=self.options)
             if self.credentials is None
-            else grpc.secure_channel(address, self.credentials, options=self.options)
+            else grpc.secure_channel(self.address, self.credentials, options=self.options)
         )
 
     def call(

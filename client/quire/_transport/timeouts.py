@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Final
 
 from quire.errors import InvalidArgumentError, Reason
@@ -15,6 +16,7 @@ def checked_timeout(timeout_s: float) -> float:
     Raises:
         InvalidArgumentError: BAD_PARAMETER, it is less than 0, or no number.
     """
-    if not timeout_s >= 0:
-        raise InvalidArgumentError(f"timeout_s must be 0 or more seconds, not {timeout_s}", Reason.BAD_PARAMETER)
-    return min(timeout_s, TIMEOUT_S_MAX)
+    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
+    if not is_number or not timeout_s >= 0:
+        raise InvalidArgumentError(f"timeout_s must be 0 or more seconds, not {timeout_s!r:.50}", Reason.BAD_PARAMETER)
+    return float(min(timeout_s, TIMEOUT_S_MAX))

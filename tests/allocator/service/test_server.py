@@ -21,7 +21,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
-from quire._transport.address import is_local, split
+from quire import Allocator
+from quire._transport.address import canonical, is_local, split
 from quire.errors import Reason, UsageError, from_rpc_error
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -226,6 +227,14 @@ def test_the_address_of_an_ipv6_server_can_be_dialled(tmp_path: Path) -> None:
         assert running.address.startswith("[::1]:")
         with grpc.insecure_channel(running.address) as channel:
             pb_grpc.AllocatorServiceStub(channel).ListPools(pb.ListPoolsRequest(), timeout=WAIT_S)
+
+
+@pytest.mark.parametrize("host", ["127.1", "LOCALHOST."])
+def test_a_server_listens_at_every_way_to_write_loopback(host: str, tmp_path: Path) -> None:
+    with started(tmp_path, "--listen", f"{host}:0", "--metrics", f"{host}:0", "--log-format", "json") as running:
+        with Allocator(f"{host}:{split(running.address)[1]}") as allocator:
+            assert allocator.list_pools() == ()
+        assert scrape(canonical(running.metrics_address), path="/readyz")[0] == 200
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

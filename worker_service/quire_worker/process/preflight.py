@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from quire._serving.server import check_options
-from quire._transport.address import check_target
+from quire._transport.address import canonical
 from quire.errors import UsageError
 from quire.tls import tls_of
 
@@ -33,7 +33,7 @@ def check(options: argparse.Namespace) -> None:
     """
     check_temporary_folder()
     check_files(options)
-    check_target(options.allocator)
+    canonical(options.allocator)
     check_options(options)
     to_allocator = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key)
     if to_allocator is not None:

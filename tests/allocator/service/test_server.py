@@ -325,7 +325,7 @@ def test_every_metric_is_exported_and_counts(plain: Running) -> None:
     assert status == 200
     families = list(text_string_to_metric_families(body))
     exported = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
-    assert exported == METRIC_NAMES
+    assert {name for name in exported if name.startswith("quire_allocator_")} == METRIC_NAMES
     samples = {
         (sample.name.removeprefix("quire_allocator_"), *(v for k, v in sorted(sample.labels.items()) if k != "pool")):
         sample.value

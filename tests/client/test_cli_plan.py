@@ -201,7 +201,7 @@ def test_a_model_of_states_alone_holds_sequences_of_any_length(plan: Any, tmp_pa
         ([GEMMA, "--memory", "80"], "--memory 80 has no unit: write 80GiB, 80GB or 80B"),
         ([GEMMA, "--max-len", "long"], "'long' is not understood: write 32k (32,768), 1M or a number of tokens"),
         ([GEMMA, "--memory", "1MiB", "--used", "1MiB"], "no block fits: 1,048,576 bytes x 0.9 - 1,048,576 used leaves"),
-        ([GEMMA, "--memory", "80GiB", "--utilization", "1.5"], "utilization 1.5 must be above 0 and at most 1"),
+        ([GEMMA, "--memory", "80GiB", "--utilization", "1.5"], "utilization must be above 0 and at most 1, not 1.5"),
         ([GEMMA, "--weights", "1GB"], "--weights and --used are taken off --memory, which is not given"),
         ([GEMMA, "--tensor-parallel", "3"], "16 KV heads of model type 'gemma3_text' do not divide by 3 ranks"),
         ([GEMMA, "--tensor-parallel", "0"], "Invalid value for '--tensor-parallel'"),

@@ -84,5 +84,5 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 
 def test_a_refused_size_is_quoted_no_further_than_needed() -> None:
-    with pytest.raises(ValueError, match="^'9{79} is not understood: write 80GiB, 80GB or a number of bytes$"):
+    with pytest.raises(ValueError, match=r"^'9{79} is not understood: write 80GiB, 80GB or a number of bytes$"):
         parse_bytes("9" * 100_000 + "x")

@@ -186,7 +186,9 @@ class Link:
         if self._is_closed:
             raise UnavailableError("the client is closed")
         if self.is_inherited:
-            raise UnavailableError("the client is of the process that this one was forked from: make another one here")
+            raise UnavailableError(
+                "the client belongs to the process that this one was forked from: make another one here"
+            )
 
     def deadline(self, timeout_s: float | None) -> float:
         """Seconds that a call may take."""

@@ -202,7 +202,7 @@ def test_a_model_of_states_alone_holds_sequences_of_any_length(plan: Any, tmp_pa
         ([GEMMA, "--max-len", "long"], "'long' is not understood: write 32k (32,768), 1M or a number of tokens"),
         ([GEMMA, "--memory", "1MiB", "--used", "1MiB"], "no block fits: 1,048,576 bytes x 0.9 - 1,048,576 used leaves"),
         ([GEMMA, "--memory", "80GiB", "--utilization", "1.5"], "utilization must be above 0 and at most 1, not 1.5"),
-        ([GEMMA, "--weights", "1GB"], "--weights and --used are taken off --memory, which is not given"),
+        ([GEMMA, "--weights", "1GB"], "--weights and --used are taken off --memory: give it, too"),
         ([GEMMA, "--tensor-parallel", "3"], "16 KV heads of model type 'gemma3_text' do not divide by 3 ranks"),
         ([GEMMA, "--tensor-parallel", "0"], "Invalid value for '--tensor-parallel'"),
         ([GEMMA, "--dtype", "fp5"], "dtype 'fp5' is unknown; known are float32"),

@@ -149,7 +149,7 @@ def check_name(name: str) -> None:
     if name == AUTHORITY:
         raise UsageError(f"{name!r} is the authority; give the certificate another name")
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is no name of a file: write letters, digits, '.', '_' and '-'")
+        raise UsageError(f"{name!r:.200} is no name of a file: write letters, digits, '.', '_' and '-'")
 
 
 def check_new(folder: Path, name: str) -> None:
@@ -165,7 +165,9 @@ def check_new(folder: Path, name: str) -> None:
 def _check_absent(folder: Path, name: str) -> None:
     for suffix in ("pem", "key"):
         if (folder / f"{name}.{suffix}").exists():
-            raise UsageError(f"{folder / name}.{suffix} is there already; nothing is overwritten")
+            raise UsageError(
+                f"{folder / name}.{suffix} is there already and is not overwritten: give another name, or --renew"
+            )
 
 
 def ends_soon(cert: x509.Certificate) -> bool:
@@ -286,7 +288,7 @@ def _host(host: str) -> x509.GeneralName:
     except ValueError:
         pass
     if not re.fullmatch(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", host):
-        raise UsageError(f"{host!r} is no host: write a name or an IP address, without a port")
+        raise UsageError(f"{host!r:.200} is no host: write a name or an IP address, without a port")
     return x509.DNSName(host)
 
 

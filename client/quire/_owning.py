@@ -70,7 +70,9 @@ def async_engine(
         carrier = StreamCarrier(_stream(link, pool, spec, ahead_tokens=room, on_wait=on_wait))
         return AsyncEngine(pool, spec, carrier, room)
     if ahead_tokens:
-        raise ValueError(f"ahead_tokens is {ahead_tokens}: only transport='stream' asks for room ahead")
+        raise ValueError(
+            f"ahead_tokens must be 0 or None over transport='calls', which asks for no room ahead, not {ahead_tokens}"
+        )
     calls = CallCarrier(lambda: AsyncCallSession(link, pool, spec), on_wait or (lambda _error: None))
     return AsyncEngine(pool, spec, calls, 0)
 
@@ -109,5 +111,5 @@ def _stream(
 
 def _is_stream(transport: str) -> bool:
     if transport not in ("stream", "calls"):
-        raise ValueError(f"transport is {transport!r}: it is 'stream' or 'calls'")
+        raise ValueError(f"transport must be 'stream' or 'calls', not {transport!r:.80}")
     return transport == "stream"

@@ -279,7 +279,7 @@ async def test_without_room_ahead_only_what_the_next_token_needs_is_asked_for() 
 
 async def test_room_for_less_than_nothing_is_refused() -> None:
     async with AsyncAllocator("127.0.0.1:1") as client:
-        with pytest.raises(ValueError, match="-1 tokens"):
+        with pytest.raises(ValueError, match="ahead_tokens must be 0 or more, not -1"):
             client.session("p", PoolSpec.full_attention(block_count=4, block_size=4), ahead_tokens=-1)
 
 

@@ -111,7 +111,7 @@ def test_generate_takes_chats_and_token_ids(server: ScriptedServer, tmp_path: Pa
         (["generate", "--messages", "{}"], "--messages must be a list of messages"),
         (["generate", "--messages", "["], "--messages is no JSON"),
         (["generate", "--messages", "@/nowhere"], "--messages: /nowhere cannot be read"),
-        (["score", "p"], "give candidates"),
+        (["score", "p"], "give -c TEXT, once for each"),
     ],
     ids=str,
 )

@@ -48,6 +48,30 @@ with Allocator(address) as client, client.session("p", SPEC, transport="calls") 
     fork(use)
     assert session.grow(1, 40, timeout_s=10).ok
 """,
+    "a session and an engine for threads that a child tries to use": """
+from quire.protocol.steps import StepBuilder
+def use(code):
+    for call in (lambda: session.submit(StepBuilder()).result(10), engine.turn, lambda: engine.admit([1])):
+        try:
+            call()
+        except UnavailableError as error:
+            assert "belongs to the process that this one was forked from: make another" in str(error), error
+        else:
+            os._exit(1)
+    os._exit(0)
+
+with Allocator(address) as client, client.engine("p", SPEC) as engine, client.session("q", SPEC) as session:
+    fork(use)
+    assert engine.admit(range(20)).tokens
+    assert session.connected
+for call in (lambda: session.submit(StepBuilder()).result(10), engine.turn):
+    try:
+        call()
+    except UnavailableError as error:
+        assert str(error).endswith("is closed"), error
+    else:
+        raise AssertionError
+""",
     "a watch": """
 with Allocator(address) as client, client.session("p", SPEC, transport="calls") as session:
     with client.watch_events("p") as events:

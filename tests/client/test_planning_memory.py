@@ -44,7 +44,8 @@ def test_blocks_are_counted_without_rounding() -> None:
         (1 << 40, 0.9, 1 << 40, "no block fits"),
         (1 << 40, 0.0, 0, "utilization"),
         (1 << 40, 1.1, 0, "utilization"),
-        (1 << 40, 0.9, -1, "-1 of them used"),
+        (0, 1.0, 0, "memory_bytes must be at least 1, not 0"),
+        (1 << 40, 0.9, -1, "used_bytes must be 0 or more, not -1"),
     ],
 )
 def test_memory_that_holds_no_block_is_refused(memory: int, utilization: float, used: int, message: str) -> None:
@@ -80,3 +81,8 @@ def test_other_sizes_are_refused(text: str) -> None:
         parse_bytes(text)
     with pytest.raises(ValueError, match="is not understood: write 32k"):
         parse_tokens(f"{text}iB")
+
+
+def test_a_refused_size_is_quoted_no_further_than_needed() -> None:
+    with pytest.raises(ValueError, match=r"^'9{79} is not understood: write 80GiB, 80GB or a number of bytes$"):
+        parse_bytes("9" * 100_000 + "x")

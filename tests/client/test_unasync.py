@@ -85,9 +85,9 @@ def test_both_flavors_have_the_same_methods_with_the_same_parameters(
 @pytest.mark.parametrize(
     ("call", "options", "words"),
     [
-        ("session", {"transport": "pigeon"}, "transport is 'pigeon': it is 'stream' or 'calls'"),
-        ("engine", {"transport": "pigeon"}, "transport is 'pigeon': it is 'stream' or 'calls'"),
-        ("engine", {"transport": "calls", "ahead_tokens": 8}, "ahead_tokens is 8: only transport='stream'"),
+        ("session", {"transport": "pigeon"}, "transport must be 'stream' or 'calls', not 'pigeon'"),
+        ("engine", {"transport": "pigeon"}, "transport must be 'stream' or 'calls', not 'pigeon'"),
+        ("engine", {"transport": "calls", "ahead_tokens": 8}, "must be 0 or None over transport='calls', .* not 8"),
         ("session", {"transport": "calls", "window": 2}, "unexpected keyword argument 'window'"),
         ("session", {"keep_alive": False}, "unexpected keyword argument 'keep_alive'"),
     ],

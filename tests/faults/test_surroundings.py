@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 from quire import Allocator, Client, PoolSpec
+from quire._serving.never_blocking import BYTES_MAX
 from quire.local import LocalStack
 
 from tests.e2e.stack import DEMO, eventually
@@ -24,6 +26,7 @@ from tests.faults.conftest import WallClock
 from tests.faults.test_faults import RUNS
 
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
+LINES_AT_ONCE = 256
 START_S = 90.0  # of each of three servers, on a busy machine
 
 pytestmark = pytest.mark.timeout(400)
@@ -31,9 +34,14 @@ pytestmark = pytest.mark.timeout(400)
 
 @contextlib.contextmanager
 def unread() -> Iterator[int]:
-    """Yields a pipe whose reader stands still."""
+    """Yields a pipe whose reader stands still, and which is full already: the first line of each server has to wait."""
     reader, writer = os.pipe()
     try:
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(select.PIPE_BUF))
+        os.set_blocking(writer, True)
         yield writer
     finally:
         os.close(reader)
@@ -78,6 +86,18 @@ def dropped_line_count(metrics: str) -> float:
     return float(found[0])
 
 
+def log_until_lines_are_dropped(client: Allocator, metrics: str) -> None:
+    """Makes an allocator log more than may wait for its reader: a line of some 300 bytes for each call."""
+    name = "p" * 128
+    with client.session(name, SPEC, transport="calls"):
+        for _ in range(3 * BYTES_MAX // (256 * LINES_AT_ONCE)):
+            for _ in range(LINES_AT_ONCE):
+                client.drop_cache(name)
+            if dropped_line_count(metrics) > 0:
+                return
+    raise AssertionError("the allocator has dropped no line")
+
+
 @pytest.mark.parametrize("output", [unread, full_disk])
 def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], tmp_path: Path) -> None:
     with output() as there, server("allocator", tmp_path, there) as (_, allocator):
@@ -87,6 +107,7 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
             behind = ("--worker", of_worker["address"], "--allocator", allocator["address"])
             with server("gateway", tmp_path, there, *behind) as (_, gateway):
                 with Allocator(allocator["address"]) as client:
+                    log_until_lines_are_dropped(client, allocator["metrics_address"])
                     for run in range(50 * RUNS):  # two lines each
                         session = client.session(f"pool-{run}", SPEC, transport="calls", keep_alive=False)
                         session.open()
@@ -103,23 +124,56 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
                     )
 
 
-def test_children_that_are_forked_beside_a_session_leave_it_alone(tmp_path: Path) -> None:
-    with full_disk() as there, server("allocator", tmp_path, there) as (_, allocator):
-        script = f"""
+FORKING = """
 import os, sys
 from quire import Allocator, PoolSpec
-with Allocator({allocator["address"]!r}) as client:
-    with client.session("p", PoolSpec.full_attention(block_count=64, block_size=16), transport="calls") as session:
-        for number in range(1, {5 * RUNS} + 1):
-            assert session.allocate(number, 5).ok
-            child = os.fork()
-            if not child:
-                sys.exit(0)
-            os.waitpid(child, 0)
-            assert session.grow(number, 10, timeout_s=10).ok
-            session.free(number)
+from quire.protocol.outcomes import Result
+from quire.protocol.steps import StepBuilder
+address, forks = sys.argv[1], int(sys.argv[2])
+SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
+
+def fork():
+    child = os.fork()
+    if not child:
+        sys.exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, status
+
+def step(verb, *arguments):
+    operations = StepBuilder()
+    getattr(operations, verb)(*arguments)
+    return session.submit(operations)
 """
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+BESIDE = {
+    "calls": """
+with Allocator(address) as client, client.session("p", SPEC, transport="calls") as session:
+    for number in range(1, forks + 1):
+        assert session.allocate(number, 5).ok
+        fork()
+        assert session.grow(number, 10, timeout_s=10).ok
+        session.free(number)
+""",
+    "stream": """
+waits = []
+with Allocator(address) as client, client.session("p", SPEC, transport="stream", on_wait=waits.append) as session:
+    for number in range(1, forks + 1):
+        allocated = step("allocate", number, 5)  # its answer may come before the fork, beside it or behind it
+        fork()
+        assert allocated.result(10).grows[0].result is Result.OK
+        assert step("grow", number, 10).result(10).grows[0].result is Result.OK
+        step("free", number).result(10)
+    assert session.connected
+    assert not waits, waits
+    assert [pool.pool for pool in client.list_pools()] == ["p"]
+""",
+}
+
+
+@pytest.mark.parametrize("transport", BESIDE)
+def test_children_that_are_forked_beside_a_session_leave_it_alone(transport: str, tmp_path: Path) -> None:
+    with full_disk() as there, server("allocator", tmp_path, there) as (_, allocator):
+        command = [sys.executable, "-c", FORKING + BESIDE[transport], allocator["address"], str(5 * RUNS)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stderr
 
 

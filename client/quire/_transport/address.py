@@ -23,10 +23,12 @@ def split(address: str) -> tuple[str, int]:
     """
     scheme, is_url, rest = address.partition("://")
     if is_url and scheme in _SCHEMES:
-        raise UsageError(f"{address!r} is a URL: write {rest.rstrip('/') or 'host:port'!r}, without {scheme}://")
+        raise UsageError(
+            f"{address!r:.200} is a URL: write {rest.rstrip('/') or 'host:port'!r:.200}, without {scheme}://"
+        )
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
-        raise UsageError(f"{address!r} is no address; write host:port or unix:///path")
+        raise UsageError(f"{address!r:.200} is no address; write host:port (port 0 to 65535) or unix:///path")
     return _canonical_host(host.strip("[]")), int(port)
 
 

@@ -185,7 +185,9 @@ class Link:
         if self._is_closed:
             raise UnavailableError("the client is closed")
         if self.is_inherited:
-            raise UnavailableError("the client is of the process that this one was forked from: make another one here")
+            raise UnavailableError(
+                "the client belongs to the process that this one was forked from: make another one here"
+            )
 
     def deadline(self, timeout_s: float | None) -> float:
         """Seconds that a call may take."""
@@ -211,8 +213,8 @@ class Link:
         if isinstance(error, UnimplementedError):
             text = f"{self.address} has no such call: is it a worker, where an allocator was meant, or the reverse?"
         elif isinstance(error, DeadlineExceededError):
-            within = "" if timeout_s is None else f", {timeout_s:g} s"
-            text = f"{self.address} did not answer in the time of the call{within}: give it more (--timeout, timeout_s)"
+            within = "its timeout" if timeout_s is None else f"its timeout of {timeout_s:g} s"
+            text = f"{self.address} did not answer the call within {within}: raise the timeout, or try again later"
         elif isinstance(error, UnavailableError):
             how = "not encrypted"
             if self._tls is not None:

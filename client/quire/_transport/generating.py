@@ -96,7 +96,7 @@ def _given(values: Iterable[Any] | None) -> Iterable[Any]:
 
 def _fill_beams(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
     if not isinstance(params.early_stopping, (bool, str)) or params.early_stopping not in _EARLY_STOPPINGS:
-        text = f"early_stopping must be True, False or 'never', not {params.early_stopping!r}"
+        text = f"early_stopping must be True, False or 'never', not {params.early_stopping!r:.80}"
         raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id, field="early_stopping")
     if params.num_beams != 1:
         fill(message, request_id, num_beams=params.num_beams)
@@ -108,7 +108,9 @@ def _fill_beams(message: worker_pb.SamplingParams, params: sampling.SamplingPara
 def _fill_structure(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
     given = {name: getattr(params, name) for name in _STRUCTURES if getattr(params, name) is not None}
     if len(given) > 1:
-        raise InvalidArgumentError(f"one of {', '.join(given)} at most", Reason.BAD_PARAMETER, request_id)
+        raise InvalidArgumentError(
+            f"{' and '.join(given)} exclude each other: give one of them", Reason.BAD_PARAMETER, request_id
+        )
     for name, structure in given.items():
         if name == "choice":
             if isinstance(structure, str):

@@ -31,16 +31,25 @@ class LoopThread:
         """Tells whether nothing can be run any more: a forked child has no such thread."""
         return self.loop.is_closed() or os.getpid() != self._pid
 
+    def ended(self) -> UnavailableError:
+        """Returns what to raise of a use after the end."""
+        kind = self._thread.name.removeprefix("quire-")
+        if os.getpid() != self._pid:
+            return UnavailableError(
+                f"the {kind} belongs to the process that this one was forked from: make another one here"
+            )
+        return UnavailableError(f"the {kind} is closed")
+
     def run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float | None = None) -> ResultT:
         """Runs it in the loop, and cancels it if the caller is interrupted, by Ctrl-C say, or waits no longer.
 
         Raises:
             TimeoutError: it was not done in time.
-            UnavailableError: the thread is that of the process that this one was forked from.
+            UnavailableError: it has ended, or is of the process that this one was forked from.
         """
-        if os.getpid() != self._pid:
+        if self.has_ended:
             work.close()
-            raise UnavailableError("it is of the process that this one was forked from: make another one here")
+            raise self.ended()
         running = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return running.result(timeout_s)

@@ -28,7 +28,9 @@ def digest_root(status: WorkerStatus, adapters: Sequence[AdapterInfo], namespace
     """
     digests = {each.name: each.digest for each in adapters}
     if adapter and adapter not in digests:
-        raise ValueError(f"no adapter named {adapter!r} is loaded; there are {', '.join(sorted(digests)) or 'none'}")
+        raise ValueError(
+            f"no adapter named {adapter!r:.200} is loaded; there are {', '.join(sorted(digests)) or 'none'}"
+        )
     of_adapter = digests[adapter] if adapter else b""
     return root_digest(
         fingerprint=status.model_fingerprint, layout=status.cache_layout, adapter=of_adapter, namespace=namespace

@@ -63,7 +63,10 @@ def unload(
         if dry_run:
             found = [each for each in client.list_adapters() if each.name == name]
             if not found:
-                raise QuireError.of(Reason.ADAPTER_UNKNOWN, f"no adapter named {name!r} is loaded")
+                raise QuireError.of(
+                    Reason.ADAPTER_UNKNOWN,
+                    f"no adapter named {name!r:.200} is loaded; `quire adapter list` shows those that are",
+                )
             said = f"would unload {name}: {found[0].byte_count:,} bytes; {found[0].request_count:,} requests have it"
         else:
             client.unload_adapter(name)

@@ -140,5 +140,5 @@ def _cached(client: Allocator, pool: str, namespace: str | None) -> CacheDropped
             return CacheDropped(each.cached_block_count, each.held_block_count)
     if usage.namespace_count > len(usage.namespaces):
         told = f"the {len(usage.namespaces)} largest of {usage.namespace_count:,} namespaces"
-        raise UsageError(f"--dry-run: {namespace!r} is not among {told}, of which alone the allocator tells")
+        raise UsageError(f"--dry-run: {namespace!r:.200} is not among {told}, and the allocator lists no others")
     return CacheDropped(0, 0)

@@ -74,9 +74,9 @@ def certs(
         raise UsageError(f"the package {error.name!r} is missing: {how_to_install('cli')}") from None
     asked = (server is not None, client is not None)
     if client is None and (pool or observe or namespace):
-        raise UsageError("--pool, --observe and --namespace are permissions of a --client")
+        raise UsageError("--pool, --observe and --namespace are permissions of a client: give --client NAME, too")
     if host and asked == (False, True):
-        raise UsageError("--host is of a server's certificate")
+        raise UsageError("--host is a name in a server's certificate: give --server NAME, too")
     _require_pool_names(pool or (), observe or ())
     _certs.host_names(host or ())
     uris = uris_of(Patterns(pool or (), observe or (), namespace or ()))

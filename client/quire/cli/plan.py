@@ -126,7 +126,7 @@ def plan(
             used_bytes = (_with_unit("--used", used) if used else 0) - (-taken.byte_count // tensor_parallel)
             budget = Budget.of(layout, _with_unit("--memory", memory), utilization, used_bytes, taken)
         elif weights or used:
-            raise UsageError("--weights and --used are taken off --memory, which is not given")
+            raise UsageError("--weights and --used are taken off --memory: give it, too, such as --memory 80GiB")
     except ValueError as error:
         raise UsageError(str(error)) from None
     made = Plan(cache, layout, cost, tensor_parallel, lengths, chats or lengths, budget, block_size)
@@ -151,7 +151,7 @@ def _with_unit(option: str, text: str) -> int:
 
     byte_count = planning.parse_bytes(text)
     if text.strip().replace(".", "").isdigit():
-        raise ValueError(f"{option} {text} has no unit: write {text}GiB, {text}GB or {text}B")
+        raise ValueError(f"{option} {text:.80} has no unit: write {text}GiB, {text}GB or {text}B")
     return byte_count
 
 

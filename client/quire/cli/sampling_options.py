@@ -98,4 +98,6 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise UsageError(f"--logit-bias must be a token's id, = and a number, not {text!r}") from None
+        raise UsageError(
+            f"--logit-bias must be a token's id, = and a number, such as 42=-1.5, not {text!r:.80}"
+        ) from None

@@ -45,7 +45,7 @@ def score(
 ) -> None:
     """Prefills a branch, scores the candidates on it, and releases it."""
     if not candidate:
-        raise UsageError("give candidates: -c TEXT, once for each")
+        raise UsageError("there is no candidate: give -c TEXT, once for each")
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         given = prompt if isinstance(prompt, str) else tokens_of(client, prompt, timeout)
         with client.prefill(given, namespace=namespace, timeout_s=timeout) as branch:

@@ -48,9 +48,11 @@ def watch(
     try:
         session_id = bytes.fromhex(session)
     except ValueError:
-        raise UsageError(f"--session must be hexadecimal digits, not {session!r}") from None
+        raise UsageError(f"--session must be hexadecimal digits, not {session!r:.80}") from None
     if snapshot and session_id:
-        raise UsageError("--snapshot: a watch that goes on with --session begins with none")
+        raise UsageError(
+            "--snapshot and --session exclude each other: a watch that goes on with --session begins with no snapshot"
+        )
     try:
         with (
             Allocator(allocator, token=credentials.token, tls=credentials.tls) as client,

@@ -87,11 +87,11 @@ def read_config(
         ValueError: a dtype is unknown, or there are no ranks.
     """
     if tensor_parallel < 1:
-        raise ValueError(f"{tensor_parallel} tensor-parallel ranks")
+        raise ValueError(f"there must be at least 1 tensor-parallel rank, not {tensor_parallel}")
     fields = Fields.of(config)
     for name, what in REFUSED.items():
         if fields.has(name):
-            raise ConfigError(f"model type {fields.model_type!r} has {what} ({name}), which is not planned")
+            raise ConfigError(f"model type {fields.model_type!r:.80} has {what} ({name}), which is not planned")
     kinds = layer_kinds(fields)
     own_dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if own_dtype.lower() not in ELEMENT_BYTES and (dtype == "auto" or model_dtype is None):

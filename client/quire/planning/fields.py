@@ -86,13 +86,13 @@ class Fields:
         if not isinstance(model_type, str):
             raise ConfigError("the configuration lacks 'model_type'; is it the config.json of a model?")
         if config.get("is_encoder_decoder"):
-            raise ConfigError(f"model type {model_type!r} is an encoder-decoder, which is not planned")
+            raise ConfigError(f"model type {model_type!r:.80} is an encoder-decoder, which is not planned")
         outer = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
         given = {key: value for key, value in text.items() if value is not None or key in NONE_MEANS_NONE}
         values = {**DEFAULTS.get(model_type, {}), **outer, **given}
         overrides = values.get("per_layer_config") or {}
         if not isinstance(overrides, Mapping) or not all(str(layer).isdecimal() for layer in overrides):
-            raise ConfigError(f"'per_layer_config' of model type {model_type!r} is not a set of layers by number")
+            raise ConfigError(f"'per_layer_config' of model type {model_type!r:.80} is not a set of layers by number")
         return cls(values, model_type, {int(layer): fields for layer, fields in overrides.items()})
 
     def has(self, *names: str) -> bool:
@@ -151,10 +151,10 @@ class Fields:
     def missing(self, *names: str) -> ConfigError:
         """Returns the error of a field that is not there."""
         wanted = " or ".join(repr(name) for name in names)
-        return ConfigError(f"the configuration of model type {self.model_type!r} lacks {wanted}")
+        return ConfigError(f"the configuration of model type {self.model_type!r:.80} lacks {wanted}")
 
     def wrong(self, name: str, wanted: str) -> ConfigError:
         """Returns the error of a field that has an unusable value."""
         value = repr(self.values.get(name))
         shown = value if len(value) <= 60 else f"{value[:60]}..."
-        return ConfigError(f"{name!r} of model type {self.model_type!r} is {shown}, not {wanted}")
+        return ConfigError(f"{name!r} of model type {self.model_type!r:.80} is {shown}, not {wanted}")

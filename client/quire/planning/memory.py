@@ -60,9 +60,11 @@ def blocks_for(layout: Layout, memory_bytes: int, *, utilization: float = 1.0, u
         ValueError: an argument is out of range, or not even one block fits.
     """
     if not 0 < utilization <= 1:
-        raise ValueError(f"utilization {utilization} must be above 0 and at most 1")
-    if memory_bytes < 1 or used_bytes < 0:
-        raise ValueError(f"memory of {memory_bytes} bytes, {used_bytes} of them used")
+        raise ValueError(f"utilization must be above 0 and at most 1, not {utilization}")
+    if memory_bytes < 1:
+        raise ValueError(f"memory_bytes must be at least 1, not {memory_bytes}")
+    if used_bytes < 0:
+        raise ValueError(f"used_bytes must be 0 or more, not {used_bytes}")
     free_bytes = int(memory_bytes * Fraction(str(utilization)) - used_bytes)
     block_count = free_bytes // layout.page_bytes
     if block_count < 1:
@@ -92,5 +94,5 @@ def _parse(text: str, units: dict[str, int], examples: str) -> int:
     unit = match[2].upper() if match else ""
     value = int(Fraction(match[1]) * units[unit]) if match and unit in units else 0
     if value < 1:
-        raise ValueError(f"{text!r} is not understood: write {examples}")
+        raise ValueError(f"{text!r:.80} is not understood: write {examples}")
     return value

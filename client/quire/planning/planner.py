@@ -61,8 +61,9 @@ def plan_layout(
     Raises:
         ValueError: no layer keeps anything, or an argument is out of range.
     """
-    if min(block_size, group_count_max) < 1:
-        raise ValueError(f"block size {block_size} and number of groups {group_count_max} must be at least 1")
+    for name, value in (("block_size", block_size), ("group_count_max", group_count_max)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
     own = _own(layers)
     prices = Prices(own, token_count_max=token_count_max, group_cost=group_cost)
     sizes = [block_size]

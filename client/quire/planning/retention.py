@@ -48,7 +48,7 @@ def chats_kept(layout: Layout, block_count: int, token_count: int, retention: Re
         ValueError: a chat of less than one token.
     """
     if token_count < 1:
-        raise ValueError(f"a chat of {token_count} tokens: must be at least 1")
+        raise ValueError(f"token_count must be at least 1, not {token_count}")
     return block_count // chat_block_count(layout, token_count, retention)
 
 

@@ -34,7 +34,7 @@ def element_bytes_of(dtype: str) -> int:
     """
     name = dtype.removeprefix("torch.").lower()
     if name not in ELEMENT_BYTES:
-        raise ValueError(f"dtype {dtype!r} is unknown; known are {', '.join(ELEMENT_BYTES)}")
+        raise ValueError(f"dtype {dtype!r:.80} is unknown; known are {', '.join(ELEMENT_BYTES)}")
     return ELEMENT_BYTES[name]
 
 

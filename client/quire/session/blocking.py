@@ -69,7 +69,7 @@ class Session:
                 raise RuntimeError
             self._loop.loop.call_soon_threadsafe(self._steps.put_nowait, (operations, answer))
         except RuntimeError:  # the loop is closed
-            answer.set_exception(UnavailableError("the session is closed"))
+            answer.set_exception(self._loop.ended())
         return answer
 
     def close(self) -> None:

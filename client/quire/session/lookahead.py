@@ -109,7 +109,7 @@ class RoomAhead:
 
     def __init__(self, owner: PoolOwner, token_count: int) -> None:
         if token_count < 0:
-            raise ValueError(f"room ahead for {token_count} tokens")
+            raise ValueError(f"ahead_tokens must be 0 or more, not {token_count}; 0 asks for no room ahead")
         self.token_count = token_count
         self._owner = owner
         self._increment = Increment.of(

@@ -105,7 +105,7 @@ class PoolOwner:
 
     def __init__(self, pool: str, spec: pb.PoolSpec, *, incarnation: bytes, window: int = 1) -> None:
         if not 1 <= window <= _WINDOW_FIELD_MAX:
-            raise ValueError(f"a window of {window} steps")
+            raise ValueError(f"window must be 1 to 8 steps, not {window}")
         self.pool = pool
         self.spec = spec
         self.incarnation = incarnation

@@ -173,7 +173,7 @@ def _hopeless(request: Request) -> QuireError:
     given_s = request.deadline_s - request.arrived_s
     within = f"{given_s:.1f}" if given_s >= 1 else f"{given_s:.3f}"
     message = f"the request cannot be done before its deadline, within {within} s of its arrival"
-    return QuireError.of(Reason.DEADLINE, f"{message}: give it more (--timeout, timeout_s), or send it later")
+    return QuireError.of(Reason.DEADLINE, f"{message}: raise its timeout, or send it later")
 
 
 def _least_token_count(sampling: SamplingParams) -> int:

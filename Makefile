@@ -86,9 +86,11 @@ test-gpu: $(READY) ## run the tests of the kernels, and of whole models on them,
 simulate: $(READY) ## simulate the session protocol under faults: STEPS=1000000 SEED=7
 	$(BIN)/python -m tests.simulation --steps $(or $(STEPS),100000) --seed $(or $(SEED),1)
 
-fuzz: $(READY) ## send malformed messages to the allocator, malformed HTTP to the gateway, and damaged files to the worker: COUNT=1000000 SEED=7
+fuzz: $(READY) ## send malformed messages to the allocator, malformed HTTP and what its description allows to the gateway, and damaged files to the worker: COUNT=1000000 SEED=7
 	$(BIN)/python -m tests.fuzz --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
 	$(BIN)/python -m tests.fuzz.gateway --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt schemathesis
+	$(BIN)/python -m tests.fuzz.schema --count $(or $(COUNT),5000) --seed $(or $(SEED),1)
 	$(BIN)/python -m tests.fuzz.files --count $(or $(COUNT),2000) --seed $(or $(SEED),1)
 
 fuzz-coverage: $(READY) ## the same, led by what is reached in the allocator's code: FOR=600 seconds

@@ -8,30 +8,30 @@ from typing import Any, Final, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from quire_gateway import asks, listing, relay, replies, texts
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
 from quire_gateway.branches.endpoints import BODIES as BRANCH_BODIES
 from quire_gateway.branches.endpoints import serve_branches
+from quire_gateway.description import complete, described
 from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, defect
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
 from quire_gateway.plain_route import PlainRoute
-from quire_gateway.reading import Reader
+from quire_gateway.reading import Reader, of_validation
 from quire_gateway.responses.bodies import ResponseBody
 from quire_gateway.responses.endpoints import serve_responses
 from quire_gateway.responses.store import Store
 from quire_gateway.serving import Served
 from quire_gateway.stream_head import KEEP_ALIVE_S
 from quire_gateway.texts import DetokenizeBody, TokenizeBody
-from quire_gateway.work import Work, described
+from quire_gateway.work import Work
 
 PATH_SHOWN: Final = 256  # characters of one that there is not
 BodyT = TypeVar("BodyT", bound=Body)
@@ -103,15 +103,17 @@ def make_app(
     _refuse_pooling(app)
     _serve_overview(app, version)
     _put_errors_in_form(app)
-    _describe_bodies(app)
+    complete(app, (CompletionBody, ChatBody, ResponseBody, TokenizeBody, DetokenizeBody, *BRANCH_BODIES))
     return app
 
 
-def _got(app: FastAPI, path: str) -> Callable[[EndpointT], EndpointT]:
-    """Returns a decorator that serves a path for GET and for HEAD. The description for programs has GET alone."""
+def _got(app: FastAPI, path: str, kind: type[Response] = JSONResponse) -> Callable[[EndpointT], EndpointT]:
+    """Returns a decorator that serves a path for GET and for HEAD. The description for programs has GET alone,
+    and of the answer's kind its content type.
+    """
 
     def add(endpoint: EndpointT) -> EndpointT:
-        app.get(path)(endpoint)  # first, because routes are tried in their order
+        app.get(path, response_class=kind)(endpoint)  # first, because routes are tried in their order
         app.head(path, include_in_schema=False)(endpoint)
         return endpoint
 
@@ -132,12 +134,12 @@ def _refuse_pooling(app: FastAPI) -> None:
 def _serve_probes(app: FastAPI, fleet: Fleet, is_draining: Callable[[], bool]) -> None:
     """Adds what probes ask."""
 
-    @_got(app, "/healthz")
+    @_got(app, "/healthz", PlainTextResponse)
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)  # what probes of vLLM's server ask
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("")  # no text: so Prometheus, too, can ask it
 
-    @_got(app, "/readyz")
+    @_got(app, "/readyz", PlainTextResponse)
     async def readyz(_: Request) -> Response:
         if is_draining():
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
@@ -148,7 +150,7 @@ def _serve_probes(app: FastAPI, fleet: Fleet, is_draining: Callable[[], bool]) -
 def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry, registry: CollectorRegistry) -> None:
     """Adds the endpoints that are of all callers together; the gate asks for the operator's token."""
 
-    @_got(app, "/metrics")
+    @_got(app, "/metrics", PlainTextResponse)
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -197,23 +199,6 @@ def _serve_overview(app: FastAPI, version: str) -> None:
         return _json(orjson.dumps({"version": version}))
 
 
-def _describe_bodies(app: FastAPI) -> None:
-    """Puts the fields of bodies into the description for programs."""
-    kinds: list[tuple[type[BaseModel], Any]] = [
-        (kind, "validation")
-        for kind in (CompletionBody, ChatBody, ResponseBody, TokenizeBody, DetokenizeBody, *BRANCH_BODIES)
-    ]
-    _, found = models_json_schema(kinds, ref_template="#/components/schemas/{model}")
-    make = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        described = make()
-        described.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
-        return described
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
 def _put_errors_in_form(app: FastAPI) -> None:
     """Gives every error the form that callers know."""
 
@@ -227,6 +212,10 @@ def _put_errors_in_form(app: FastAPI) -> None:
     @app.exception_handler(Exception)  # else the framework answers by itself; the gate logs it all the same
     async def unknown(_request: Request, _error: Exception) -> Response:
         return _failed(defect())
+
+    @app.exception_handler(RequestValidationError)
+    async def of_query(_request: Request, error: RequestValidationError) -> Response:
+        return _failed(of_validation([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]))
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:

@@ -33,6 +33,7 @@ _KINDS: Final = {  # of a value of another type
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
+    "bool_parsing": "true or false",  # in a query
     "string_type": "a text",
     "list_type": "an array",
     "dict_type": "an object",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import orjson
 from fastapi import Request
@@ -72,12 +72,6 @@ class Computed(Response):
             await until_gone(receive, answer())
         except CallerGoneError:
             self._telemetry.left_count += 1
-
-
-def described(kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns what an operation says of its body, which FastAPI does not read."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def json_response(body: object) -> Response:

@@ -70,3 +70,40 @@ def test_a_refusal_has_the_value_and_the_callers_name_for_it(
 def test_a_schema_that_everything_fits_may_be_true(served: ServerProcess) -> None:
     fields = {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}, "max_tokens": 2}
     assert curl(served, "/v1/completions", body={"prompt": "a", **fields}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "message"),
+    [
+        ("/v1/responses/r?stream=maybe", "stream", "stream: must be true or false, not a text"),
+        (
+            f"/v1/responses/r/input_items?after={'a' * 129}",
+            "after",
+            "after: String should have at most 128 characters",
+        ),
+    ],
+)
+def test_a_wrong_query_is_refused_in_the_form_of_every_error(
+    served: ServerProcess, path: str, param: str, message: str
+) -> None:
+    answer = curl(served, path)
+    assert (answer.status, answer.error["param"], answer.error["message"]) == (400, param, message)
+
+
+def test_the_description_for_programs_has_every_error_and_its_form(served: ServerProcess) -> None:
+    described = json.loads(curl(served, "/openapi.json").body)
+    operations = [operation for methods in described["paths"].values() for operation in methods.values()]
+    for operation in operations:
+        answers = operation["responses"]
+        assert {"200", "400", "401", "404", "503"} <= set(answers)
+        assert "422" not in answers, "FastAPI's own is never sent"
+        forms = {
+            answers[status]["content"]["application/json"]["schema"]["$ref"] for status in answers if status > "2x"
+        }
+        assert forms == {"#/components/schemas/Error"}
+    error = curl(served, "/v1/models/other").error
+    schema = described["components"]["schemas"]["Error"]["properties"]["error"]
+    assert sorted(schema["required"]) == sorted(schema["properties"]) == sorted(error)
+    streamed = described["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
+    assert set(streamed) == {"application/json", "text/event-stream"}
+    assert set(described["paths"]["/healthz"]["get"]["responses"]["200"]["content"]) == {"text/plain"}

@@ -17,11 +17,12 @@ from quire_gateway.bodies import ChatBody
 from quire_gateway.branches.bodies import ExtendBody, ForkBody, GenerateBody, PrefillBody, ScoreBody
 from quire_gateway.branches.held import Branch, Branches
 from quire_gateway.conversations import Chat, chat_of
+from quire_gateway.description import described
 from quire_gateway.failures import PROMPT, invalid, missing, of_quire, unsupported
 from quire_gateway.relay import Call, busy
 from quire_gateway.replies import CompletionForm
 from quire_gateway.serving import Served
-from quire_gateway.work import Computed, Work, described, json_response
+from quire_gateway.work import Computed, Work, json_response
 
 BODIES: Final = (PrefillBody, ForkBody, ExtendBody, ScoreBody, GenerateBody)
 _CHAT_NAMES: Final = {

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 
 from quire_gateway import relay
 from quire_gateway.continuing import Said
+from quire_gateway.description import described
 from quire_gateway.failures import ApiError, invalid, unsupported
 from quire_gateway.metrics import MORE, TAIL
 from quire_gateway.relay import Call
@@ -22,7 +23,7 @@ from quire_gateway.responses.form import Ended, ResponseForm, failed
 from quire_gateway.responses.requests import Asked, of_response, renamed
 from quire_gateway.responses.store import Kept, Store
 from quire_gateway.serving import Served
-from quire_gateway.work import Work, described, json_response
+from quire_gateway.work import Work, json_response
 
 log = structlog.get_logger()
 LIMIT_DEFAULT, LIMIT_MAX = 20, 100  # items of a page, as OpenAI has it

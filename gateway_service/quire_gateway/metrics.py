@@ -171,4 +171,4 @@ def _of_responses(numbers: Telemetry) -> Iterator[Metric]:
         continued.add_metric((computed,), count)
     yield continued
     yield GaugeMetricFamily("quire_gateway_stored_responses", "Responses that are kept.", numbers.stored_count)
-    yield GaugeMetricFamily("quire_gateway_stored_response_bytes", "Bytes that they take.", numbers.stored_bytes)
+    yield GaugeMetricFamily("quire_gateway_stored_response_bytes", "Bytes of kept responses.", numbers.stored_bytes)

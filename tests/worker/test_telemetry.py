@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from quire_worker.process.worker_metrics import METRIC_NAMES, WorkerCollector
+from quire_worker.scheduling.plan import Work
 
-from tests.worker.engine_harness import running
+from tests.worker.engine_harness import prompt, running
 
 DEMO = Path("models/demo").resolve()
 
@@ -26,3 +29,38 @@ async def test_the_metrics_are_valid_openmetrics_under_the_names_that_are_docume
     assert samples["quire_worker_blocks",] == 8
     assert samples["quire_worker_samples", "running"] == samples["quire_worker_samples", "waiting"] == 0
     assert samples["quire_worker_allocator_connected",] == 1
+
+
+async def test_histograms_count_each_request_token_and_pass_and_what_preemption_costs_is_what_was_computed_twice() -> (
+    None
+):
+    async with running(DEMO, blocks=12) as harness:  # two of 40 + 56 tokens take six blocks each
+        scheduler, numbers = harness.engine.scheduler, harness.engine.telemetry
+        advance, passes = scheduler.advance, list[list[Work]]()
+
+        def noted(work: Iterable[Work]) -> None:
+            passes.append(list(work))
+            advance(passes[-1])
+
+        scheduler.advance = noted  # type: ignore[method-assign]
+        prompts = [prompt(40, seed=seed) for seed in range(8)]
+        outputs = await asyncio.gather(*(harness.generate(each, max_tokens=56, ignore_eos=True) for each in prompts))
+        for output in outputs:
+            harness.engine.cancel(output.request)
+            harness.engine.cancel(output.request)  # ends it once
+    computed = [(item.sample.age, place) for work in passes for item in work for place in range(item.start, item.end)]
+    assert scheduler.roster.preemption_count > 0
+    assert scheduler.roster.recomputed_token_count == len(computed) - len(set(computed)) > 0
+    assert numbers.inter_token_seconds.buckets()[-1][1] == 8 * 55
+    assert numbers.request_seconds.buckets()[-1][1] == 8
+    assert numbers.request_seconds.sum >= numbers.first_token_seconds.sum + numbers.inter_token_seconds.sum - 1e-6
+    assert numbers.batch_samples.buckets()[-1][1] == len(passes) == numbers.step_seconds.buckets()[-1][1]
+    assert numbers.batch_samples.sum == sum(map(len, passes))
+
+
+async def test_a_sample_has_its_own_time_between_tokens_and_none_before_the_first() -> None:
+    async with running(DEMO) as harness:
+        output = await harness.generate(prompt(20), max_tokens=5, n=3, temperature=0.5, ignore_eos=True)
+        harness.engine.cancel(output.request)
+        assert harness.engine.telemetry.inter_token_seconds.buckets()[-1][1] == 3 * 4
+        assert harness.engine.telemetry.request_seconds.buckets()[-1][1] == 1

@@ -151,6 +151,7 @@ class Engine:
         self.scheduler.roster.observe(computed.work, computed.seconds, computed.swapped_block_count, computed.swap_s)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self.clock() - started)
+        self.telemetry.batch_samples.observe(len(computed.work))
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -212,6 +213,7 @@ class Engine:
         self._outbox.discard(request)
         if request in self.open_requests:
             self.open_requests.discard(request)
+            self.telemetry.request_seconds.observe(self.clock() - request.arrived_s)
             self.on_ended(request)
         self._changed.set()
         self.wake.set()

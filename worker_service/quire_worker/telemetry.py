@@ -18,6 +18,7 @@ SECONDS_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
+BATCH_BOUNDS = tuple(float(1 << power) for power in range(11))  # 1 to 1024 samples
 
 
 class WorkerTelemetry:
@@ -39,6 +40,9 @@ class WorkerTelemetry:
         self.step_seconds = Histogram(SECONDS_BOUNDS)
         self.first_token_seconds = Histogram(SECONDS_BOUNDS)
         self.queue_seconds = Histogram(SECONDS_BOUNDS)
+        self.inter_token_seconds = Histogram(SECONDS_BOUNDS)
+        self.request_seconds = Histogram(SECONDS_BOUNDS)
+        self.batch_samples = Histogram(BATCH_BOUNDS)
 
     @property
     def retry_after_s(self) -> float | None:

@@ -36,11 +36,11 @@ def registry_of(collector: Collector, options: argparse.Namespace, *, core: str 
     registry = CollectorRegistry()
     registry.register(collector)
     ProcessCollector(registry=registry)
-    registry.register(_BuildCollector(_certificates_of(options), core))
+    registry.register(BuildCollector(_certificates_of(options), core))
     return registry
 
 
-class _BuildCollector(Collector):
+class BuildCollector(Collector):
     """Reads the certificates' files at each scrape, because they are replaced while servers run."""
 
     def __init__(self, certificates: Mapping[str, str], core: str) -> None:

@@ -21,6 +21,10 @@ METRIC_NAMES = frozenset(
         "quire_worker_backfilled_total",
         "quire_worker_swapped_bytes_total",
         "quire_worker_queue_seconds",
+        "quire_worker_inter_token_seconds",
+        "quire_worker_request_seconds",
+        "quire_worker_batch_samples",
+        "quire_worker_recomputed_tokens_total",
         "quire_worker_failures_total",
         "quire_worker_retries_total",
         "quire_worker_block_reports_total",
@@ -108,6 +112,7 @@ class WorkerCollector(Collector):
         yield swapped
         for name, text, value in (
             ("backfilled", "Samples that passed one that did not fit.", self._engine.scheduler.roster.backfilled_count),
+            ("recomputed_tokens", "Tokens computed again after a preemption.", roster.recomputed_token_count),
             ("retries", "Passes that failed and were computed in parts.", numbers.retry_count),
             ("block_reports", "Reports that an allocator asked for.", self._engine.session.report_count),
             (
@@ -126,6 +131,13 @@ class WorkerCollector(Collector):
             ("step_seconds", "Time of a step that ran the model.", numbers.step_seconds),
             ("queue_seconds", "From a request to the first blocks that it was granted.", numbers.queue_seconds),
             ("time_to_first_token_seconds", "From a request to its first token.", numbers.first_token_seconds),
+            (
+                "inter_token_seconds",
+                "From a token of a sample to its next one; beams have none.",
+                numbers.inter_token_seconds,
+            ),
+            ("request_seconds", "From a request to its end, however it ends.", numbers.request_seconds),
+            ("batch_samples", "Samples of a pass of the model.", numbers.batch_samples),
         ):
             yield HistogramMetricFamily(
                 f"quire_worker_{name}", text, buckets=histogram.buckets(), sum_value=histogram.sum

@@ -154,6 +154,7 @@ class TokenIntake:
             request.deliveries.put_nowait(Delivery(0, (), "", FinishReason.LENGTH, is_last=True))
 
     def _extend(self, tokens: Sequence[Token]) -> None:
+        now_s = self._clock()  # of all tokens of a pass
         for (drawn, parent, drafted_count), token, logprobs in tokens:
             if drawn.has_ended:  # cancelled while the model ran, or with the token before
                 continue
@@ -172,6 +173,9 @@ class TokenIntake:
             if drawn is not parent and not drawn.has_ended:
                 self._scheduler.roster.add_fork(drawn)
             self._observe(drawn.request, is_kept)
+            if drawn.token_s is not None:
+                self._telemetry.inter_token_seconds.observe(now_s - drawn.token_s)
+            drawn.token_s = now_s
             self._note(drawn, [token] if is_kept else [], logprobs)
 
     def _is_stop(self, sampling: SamplingParams, token: int) -> bool:

@@ -174,6 +174,8 @@ class Sample:
         beam: of a beam search.
         branch: what is asked of it, where it is a branch's.
         draft: tokens that may follow, where some are drafted.
+        lost: leading tokens that were computed before a preemption; those computed again are counted.
+        token_s: when its latest token came, by the clock of `arrived_s`; None before the first.
     """
 
     request: Request
@@ -201,6 +203,8 @@ class Sample:
     beam: Beam | None = None
     branch: BranchTask | None = None
     draft: Draft | None = None
+    lost: int = 0
+    token_s: float | None = None
     _digests: list[bytes] = field(default_factory=list)
     _chain: DigestChain | None = None
 

@@ -38,6 +38,7 @@ class Roster:
         swap: host memory for pages of preempted samples.
         moves: pages to be copied before the next batch, in order.
         preemption_count: how often a sample that ran had to wait again.
+        recomputed_token_count: tokens that were computed again after that.
         backfilled_count: how often one passed a head.
         yield_count: how often such a one was preempted in the step in which others got its blocks.
         noted: requests whose blocks were counted since the last pass, because a sample of theirs ended.
@@ -68,6 +69,7 @@ class Roster:
         self.swap = SwapSpace(swap_slot_count if can_swap(self.has_states, windows) else 0, self.pace)
         self.moves: list[Copy | SwapOut] = []
         self.preemption_count = 0
+        self.recomputed_token_count = 0
         self.backfilled_count = 0
         self.yield_count = 0
         self.preempted: list[Request] = []
@@ -234,6 +236,7 @@ class Roster:
     def _preempt(self, victim: Sample) -> None:
         self.running.remove(victim)
         self.preemption_count += 1
+        victim.lost = max(victim.lost, victim.computed)
         victim.request.usage.preemption_count += 1
         victim.request.trace.note_blocks(victim.request.block_count)
         self.preempted.append(victim.request)
@@ -271,9 +274,11 @@ class Roster:
         self.swap.cost.block_count += swapped_block_count
         self.swap.cost.seconds += swap_s
 
-    def note_restored(self, work: Work) -> None:
-        """Counts what was restored, and frees its slots once that is all."""
+    def note_computed(self, work: Work) -> None:
+        """Counts tokens computed again after a preemption, and what was restored: frees its slots once that is all."""
         sample = work.sample
+        if not work.is_restored and work.start < sample.lost:
+            self.recomputed_token_count += min(work.end, sample.lost) - work.start
         if work.is_restored and sample.swapped is not None:
             blocks = -(-work.end // self.block_size) - work.start // self.block_size
             self.swap.in_count += blocks * self.group_count + len(sample.states)

@@ -237,7 +237,7 @@ class Scheduler:
         for item in work:
             if item.sample not in self.roster.resting:
                 item.sample.computed = min(item.end, len(item.sample.tokens))
-            self.roster.note_restored(item)
+            self.roster.note_computed(item)
 
     def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
         """Adds a token that was sampled. A stop token ends the sample and is not kept; so does the longest length."""

@@ -1,0 +1,77 @@
+"""Writes docs/metrics.md from the collectors of the three services.
+
+    python scripts/metrics_reference.py          write it
+    python scripts/metrics_reference.py --check  fail if it is not what the code says
+
+The collectors read stand-ins without numbers: each yields its families, with or without samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from quire._serving.process_series import BuildCollector
+from quire_allocator.metrics.collector import AllocatorCollector
+from quire_gateway.metrics import GatewayCollector, Telemetry
+from quire_worker.process.worker_metrics import WorkerCollector
+from quire_worker.telemetry import WorkerTelemetry
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+HEAD = """# Metrics
+
+`scripts/metrics_reference.py` writes this page from the code, and `make check` compares both.
+Each server answers `GET /metrics` at the address that [operating.md](operating.md#metrics-and-alerts) names.
+A histogram has the series `_bucket`, `_sum` and `_count` under its name.
+Every server on Linux also has the `process_*` series of Prometheus' Python client: CPU, memory, open files, start.
+"""
+
+
+def collectors() -> dict[str, Collector]:
+    """Returns the collectors by the title of their table."""
+    return {
+        "Every server": BuildCollector({}, ""),
+        "Allocator": AllocatorCollector(MagicMock(), MagicMock()),
+        "Worker": WorkerCollector(MagicMock(telemetry=WorkerTelemetry())),
+        "Gateway": GatewayCollector(Telemetry(), MagicMock()),
+    }
+
+
+def name_of(family: Metric) -> str:
+    """Returns a family's name as a scrape has it."""
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def row_of(family: Metric) -> str:
+    """Returns a family's row; labels are those that its collector declares, so that none needs a sample."""
+    labels = ", ".join(f"`{label}`" for label in vars(family)["_labelnames"])
+    return f"| `{name_of(family)}` | {family.type} | {labels} | {family.documentation} |"
+
+
+def reference() -> str:
+    """Returns the whole document."""
+    tables = []
+    for title, collector in collectors().items():
+        rows = sorted(row_of(family) for family in collector.collect())
+        tables.append(
+            "\n".join([f"\n## {title}\n", "| name | type | labels | meaning |", "| --- | --- | --- | --- |", *rows])
+        )
+    return HEAD + "\n".join(tables) + "\n"
+
+
+def main() -> None:
+    """Writes the document, or compares it."""
+    parser = argparse.ArgumentParser(description="Write docs/metrics.md from the code.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the document is another")
+    if not parser.parse_args().check:
+        DOCUMENT.write_text(reference(), encoding="utf-8")
+    elif not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != reference():
+        sys.exit(f"{DOCUMENT.name} is not what the code says: run python scripts/metrics_reference.py")
+
+
+if __name__ == "__main__":
+    main()

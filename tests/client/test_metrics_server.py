@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import socket
+import struct
 import time
 from collections.abc import Iterator
 
@@ -106,3 +107,17 @@ def test_metrics_listen_wherever_grpc_does(listen: str) -> None:
     with serving(listen) as server:
         assert server.bound_address.startswith(listen.removesuffix("0"))
         assert ask(server) == 200
+
+
+def test_callers_cannot_fill_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        for _ in range(5):
+            assert ask(server, Host="[") == 421
+        for _ in range(5):  # what the server cannot read
+            with socket.create_connection(split(server.bound_address), WAIT_S) as connection:
+                connection.sendall(b"GET /readyz HTTP/1.1\r\n\r\n")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert ask(server) == 200
+    said = "".join(capfd.readouterr())
+    assert "Traceback" not in said
+    assert said.count("scrape failed") <= 1

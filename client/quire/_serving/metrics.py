@@ -30,6 +30,7 @@ log = structlog.get_logger()
 REQUEST_S: Final = 10.0  # of a connection, from its first byte to the last one of its answer
 CONNECTIONS_MAX: Final = 32
 HEAD_BYTES_MAX: Final = 16_384
+FAILURES_TOLD_S: Final = 60.0  # between two log lines about connections that failed
 PERMISSIONS_KEY = "quire.permissions"  # in a request's environment
 Wsgi = Callable[[dict[str, object], Callable[..., object]], Iterable[bytes]]
 
@@ -95,6 +96,8 @@ class _MetricsHttp(ThreadingMixIn, WSGIServer):
     def __init__(self, listen: str, app: Wsgi, tls: ServerTls | None) -> None:
         self.tls = tls
         self._started_s: dict[socket.socket, float] = {}  # of each connection, the oldest first
+        self._failures = threading.Lock()
+        self._failed_count, self._told_s = 0, -FAILURES_TOLD_S
         self.address_family, address = resolve(listen)
         super().__init__(address, _QuietHandler)
         self.set_app(app)
@@ -129,8 +132,14 @@ class _MetricsHttp(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A peer that is refused, or gone, is no defect."""
-        log.info("scrape failed", error=str(sys.exception()))
+        """A peer that is refused, or gone, is no defect; nobody fills the log with them."""
+        now_s = time.monotonic()
+        with self._failures:
+            self._failed_count += 1
+            if now_s - self._told_s < FAILURES_TOLD_S:
+                return
+            count, self._failed_count, self._told_s = self._failed_count, 0, now_s
+        log.info("scrape failed", error=str(sys.exception()), count=count)
 
     def _hang_up(self, connection: socket.socket) -> None:
         """Ends a connection; the thread that reads or writes it finds out."""
@@ -183,7 +192,10 @@ def _of_known_hosts(app: Wsgi, listen_host: str) -> Wsgi:
     point here, and would read what it gets. An address is no name."""
 
     def serve(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
-        host = urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}").hostname or ""
+        try:
+            host = urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}").hostname or ""
+        except ValueError:  # brackets around what is no address
+            host = ""
         host = host.removesuffix(".")  # an absolute name
         if host not in ("localhost", listen_host) and not _is_address(host):
             start_response("421 Misdirected Request", [("Content-Type", "text/plain")])

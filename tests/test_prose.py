@@ -19,7 +19,7 @@ MARKDOWN = sorted(
 CHARACTERS_MAX = 160  # of a line outside of tables, code and the targets of links
 LINES_MAX = {"README.md": 110, "ARCHITECTURE.md": 120}
 DECISION_LINES_MAX = 40
-PAGES_WORDS_MAX = 31_500  # of docs/ without the decisions and the record of bugs, as `wc -w` counts
+PAGES_WORDS_MAX = 19_500  # of docs/ without tables, decisions and what is looked up, as `wc -w` counts
 SUBJECT_CHARACTERS_MAX = 72
 SUBJECTS_AFTER = "7e723954ef84b51f4dc586a74a69bc7546cd894d"  # earlier subjects are as long as they are
 
@@ -64,7 +64,8 @@ def test_the_pages_of_the_documents_do_not_grow_again() -> None:
     pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions"]
     pages = [path for path in pages if path.stem not in looked_up]
     assert len(pages) > 20
-    assert sum(len(path.read_text(encoding="utf-8").split()) for path in pages) <= PAGES_WORDS_MAX
+    lines = [line for path in pages for line in path.read_text(encoding="utf-8").splitlines()]
+    assert sum(len(line.split()) for line in lines if not line.startswith("|")) <= PAGES_WORDS_MAX
 
 
 def git(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""What `/openapi.json` says beyond FastAPI's part: the bodies that the gateway reads itself, and its errors."""
+"""The part of `/openapi.json` that FastAPI does not know: bodies that the gateway reads itself, and its errors."""
 
 from __future__ import annotations
 

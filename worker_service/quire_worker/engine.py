@@ -149,9 +149,7 @@ class Engine:
         await self._outbox.deliver_first()
         self._thread.go_on()
         self.scheduler.roster.observe(computed.work, computed.seconds, computed.swapped_block_count, computed.swap_s)
-        self.telemetry.forward_s += computed.seconds
-        self.telemetry.step_seconds.observe(self.clock() - started)
-        self.telemetry.batch_samples.observe(len(computed.work))
+        self.telemetry.observe_pass(len(computed.work), computed.seconds, self.clock() - started)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,12 @@ class WorkerTelemetry:
         count = histogram.buckets()[-1][1]
         return min(max(histogram.sum / count / 2, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX) if count else None
 
+    def observe_pass(self, sample_count: int, forward_s: float, step_s: float) -> None:
+        """A step ran the model for `sample_count` samples: `forward_s` in it, and `step_s` in all."""
+        self.batch_samples.observe(sample_count)
+        self.forward_s += forward_s
+        self.step_seconds.observe(step_s)
+
     def observe_first_token(self, request: Request, seconds: float) -> None:
         """A request's first token came, `seconds` after the request."""
         self.first_token_seconds.observe(seconds)

@@ -19,7 +19,7 @@ from quire.sampling import Chunk, SamplingOptions
 from quire.streams import AsyncChunkStream
 
 from quire_gateway.asks import Ask, Prompt, with_defaults
-from quire_gateway.calls.plans import TAIL_TOKENS, Plan, ends_in_reasoning, plan_of
+from quire_gateway.calls.plans import TAIL_TOKENS, Plan, ends_behind_reasoning, ends_in_reasoning, plan_of
 from quire_gateway.continuing import Said, common_count, continued
 from quire_gateway.conversations import Chat
 from quire_gateway.entries import Entry
@@ -129,8 +129,14 @@ async def _planned(fleet: Fleet, call: Call) -> Call:
     notation = await fleet.notation(model)
     tail = call.tokens[0][-TAIL_TOKENS:] if notation.reasoning is not None else ()
     texts = await spelled(fleet, model, set(tail))
-    is_reasoning = ends_in_reasoning(b"".join(texts[token] for token in tail).decode(errors="replace"))
-    plan = plan_of(ask.tools, ask.options.get("json_schema"), notation, is_reasoning=is_reasoning)
+    end = b"".join(texts[token] for token in tail).decode(errors="replace")
+    plan = plan_of(
+        ask.tools,
+        ask.options.get("json_schema"),
+        notation,
+        is_reasoning=ends_in_reasoning(end),
+        has_reasoned=ends_behind_reasoning(end),
+    )
     if plan is None:
         return call
     options: dict[str, Any] = {**ask.options, "skip_special_tokens": False}

@@ -151,6 +151,16 @@ def test_answers_that_have_to_call_are_structures(kind: Kind) -> None:
     assert refused_at(kind, behind, f"Hm.</think>\n{two}", must._replace(is_reasoning=True)) is None
 
 
+def test_what_is_due_begins_at_once_where_the_prompt_has_closed_the_reasoning(kind: Kind) -> None:
+    behind = replace(CALL_FORMATS["hermes"], marks=THINK.marks)
+    call, closed = WRITTEN["hermes"], Held(has_reasoned=True)
+    for held, text in ((closed._replace(is_called=True), call), (closed._replace(content=CONTENT), '{"x":1}')):
+        assert refused_at(kind, behind, text, held) is None
+        assert refused_at(kind, behind, f"<think>Hm.</think>{text}", held) is not None
+        assert refused_at(kind, behind, f"<think>Hm.</think>{text}", held._replace(has_reasoned=False)) is None
+    assert refused_at(kind, behind, f"<think>Hm.</think>{call}", closed) is None, "nothing is due"
+
+
 def test_what_is_not_known_of_a_schema_has_no_effect_unless_it_is_strict() -> None:
     schema = {**SCHEMA, "not": {"required": ["b"]}}
     kind, text = kind_of("none"), '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS
 from quire_gateway.calls.grammars import Function
-from quire_gateway.calls.plans import Notation, Plan, ends_in_reasoning, plan_of, reasoning_token_count
+from quire_gateway.calls.plans import Notation, Plan, ends_behind_reasoning, ends_in_reasoning, plan_of, reasoning_token_count
 from quire_gateway.calls.tools import Choice, Tools
 from quire_gateway.failures import ApiError
 
@@ -62,6 +62,14 @@ def test_ids_are_those_of_the_family_also_where_a_call_has_to_be_made() -> None:
 )
 def test_a_prompt_ends_where_reasoning_begins_if_nothing_is_behind_its_mark(tail: str, *, expected: bool) -> None:
     assert ends_in_reasoning(tail) == expected
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [("<think>\n\n</think>\n\n", True), ("</think>", True), ("<think>\n", False), ("</think> a", False), ("", False)],
+)
+def test_a_prompt_ends_behind_reasoning_if_nothing_follows_its_end(tail: str, *, expected: bool) -> None:
+    assert ends_behind_reasoning(tail) == expected
 
 
 def test_tokens_of_reasoning_are_those_between_its_marks_and_these() -> None:

@@ -42,6 +42,7 @@ class Held(NamedTuple):
 
     Attributes:
         is_reasoning: whether it begins within its reasoning.
+        has_reasoned: whether the prompt has closed the reasoning, so that what is due begins at once.
         is_called: whether it must call a function.
         has_many: whether it may call several.
         content: the schema of its content; None for free text.
@@ -49,6 +50,7 @@ class Held(NamedTuple):
     """
 
     is_reasoning: bool = False
+    has_reasoned: bool = False
     is_called: bool = False
     has_many: bool = True
     content: Any = None
@@ -76,8 +78,8 @@ class _Writer:
         self._space = "" if held.is_compact else "SPACE?"
         self._triggers: dict[tuple[str, str], str] = {}  # rules, by the rule before a trigger and its text
         # Only whitespace may precede a required part; with channels, text of other channels, too.
-        is_due = held.is_called or held.content is not None
-        self._before = "PADDING" if is_due and form.answer is None else "TEXT"
+        self._is_due = held.is_called or held.content is not None
+        self._before = "PADDING" if self._is_due and form.answer is None else "TEXT"
 
     def written(self) -> str:
         """Returns the grammar as a text."""
@@ -107,7 +109,7 @@ class _Writer:
         """Returns the reasoning that an answer has before its content, or may have."""
         opened = [self._mark(mark, "PADDING") for mark in self._form.marks if mark.places == AT_START]
         closed = [self._mark(mark, "TEXT") for mark in self._form.marks if mark.places == IN_REASONING]
-        if not closed:
+        if not closed or (self._held.has_reasoned and self._is_due):
             return ""
         reasoned = _sequence("" if self._held.is_reasoning else _any(opened), _any(closed), "SPACE?")
         return reasoned if self._held.is_reasoning else f"({reasoned})?"

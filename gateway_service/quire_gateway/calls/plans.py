@@ -17,7 +17,8 @@ from quire_gateway.calls.tools import Choice, Tools
 from quire_gateway.failures import invalid, unsupported
 
 _THINKS: Final = re.compile(r"<think>\s*\Z")
-TAIL_TOKENS: Final = 16  # of a prompt; enough to see whether reasoning begins at its end
+_THOUGHT: Final = re.compile(r"</think>\s*\Z")
+TAIL_TOKENS: Final = 16  # of a prompt; enough to see whether reasoning begins or ends at its end
 
 
 class Notation(NamedTuple):
@@ -89,6 +90,11 @@ def ends_in_reasoning(prompt_tail: str) -> bool:
     return _THINKS.search(prompt_tail) is not None
 
 
+def ends_behind_reasoning(prompt_tail: str) -> bool:
+    """Tells whether a prompt ends with closed reasoning, as templates write it where a model shall not think."""
+    return _THOUGHT.search(prompt_tail) is not None
+
+
 def _read(schema: Any) -> Any:
     """Returns a schema that may have come as a JSON text.
 
@@ -103,7 +109,9 @@ def _read(schema: Any) -> Any:
         raise invalid("guided_json", "guided_json is a text that is no JSON") from None
 
 
-def plan_of(tools: Tools | None, content: Any, notation: Notation, *, is_reasoning: bool) -> Plan | None:
+def plan_of(
+    tools: Tools | None, content: Any, notation: Notation, *, is_reasoning: bool, has_reasoned: bool = False
+) -> Plan | None:
     """Returns the plan for an answer; None if all of it is text.
 
     Args:
@@ -111,6 +119,7 @@ def plan_of(tools: Tools | None, content: Any, notation: Notation, *, is_reasoni
         content: the schema of its content; None for free text.
         notation: of the model.
         is_reasoning: whether it begins within its reasoning.
+        has_reasoned: whether the prompt ends with closed reasoning.
 
     Raises:
         ApiError: the answer may have calls, and the model's format of calls is unknown.
@@ -125,7 +134,7 @@ def plan_of(tools: Tools | None, content: Any, notation: Notation, *, is_reasoni
         form = Format((), channels.marks if channels else marks, answer=channels.answer if channels else None)
         grammar = None
         if content is not None:
-            grammar = grammar_of(form, (), notation.tokens, Held(is_reasoning=is_reasoning, content=content))
+            grammar = grammar_of(form, (), notation.tokens, Held(is_reasoning, has_reasoned, content=content))
         return Plan(form, (), grammar, is_reasoning, False)
     is_called = tools.choice is not Choice.AUTO
     if is_called and (own is None or own.answer is None):
@@ -142,7 +151,7 @@ def plan_of(tools: Tools | None, content: Any, notation: Notation, *, is_reasoni
     if content is not None and not is_called and any(not run.opening and run.head[0] == "{" for run in form.runs):
         raise unsupported("response_format", "cannot be used beside tools with this model, whose calls are JSON alone")
     is_compact = is_called and form.answer is None
-    held = Held(is_reasoning, is_called, tools.is_parallel, None if is_called else content, is_compact)
+    held = Held(is_reasoning, has_reasoned, is_called, tools.is_parallel, None if is_called else content, is_compact)
     names = tuple(function.name for function in tools.functions)
     grammar = grammar_of(form, tools.functions, notation.tokens, held)
     return Plan(form, names, grammar, is_reasoning, tools.choice is not Choice.NAMED)

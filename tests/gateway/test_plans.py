@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS
 from quire_gateway.calls.grammars import Function
-from quire_gateway.calls.plans import Notation, Plan, ends_behind_reasoning, ends_in_reasoning, plan_of, reasoning_token_count
+from quire_gateway.calls.plans import (
+    Notation,
+    Plan,
+    ends_behind_reasoning,
+    ends_in_reasoning,
+    plan_of,
+    reasoning_token_count,
+)
 from quire_gateway.calls.tools import Choice, Tools
 from quire_gateway.failures import ApiError
 

@@ -161,6 +161,14 @@ def test_what_is_due_begins_at_once_where_the_prompt_has_closed_the_reasoning(ki
     assert refused_at(kind, behind, f"<think>Hm.</think>{call}", closed) is None, "nothing is due"
 
 
+def test_content_that_is_due_is_not_left_out(kind: Kind) -> None:
+    thinks = Format(marks=THINK.marks)
+    for held in (Held(content=CONTENT), Held(has_reasoned=True, content=CONTENT)):
+        assert refused_at(kind, thinks, '{"x":1}', held, ()) is None
+        assert refused_at(kind, thinks, "", held, ()) is not None
+    assert refused_at(kind, thinks, "Hm.</think>", Held(is_reasoning=True, content=CONTENT), ()) is not None
+
+
 def test_what_is_not_known_of_a_schema_has_no_effect_unless_it_is_strict() -> None:
     schema = {**SCHEMA, "not": {"required": ["b"]}}
     kind, text = kind_of("none"), '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

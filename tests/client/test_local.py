@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +237,7 @@ def test_up_runs_until_it_is_told_to_stop() -> None:
     free = [f"--listen-{name}=127.0.0.1:0" for name in ("allocator", "worker", "gateway")]
     free += [f"--metrics-{name}=127.0.0.1:0" for name in ("allocator", "worker")]
     command = [sys.executable, "-m", "quire.cli", "up", "--model", str(DEMO), *free, "--", "--blocks", "32"]
+    command += ["--", "--body-bytes-max", "1000"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process.stderr as lines:
@@ -243,6 +245,8 @@ def test_up_runs_until_it_is_told_to_stop() -> None:
         url = next(line.split()[-1] for line in lines if "curl" in line)
         with urllib.request.urlopen(url, timeout=10) as answer:
             assert [model["id"] for model in json.load(answer)["data"]] == ["demo"]
+        with pytest.raises(urllib.error.HTTPError, match="413"):
+            urllib.request.urlopen(url.replace("models", "completions"), b"x" * 1001, timeout=10)
         children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0

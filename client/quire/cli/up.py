@@ -20,19 +20,21 @@ from quire._transport.address import require_free
 from quire._transport.channel import DEFAULT_ALLOCATOR, DEFAULT_WORKER
 from quire.cli import options, output
 from quire.cli.names import Up
-from quire.cli.servers import check_worker, completions
+from quire.cli.servers import check_worker, completions, imported
 from quire.errors import UsageError
 from quire.local import DRAIN_S, LocalStack
 
 EXAMPLES = """Run an allocator, a worker and a gateway on this machine until Ctrl-C.
 
-Arguments after -- go to the worker (see quire worker --help).
+Arguments after -- go to the worker (see quire worker --help), those after a second -- to the gateway (see quire
+gateway --help).
 
 Examples:
 
     quire up
     quire up --model ~/models/Qwen3-0.6B -- --kv-memory 2GiB
     quire up --model ~/models/Qwen3-8B --tensor-parallel 2
+    quire up --model ~/models/Qwen3-8B -- -- --tool-call-format hermes
     quire up --listen-allocator 127.0.0.1:0 --listen-worker 127.0.0.1:0 --listen-gateway none
 """
 NO_GATEWAY: Final = "none"
@@ -43,9 +45,10 @@ def register(app: typer.Typer) -> None:
     app.command(cls=Up, help=EXAMPLES)(up)
 
 
-def _complete(args: list[str], incomplete: str) -> list[tuple[str, str]]:
-    """Returns the worker's options, which follow --."""
-    return completions("worker", args, incomplete)
+def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Returns the worker's options, which follow --, or the gateway's, which follow another one."""
+    given = ctx.params.get("server_arguments") or []
+    return completions("gateway" if "--" in given else "worker", given, incomplete)
 
 
 def _metrics(server: str) -> Any:
@@ -54,8 +57,9 @@ def _metrics(server: str) -> Any:
 
 def up(
     context: typer.Context,
-    worker_arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- WORKER OPTIONS...]", autocompletion=_complete)
+    server_arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- WORKER OPTIONS... [-- GATEWAY OPTIONS...]]", autocompletion=_complete),
     ] = None,
     *,
     model: Annotated[Path, typer.Option(help="Folder of the model.", metavar="FOLDER")] = Path("models/demo"),
@@ -90,16 +94,19 @@ def up(
     ] = False,
 ) -> None:
     """Runs a LocalStack in the foreground."""
+    worker_arguments, gateway_arguments = _shared_out(server_arguments or [])
     if worker_arguments and not worker_arguments[0].startswith("-"):
         meant = f"the model is given as --model {worker_arguments[0]}, and options of the worker come after --"
         raise typer.BadParameter(meant, context)
     common = ["--log-level", log_level, *(["--token-file", token_file] if token_file else [])]
     ranks = [] if tensor_parallel is None else ["--tensor-parallel", str(tensor_parallel)]
-    of_worker = [*common, *ranks, *(worker_arguments or [])]
+    of_worker = [*common, *ranks, *worker_arguments]
+    of_gateway = [*common, *gateway_arguments]
     # What cannot go well is said before anything is started.
     require_extra("allocator")
     read_token(token_file)
     check_worker(["--model", str(model), *of_worker], are_ports_ours=False)
+    _check_gateway(listen_gateway, gateway_arguments)
     of_allocator = {"--listen-allocator": listen_allocator, "--metrics-allocator": metrics_allocator}
     of_others = {"--listen-worker": listen_worker, "--metrics-worker": metrics_worker}
     _require_free({**of_allocator, **of_others, "--listen-gateway": listen_gateway})
@@ -114,7 +121,7 @@ def up(
         gateway_listen=listen_gateway if _has_gateway(listen_gateway, console) else None,
         allocator_arguments=common,
         worker_arguments=of_worker,
-        gateway_arguments=common,
+        gateway_arguments=of_gateway,
         log_folder=log_folder,
         inherit_logs=log_folder is None,
         start_timeout_s=start_timeout,
@@ -122,6 +129,26 @@ def up(
         on_progress=lambda line: console.print(f"quire: {line}", style="dim", markup=False),
     )
     _run(stack, console, drain_timeout, as_json=as_json)
+
+
+def _shared_out(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the options of the worker, and those of the gateway, which come after a -- among them."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
+
+
+def _check_gateway(address: str, arguments: list[str]) -> None:
+    """Looks at a gateway's options, if there are any.
+
+    Raises:
+        UsageError: there is to be no gateway, or its packages are missing.
+        SystemExit: there is no such option; its parser has said so.
+    """
+    if not arguments:
+        return
+    if address == NO_GATEWAY:
+        raise UsageError(f"{arguments[0]} is an option of the gateway, and --listen-gateway {NO_GATEWAY} starts none")
+    imported("quire_gateway.options").parse_arguments(arguments)
 
 
 def _require_free(addresses: Mapping[str, str]) -> None:

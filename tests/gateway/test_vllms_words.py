@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from quire import Client
-from quire.local import LocalStack, ServerProcess
+from quire.local import LocalStack, ServerFailedError, ServerProcess
 from quire.types import SamplingDefaults
 
 from tests.gateway.scene import DEMO, client, curl, events, gateway
@@ -175,6 +175,7 @@ def test_a_trusting_worker_with_a_template_of_its_own_and_a_checkpoint_that_prop
     }
     (folder / "tokenizer.json").write_text(json.dumps(described))
     template.write_text("own: {{ messages[0].content }}")
+    (folder / "chat_template.jinja").write_text("{% for %}")  # the checkpoint's, which is not asked
     arguments = ["--blocks", "512", "--chat-template", str(template), "--trust-request-chat-template"]
     with LocalStack(folder, worker_arguments=arguments, gateway_listen="127.0.0.1:0") as running:
         assert running.gateway is not None
@@ -215,3 +216,12 @@ def test_what_needs_another_kind_of_model_is_refused_by_name(served: ServerProce
     assert path not in json.loads(curl(served, "/").body)["paths"]
     with pytest.raises(openai.NotFoundError, match="compute no embeddings"):
         client(served).embeddings.create(model="demo", input="a")
+
+
+def test_a_checkpoint_whose_template_cannot_be_parsed_is_refused_at_start_by_its_file(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(DEMO, folder)
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    said = r"cannot be used: chat_template.jinja: template 'default', line 1: .*--chat-template FILE"
+    with pytest.raises(ServerFailedError, match=said):
+        LocalStack(folder, worker_arguments=["--blocks", "64"]).start()

@@ -50,8 +50,6 @@ class Texts:
         about = {"templates": template.sources, "variables": template.variables}
         self._bench = Bench("templates", lambda: about, LIMITS)
         self._numbers = itertools.count()
-        for fault in template.faults():
-            log.error("the chat template cannot be used", fault=fault)
 
     async def warm(self) -> None:
         """Starts the process that writes conversations down, where the checkpoint has a template."""

@@ -6,7 +6,6 @@ the process, and is trusted as far as the checkpoint is.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -143,22 +142,28 @@ class ChatTemplate:
     Attributes:
         sources: of the templates, by name; `default`, and `tool_use` where tools have one of their own.
         variables: that all of them see, the tokenizer's special tokens.
+        file: that they are in; empty where they are in none.
+        unreadable: what is wrong with files that may hold templates.
     """
 
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], variables: Mapping[str, Any], file: str = "", unreadable: Sequence[str] = ()
+    ) -> None:
         self.sources, self.variables = dict(sources), dict(variables)
+        self.file, self.unreadable = file, tuple(unreadable)
         self._wants_parts: dict[tuple[str, str], bool] = {}
 
     def faults(self) -> list[str]:
-        """Returns what is wrong with the templates, whatever they are given."""
+        """Returns what is wrong with the templates, whatever they are given, and with their files."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        found = []
+        found = list(self.unreadable)
+        where = f"{self.file}: " if self.file else ""
         for name, source in self.sources.items():
             try:
                 _compile_jinja_template(source)
             except jinja2.TemplateSyntaxError as error:
-                found.append(f"template {name!r}, line {error.lineno}: {error.message}")
+                found.append(f"{where}template {name!r}, line {error.lineno}: {error.message}")
         return found
 
     def text(self, conversation: Conversation) -> str:
@@ -276,20 +281,43 @@ def _is_text(part: Any) -> bool:
 def chat_template_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> ChatTemplate:
     """Returns the templates of a checkpoint: its tokenizer's, else those of the processor that goes with it.
 
-    A file that cannot be read is as good as none.
+    A file that is there and cannot be read is among their faults.
     """
-    found: Any = tokenizer.chat_template
-    for name in ("chat_template.json", "processor_config.json"):
-        if not found:
-            with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):
-                found = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
-    if isinstance(found, list):  # as in older files
-        found = {
-            each["name"]: each["template"]
-            for each in found
-            if isinstance(each, dict) and {"name", "template"} <= each.keys()
-        }
-    sources = {"default": found} if isinstance(found, str) else dict(found or {})
+    own, sources, file, unreadable = _file_of_tokenizer(folder), dict[str, str](), "", []
+    for name in (own, "chat_template.json", "processor_config.json"):
+        if sources:
+            break
+        file = name
+        try:
+            is_own = name == own
+            found = tokenizer.chat_template if is_own else json.loads((folder / name).read_text(encoding="utf-8"))
+            sources = _sources(found if is_own else found.get("chat_template"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no JSON with templates that are texts"
+            unreadable.append(f"{name}: {why}")
     if len(sources) == 1:
         sources = {"default": next(iter(sources.values()))}
-    return ChatTemplate(sources, tokenizer.special_tokens_map)
+    return ChatTemplate(sources, tokenizer.special_tokens_map, file if sources else "", unreadable)
+
+
+def _file_of_tokenizer(folder: Path) -> str:
+    """Returns which file transformers takes a tokenizer's templates from, if it has any."""
+    if (folder / "additional_chat_templates").is_dir():
+        return "chat_template.jinja or additional_chat_templates"
+    return "chat_template.jinja" if (folder / "chat_template.jinja").exists() else "tokenizer_config.json"
+
+
+def _sources(found: Any) -> dict[str, str]:
+    """Returns templates by name, of one, of several by name, or of a list of them as in older files.
+
+    Raises:
+        TypeError, KeyError: they are none of these.
+    """
+    if found is None or isinstance(found, str):
+        return {"default": found} if found else {}
+    sources = {each["name"]: each["template"] for each in found} if isinstance(found, list) else dict(found)
+    if not all(isinstance(part, str) for item in sources.items() for part in item):
+        raise TypeError("a template is no text")
+    return sources

@@ -143,7 +143,10 @@ def _add_conversations(parser: argparse.ArgumentParser) -> None:
         " writer may pose as another (default: %(default)s; those that the chat template writes are tokens)",
     )
     parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="Jinja template of conversations (default: the checkpoint's)"
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja template of conversations (default: the checkpoint's, which has to be one that can be read)",
     )
     parser.add_argument(
         "--trust-request-chat-template",

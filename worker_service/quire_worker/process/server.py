@@ -37,7 +37,7 @@ from quire_worker.execution.leader import Leader
 from quire_worker.execution.sizing import PoolMemory, memory_of, size_pool, warn_of_short_sequences
 from quire_worker.host_memory import size
 from quire_worker.model.adapters.peft_folder import AdapterLimits
-from quire_worker.model.checkpoint import ModelError
+from quire_worker.model.checkpoint import CheckpointError, ModelError
 from quire_worker.model.configuration import check_configuration
 from quire_worker.model.conversation import ChatTemplate
 from quire_worker.model.loading import load_model
@@ -94,6 +94,11 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     tokenizer = read_tokenizer(options.model, keeps_special=options.special_tokens_in_chats == "tokens")
     if options.chat_template is not None:
         tokenizer.chat_template = _chat_template(options.chat_template, tokenizer)
+    for fault in tokenizer.chat_template.faults():
+        raise CheckpointError(
+            f"a chat template of {options.model} cannot be used: {fault}; mend it, or name another one"
+            " with --chat-template FILE"
+        )
     if isinstance(tokenizer, NoTokenizer):
         log.warning("no tokenizer: prompts must be token ids, and tokens have no text", folder=str(options.model))
     if ranks is None or ranks.place.size == 1:

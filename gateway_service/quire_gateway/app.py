@@ -73,6 +73,7 @@ def make_app(
             ask,
             entry=state.entry,
             namespace=state.namespace,
+            split_special_tokens=state.split_special_tokens,
             request_id=state.request_id,
             timeout_s=request_timeout_s,
         )
@@ -177,7 +178,7 @@ def _serve_texts(app: FastAPI, work: Work) -> None:
     @app.post("/tokenize", openapi_extra=described(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         asked = await work.read(request, TokenizeBody, texts.of_tokenize)
-        return _json(orjson.dumps(await texts.tokenized(work.fleet, asked)))
+        return _json(orjson.dumps(await texts.tokenized(work.fleet, asked, request.state.split_special_tokens)))
 
     @app.post("/detokenize", openapi_extra=described(DetokenizeBody))
     async def detokenize(request: Request) -> Response:

@@ -49,7 +49,7 @@ class Gate:
     """Admits a request to the endpoints, or refuses it.
 
     Args:
-        app: the endpoints. They find `namespace` and `request_id` in `scope["state"]`.
+        app: the endpoints. They find `namespace`, `split_special_tokens` and `request_id` in `scope["state"]`.
         telemetry: the metrics to update.
         keys: of the callers; None admits everybody, with the nameless namespace.
         operator_token: required by `OPERATOR_PATHS`; None with `keys` closes them to everybody.
@@ -114,6 +114,7 @@ class Gate:
             namespace = "" if key is None else key.namespace
             state = scope.setdefault("state", {})
             state.update(namespace=namespace, request_id=request_id.decode(), started_s=started_s)
+            state["split_special_tokens"] = None if key is None else key.split_special_tokens
             if _is_work(scope["path"]) and scope["method"] == "POST":
                 name = "" if key is None else key.name
                 entry = Entry(request_id.decode(), name, namespace, scope["path"], started_s)

@@ -28,7 +28,10 @@ LIMIT_MAX: Final = 1_000_000_000
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,63}")
 NAMELESS: Final = "default"  # name of a key that has neither a name nor a namespace
 _LIMITS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minute", "concurrent": "concurrent_max"}
-_FORM: Final = "KEY or KEY NAMESPACE, and after these name=, requests=, tokens=, concurrent= or expires="
+_SPLIT: Final = {"text": True, "tokens": False}  # what special tokens in conversations are: whether they are split
+_FORM: Final = (
+    "KEY or KEY NAMESPACE, and after these name=, requests=, tokens=, concurrent=, expires= or special_tokens="
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class ApiKey:
         name: for logs and metrics; several keys may have one.
         requests_per_minute, tokens_per_minute, concurrent_max: limits; None where there is none.
         expires_s: when it ends, in seconds since 1970; None where it does not.
+        split_special_tokens: whether special tokens that its conversations spell are ordinary text, or those tokens;
+            None: as the worker was started.
     """
 
     digest: bytes
@@ -50,6 +55,7 @@ class ApiKey:
     tokens_per_minute: int | None = None
     concurrent_max: int | None = None
     expires_s: float | None = None
+    split_special_tokens: bool | None = None
 
 
 class ApiKeys:
@@ -136,6 +142,10 @@ def _key_of(words: list[str]) -> ApiKey:
             found["name"] = value
         elif option == "expires":
             found["expires_s"] = _time_of(value)
+        elif option == "special_tokens":
+            if value not in _SPLIT:
+                raise ValueError(f"special_tokens= takes {' or '.join(_SPLIT)}")
+            found["split_special_tokens"] = _SPLIT[value]
         else:
             raise ValueError(f"write {_FORM}; a name has 1 to 64 letters, digits, '.', '_', '@', '/' and '-'")
     return ApiKey(hashlib.sha256(secret.encode()).digest(), namespace, **found)

@@ -75,8 +75,8 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         default=os.environ.get("QUIRE_API_KEYS_FILE") or None,
         help="who may call: KEY, or KEY NAMESPACE, a line, then perhaps name=NAME, requests=N and tokens=N a minute,"
-        " concurrent=N, expires=DATE; read again when it changes (default: $QUIRE_API_KEYS_FILE, or the keys themselves"
-        " in $QUIRE_API_KEYS)",
+        " concurrent=N, expires=DATE, special_tokens=text or tokens; read again when it changes (default:"
+        " $QUIRE_API_KEYS_FILE, or the keys themselves in $QUIRE_API_KEYS)",
     )
     parser.add_argument(
         "--token-file",

@@ -82,6 +82,7 @@ async def prepare(
     namespace: str,
     request_id: str,
     timeout_s: float,
+    split_special_tokens: bool | None = None,
     said: Said | None = None,
 ) -> Call:
     """Finds the model, and tokenizes the prompts; one that continues what was said begins with its tokens.
@@ -92,8 +93,8 @@ async def prepare(
     model = fleet.model(ask.model)
     entry.model = model.name
     ask = with_defaults(ask, fleet.sampling_defaults(model))
-    special = ask.add_special_tokens
-    tokens = tuple([await tokens_of(fleet, model, prompt, ask.names, special) for prompt in ask.prompts])
+    special = {"add_special_tokens": ask.add_special_tokens, "split_special_tokens": split_special_tokens}
+    tokens = tuple([await tokens_of(fleet, model, prompt, ask.names, **special) for prompt in ask.prompts])
     wanted = 1 if ask.is_cut_to_fit else ask.max_tokens or 1
     if ask.prompt_tokens_max is not None:
         kept = max(ask.prompt_tokens_max or model.sequence_tokens_max - wanted, 1)
@@ -333,7 +334,13 @@ async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Map
 
 
 async def tokens_of(
-    fleet: Fleet, model: Model, prompt: Prompt, names: Mapping[str, str], add_special_tokens: bool | None = None
+    fleet: Fleet,
+    model: Model,
+    prompt: Prompt,
+    names: Mapping[str, str],
+    add_special_tokens: bool | None = None,
+    *,
+    split_special_tokens: bool | None = None,
 ) -> tuple[int, ...]:
     """Returns a prompt's tokens, as any worker of the model says.
 
@@ -343,6 +350,7 @@ async def tokens_of(
         prompt: a text, a conversation, or the tokens.
         names: the caller's names of the workers' fields.
         add_special_tokens: whether those are there that the checkpoint puts around a text; None for its way.
+        split_special_tokens: whether those that a conversation spells are ordinary text; None for the worker's way.
 
     Raises:
         ApiError: it is refused, or nobody answers.
@@ -363,6 +371,7 @@ async def tokens_of(
                 continue_final_message=prompt.continues_final,
                 chat_template=prompt.template,
                 add_special_tokens=add_special_tokens,
+                split_special_tokens=split_special_tokens,
             ),
             names,
         )

@@ -86,8 +86,8 @@ def of_tokenize(body: TokenizeBody) -> Tokenizing:
     return Tokenizing(body.model, prompt, bool(body.return_token_strs), body.add_special_tokens)
 
 
-async def tokenized(fleet: Fleet, asked: Tokenizing) -> Mapping[str, Any]:
-    """Returns the answer of /tokenize.
+async def tokenized(fleet: Fleet, asked: Tokenizing, split_special_tokens: bool | None) -> Mapping[str, Any]:
+    """Returns the answer of /tokenize; `split_special_tokens` is the caller's key's.
 
     Raises:
         ApiError: nobody serves the model, or its worker refuses the text or the chat.
@@ -95,7 +95,12 @@ async def tokenized(fleet: Fleet, asked: Tokenizing) -> Mapping[str, Any]:
     model = fleet.model(asked.model)
     own = "prompt" if isinstance(asked.prompt, str) else "messages"
     tokens = await relay.tokens_of(
-        fleet, model, asked.prompt, {**_NAMES, PROMPT: own, "text": own}, asked.add_special_tokens
+        fleet,
+        model,
+        asked.prompt,
+        {**_NAMES, PROMPT: own, "text": own},
+        asked.add_special_tokens,
+        split_special_tokens=split_special_tokens,
     )
     texts = None
     if asked.with_texts:

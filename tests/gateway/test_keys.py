@@ -37,15 +37,17 @@ def shown(key: str) -> tuple[str, str]:
 
 
 def test_a_line_has_a_name_limits_and_an_end() -> None:
-    line = f"{KEY} acme name=web requests=600 tokens=100000 concurrent=8 expires=2027-01-31T12:00+00:00"
+    line = f"{KEY} acme name=web requests=600 tokens=100000 concurrent=8 expires=2027-01-31T12:00Z special_tokens=text"
     now_s = 1_801_396_799.0  # a second before it ends
     keys = ApiKeys(f"{line}\n{OTHER_KEY} beta", "here", clock=lambda: now_s)
     key = keys.named(f"Bearer {KEY}".encode())
     assert key is not None
     assert (key.namespace, key.name) == ("acme", "web")
     assert (key.requests_per_minute, key.tokens_per_minute, key.concurrent_max) == (600, 100_000, 8)
+    assert key.split_special_tokens is True
     other = keys.named(f"Bearer {OTHER_KEY}".encode())
     assert other is not None
+    assert other.split_special_tokens is None
     assert (other.name, other.requests_per_minute, other.expires_s) == ("beta", None, None)
     now_s += 1
     assert keys.named(f"Bearer {KEY}".encode()) is None
@@ -61,6 +63,7 @@ def test_a_line_has_a_name_limits_and_an_end() -> None:
         ("acme name=a,b", "entry 2"),
         ("acme name=" + "n" * 65, "a name has 1 to 64"),
         ("acme expires=soon", "expires= takes a date"),
+        ("acme special_tokens=yes", "special_tokens= takes text or tokens"),
         ("acme concurrent=1 concurrent=2", "an option is there twice"),
         ("acme beta", "write KEY"),
     ],

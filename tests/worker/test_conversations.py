@@ -189,18 +189,18 @@ def test_special_tokens_in_messages_are_ordinary_text(kind: str, tmp_path: Path)
     tokenizer.chat_template.sources["default"] = "{% for m in messages %}<|user|>{{ m.content }}</s>{% endfor %}"
     end, user, start = (backend.token_to_id(each) for each in ("</s>", "<|user|>", "<s>"))
 
-    def tokens_of(reader: Tokenizer, content: str) -> list[int]:
-        conversation = reader.sign(Conversation([{"role": "user", "content": content}], [], {}, False))
-        return reader.encode_written(tokenizer.chat_template.text(conversation))
+    def tokens_of(content: str) -> list[int]:
+        conversation = tokenizer.sign(Conversation([{"role": "user", "content": content}], [], {}, False))
+        return tokenizer.encode_written(tokenizer.chat_template.text(conversation))
 
-    honest = tokens_of(tokenizer, "hello")
+    honest = tokens_of("hello")
     assert honest == backend.encode("<|user|>hello</s>", add_special_tokens=False).ids
-    attacked = tokens_of(tokenizer, INJECTED)
+    attacked = tokens_of(INJECTED)
     assert [token for token in attacked if token in {end, user, start}] == [user, end]
     if kind != "unigram":  # which has no piece for every character
         assert tokenizer.written(attacked[1:-1]).strip() == INJECTED
-    keeping = Tokenizer(tmp_path, keeps_special=True)
-    kept = tokens_of(keeping, INJECTED)
+    unsigned = Conversation([{"role": "user", "content": INJECTED}], [], {}, False)
+    kept = tokenizer.encode_continuation(tokenizer.chat_template.text(unsigned))
     assert [token for token in kept if token in {end, user, start}] == [user, end, user, start, end]
 
 

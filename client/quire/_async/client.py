@@ -243,6 +243,7 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
         continue_final_message: bool = False,
         chat_template: str = "",
         add_special_tokens: bool | None = None,
+        split_special_tokens: bool | None = None,
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
         """Returns the tokens of a text, or of a conversation (messages, as dictionaries with `role` and `content`) as
@@ -258,11 +259,14 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
             chat_template: to use instead of the checkpoint's, where the worker trusts its callers with it.
             add_special_tokens: whether the special tokens are there that the checkpoint puts around a text; None: for a
                 text they are, and for a conversation they are not.
+            split_special_tokens: whether special tokens that a conversation spells are split, as ordinary text is, or
+                are those tokens; None: as the worker was started.
             timeout_s: for this call.
         """
         request = conversations.tokenize_request(
             prompt, tools, variables, with_generation_prompt, continue_final_message=continue_final_message,
             chat_template=chat_template, add_special_tokens=add_special_tokens,
+            split_special_tokens=split_special_tokens,
         )  # fmt: skip
         reply = await self._link.call(self._stub.Tokenize, request, timeout_s)
         return tuple(reply.token_ids)

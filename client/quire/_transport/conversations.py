@@ -19,6 +19,7 @@ def tokenize_request(
     continue_final_message: bool = False,
     chat_template: str = "",
     add_special_tokens: bool | None = None,
+    split_special_tokens: bool | None = None,
 ) -> worker_pb.TokenizeRequest:
     """Makes the message of a text, or of a conversation.
 
@@ -28,7 +29,9 @@ def tokenize_request(
     if isinstance(prompt, str):
         return fill(worker_pb.TokenizeRequest(add_special_tokens=add_special_tokens), text=prompt)
     conversation = worker_pb.Conversation(
-        without_generation_prompt=not with_generation_prompt, continue_final_message=continue_final_message
+        without_generation_prompt=not with_generation_prompt,
+        continue_final_message=continue_final_message,
+        split_special_tokens=split_special_tokens,
     )
     fill(
         conversation,

@@ -1077,6 +1077,7 @@ class Conversation(_message.Message):
     WITHOUT_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    SPLIT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     messages_json: _builtins.str
     """Array of messages, each an object with `role` and, as text, `content`."""
     tools_json: _builtins.str
@@ -1093,6 +1094,10 @@ class Conversation(_message.Message):
     """Template to use instead of the checkpoint's; refused with BAD_PARAMETER unless the worker was started with
     `--trust-request-chat-template`.
     """
+    split_special_tokens: _builtins.bool
+    """Whether special tokens that messages, tools and variables spell are split, as ordinary text is; false: they are the
+    tokens. Without it they are what the worker was started with, `--special-tokens-in-chats`.
+    """
     def __init__(
         self,
         *,
@@ -1102,12 +1107,15 @@ class Conversation(_message.Message):
         without_generation_prompt: _builtins.bool = ...,
         continue_final_message: _builtins.bool = ...,
         chat_template: _builtins.str = ...,
+        split_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_split_special_tokens", b"_split_special_tokens", "split_special_tokens", b"split_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "continue_final_message", b"continue_final_message", "messages_json", b"messages_json", "tools_json", b"tools_json", "variables_json", b"variables_json", "without_generation_prompt", b"without_generation_prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_split_special_tokens", b"_split_special_tokens", "chat_template", b"chat_template", "continue_final_message", b"continue_final_message", "messages_json", b"messages_json", "split_special_tokens", b"split_special_tokens", "tools_json", b"tools_json", "variables_json", b"variables_json", "without_generation_prompt", b"without_generation_prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__split_special_tokens: _TypeAlias = _typing.Literal["split_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__split_special_tokens: _TypeAlias = _typing.Literal["_split_special_tokens", b"_split_special_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__split_special_tokens) -> _WhichOneofReturnType__split_special_tokens | None: ...
 
 Global___Conversation: _TypeAlias = Conversation  # noqa: Y015
 

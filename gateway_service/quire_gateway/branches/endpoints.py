@@ -93,7 +93,8 @@ class _Calls:
         names = {**_CHAT_NAMES, PROMPT: own, "text": own, "tokens": own}
 
         async def compute() -> dict[str, Any]:
-            tokens = await relay.tokens_of(work.fleet, model, prompt, names)
+            split = request.state.split_special_tokens
+            tokens = await relay.tokens_of(work.fleet, model, prompt, names, split_special_tokens=split)
             held = await relay.prefilled(
                 work.fleet, model, tokens, namespace, ttl_s=body.ttl_s, timeout_s=work.request_timeout_s, names=names
             )

@@ -103,6 +103,7 @@ class _Responses:
                 asked.ask,
                 entry=state.entry,
                 namespace=state.namespace,
+                split_special_tokens=state.split_special_tokens,
                 request_id=state.request_id,
                 timeout_s=work.request_timeout_s,
                 said=said,

@@ -108,18 +108,23 @@ class Texts:
         if isinstance(self._tokenizer, NoTokenizer):
             raise NoTokenizerError
         size = given.ByteSize()
+        is_split = not self._tokenizer.keeps_special
+        if given.HasField("split_special_tokens"):
+            is_split = given.split_special_tokens
         if size > TEXT_BYTES_MAX:
             message = f"a conversation must be at most {TEXT_BYTES_MAX:,} bytes, not {size:,}"
             raise QuireError.of(Reason.TOO_LARGE, message, field="messages")
         threads = self._threads(size)
         try:
             conversation = await threads.run(self._read, given)
+            if is_split:
+                conversation = await threads.run(self._tokenizer.sign, conversation)
             text = await self._text_of(conversation, size)
         except ConversationError as error:
             raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=error.field) from None
 
         def encoded() -> pb.TokenizeResponse:
-            tokens = self._tokenizer.encode_written(text)
+            tokens = (self._tokenizer.encode_written if is_split else self._tokenizer.encode_continuation)(text)
             return pb.TokenizeResponse(token_ids=self._tokenizer.surrounded(tokens) if surround else tokens)
 
         return await self._threads(len(text)).run(encoded)
@@ -141,8 +146,7 @@ class Texts:
         if given.continue_final_message and conversation.with_generation_prompt:
             what = "cannot be used with a generation prompt: the answer goes on with the last message"
             raise ConversationError(f"continue_final_message {what}", "continue_final_message")
-        conversation = conversation._replace(continues_final=given.continue_final_message, template=given.chat_template)
-        return self._tokenizer.sign(conversation)
+        return conversation._replace(continues_final=given.continue_final_message, template=given.chat_template)
 
     async def _text_of(self, conversation: Conversation, size: int) -> str:
         key = f"short {next(self._numbers)}" if size <= SHORT_CONVERSATION_BYTES_MAX else "long"

@@ -48,6 +48,7 @@ class Tokenizer:
         chat_template: of the checkpoint.
         special: ids of the tokens that have no text, by what they are called.
         special_ids: the same.
+        keeps_special: as given.
     """
 
     def __init__(self, folder: Path | str, *, keeps_special: bool = False) -> None:
@@ -56,7 +57,7 @@ class Tokenizer:
         Args:
             folder: of the checkpoint.
             keeps_special: whether special tokens that the texts of a conversation spell are special there, too, and not
-                ordinary text.
+                ordinary text, where the conversation does not say.
 
         Raises:
             CheckpointError: the folder has no tokenizer, or one that cannot be read.
@@ -82,7 +83,8 @@ class Tokenizer:
             token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         }
         self.special_ids = frozenset(self.special.values())
-        self._signed = () if keeps_special else tuple(name for name in self.special if name and not name.isspace())
+        self.keeps_special = keeps_special
+        self._signed = tuple(name for name in self.special if name and not name.isspace())
 
     @property
     def vocab_size(self) -> int:
@@ -121,8 +123,10 @@ class Tokenizer:
         return sign(conversation, self._signed)
 
     def encode_written(self, text: str) -> list[int]:
-        """Returns token ids of a conversation that the chat template has written down. The special tokens in it are
-        those that the template writes: a text with another one is cut there, and its parts are encoded by themselves.
+        """Returns token ids of a signed conversation that the chat template has written down.
+
+        The special tokens in it are those that the template writes: a text with another one is cut there, and its parts
+        are encoded by themselves.
 
         Raises:
             TokenizerError: the tokenizer cannot do it.

@@ -27,6 +27,7 @@ SIZES: Final = {
     "allocator": "--repeat 1 --without vllm scale",
     "eviction": "--trace TRACE --sizes 50",
     "gateway": f"--model demo --streams 1 --requests 1 --repeat 1 --without-vllm {SHORT}",
+    "gateway_agents": "--output-tokens 4 --repeat 1 --turns 1",
     "hybrid": "--quick --shapes gpt-oss-20b --workloads chats --loads 1",
     "kernel_errors": "--dtypes float16",
     "kernels": "--parts cpu --cases 2 --repeat 1 --without flex",

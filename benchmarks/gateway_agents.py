@@ -1,0 +1,170 @@
+"""Cost in the gateway of what agents ask for: tools, reasoning, and turns through `previous_response_id`.
+
+Three gateways stand before one worker of the demo model: one reads answers as text, one looks for calls of a tool,
+and one tells reasoning apart. The same streamed chat, of as many greedy tokens, goes to each in turn, and each round
+begins with another one; a ratio is the median of the rounds'. The turns are of one chat, whose answers lie in the
+pages: each row gives what one turn computed and what is its own tail, from the usage of its response.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from quire import Client
+from quire.local import LocalStack, ServerProcess
+from report import Goal, add_output_arguments, publish
+from serving_sides.models import DEMO
+
+COST_MAX: Final = 0.02  # of the tokens a second
+TOOL: Final = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+SIDES: Final[dict[str, tuple[list[str], dict[str, Any]]]] = {
+    "text": ([], {}),
+    "tools": (["--tool-call-format", "hermes"], {"tools": [TOOL], "tool_choice": "auto"}),
+    "reasoning": (["--reasoning-format", "think"], {}),
+}
+Row = dict[str, Any]
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-tokens", type=int, default=256, help="of a chat (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=25, help="rounds of chats (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=4, help="that continue a response (default: %(default)s)")
+    add_output_arguments(parser)
+    options = parser.parse_args()
+    if min(options.output_tokens, options.repeat, options.turns) < 1:
+        parser.error("counts must be at least 1")
+    return options
+
+
+@contextmanager
+def gateway(worker: str, folder: Path, extra: list[str]) -> Iterator[ServerProcess]:
+    """Serves a gateway before a worker."""
+    folder.mkdir()
+    command = ["--listen", "127.0.0.1:0", "--worker", worker, "--log-requests", "none", *extra]
+    process = ServerProcess("quire_gateway", command, folder=folder, log=folder / "log")
+    try:
+        process.wait_ready(deadline=time.monotonic() + 120)
+        yield process
+    finally:
+        process.stop()
+
+
+def post(process: ServerProcess, path: str, body: dict[str, Any]) -> bytes:
+    """Returns a whole answer.
+
+    Raises:
+        RuntimeError: it is a refusal.
+    """
+    host, _, port = process.address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=120)
+    connection.request("POST", path, json.dumps({"model": "demo", **body}), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    data = answer.read()
+    connection.close()
+    if answer.status != http.client.OK:
+        raise RuntimeError(f"the gateway answers {answer.status}: {data[:300]!r}")
+    return data
+
+
+def cpu_s(process: ServerProcess) -> float:
+    """Returns the time that a process has had a processor for, as Linux counts it."""
+    tasks = Path(f"/proc/{process.process.pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+def chats(gateways: dict[str, ServerProcess], options: argparse.Namespace) -> list[Row]:
+    """Returns a row for each gateway: its rate, its processor time, and both over those of text alone."""
+    rates: dict[str, list[float]] = {side: [] for side in gateways}
+    work: dict[str, list[float]] = {side: [] for side in gateways}
+    ask = {"messages": [{"role": "user", "content": "The for statement"}], "max_tokens": options.output_tokens}
+    ask |= {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    for number in range(-1, options.repeat):
+        first = number % len(gateways)
+        for side, process in [*gateways.items()][first:] + [*gateways.items()][:first]:
+            before_s, started_s = cpu_s(process), time.perf_counter()
+            last = post(process, "/v1/chat/completions", ask | SIDES[side][1]).split(b"data: ")[-2]
+            seconds, count = time.perf_counter() - started_s, json.loads(last)["usage"]["completion_tokens"]
+            if count != options.output_tokens:
+                raise RuntimeError(f"{side}: {count} tokens came instead of {options.output_tokens}")
+            if number >= 0:  # the first one of each warms it
+                rates[side].append(count / seconds)
+                work[side].append((cpu_s(process) - before_s) / count * 1e6)
+    return [
+        {
+            "what": side,
+            "tokens_per_s": round(statistics.median(rates[side]), 1),
+            "rate_over_text": round(_ratio(rates[side], rates["text"]), 3),
+            "gateway_us_per_token": round(statistics.median(work[side]), 1),
+            "gateway_time_over_text": round(_ratio(work[side], work["text"]), 3),
+            "tail_tokens": "",
+            "computed_tokens": "",
+        }
+        for side in gateways
+    ]
+
+
+def _ratio(mine: list[float], theirs: list[float]) -> float:
+    return statistics.median(own / other for own, other in zip(mine, theirs, strict=True))
+
+
+def turns(process: ServerProcess, count: int) -> list[Row]:
+    """Returns a row for each turn of a chat that continues the response before it."""
+    rows: list[Row] = []
+    ask = {"input": "The for statement. " * 16, "max_output_tokens": 100, "temperature": 0}
+    said = json.loads(post(process, "/v1/responses", ask))
+    for number in range(count):
+        ask |= {"input": "What is a sequence?", "previous_response_id": said["id"]}
+        following = json.loads(post(process, "/v1/responses", ask))
+        usage = following["usage"]
+        rows.append(
+            {
+                "what": f"turn {number + 1}",
+                "tokens_per_s": "",
+                "rate_over_text": "",
+                "gateway_us_per_token": "",
+                "gateway_time_over_text": "",
+                "tail_tokens": usage["input_tokens"] - said["usage"]["total_tokens"],
+                "computed_tokens": usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"],
+            }
+        )
+        said = following
+    return rows
+
+
+def main() -> None:
+    """Measures, and prints or writes the report."""
+    options = arguments()
+    with tempfile.TemporaryDirectory() as made, ExitStack() as cleanup:
+        stack = cleanup.enter_context(LocalStack(DEMO, worker_arguments=["--blocks", "512"]))
+        with Client(stack.worker_address) as worker:
+            block_size = worker.status().block_size
+        gateways = {
+            side: cleanup.enter_context(gateway(stack.worker_address, Path(made) / side, extra))
+            for side, (extra, _) in SIDES.items()
+        }
+        rows = chats(gateways, options)
+        print("chats: measured", file=sys.stderr)
+        continued = turns(gateways["text"], options.turns)
+    goals = [
+        Goal(f"tokens/s of a chat with {row['what']} over text", row["rate_over_text"], 1 - COST_MAX, "higher")
+        for row in rows[1:]
+    ]
+    beyond = max(row["computed_tokens"] - row["tail_tokens"] for row in continued)
+    goals.append(Goal("tokens that a turn computes beyond its tail", beyond, block_size, "lower"))
+    publish("The gateway for agents", rows + continued, goals, as_json=options.json, csv_file=options.csv)
+
+
+if __name__ == "__main__":
+    main()

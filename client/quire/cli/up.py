@@ -94,10 +94,7 @@ def up(
     ] = False,
 ) -> None:
     """Runs a LocalStack in the foreground."""
-    worker_arguments, gateway_arguments = _shared_out(server_arguments or [])
-    if worker_arguments and not worker_arguments[0].startswith("-"):
-        meant = f"the model is given as --model {worker_arguments[0]}, and options of the worker come after --"
-        raise typer.BadParameter(meant, context)
+    worker_arguments, gateway_arguments = _shared_out(server_arguments or [], context)
     common = ["--log-level", log_level, *(["--token-file", token_file] if token_file else [])]
     ranks = [] if tensor_parallel is None else ["--tensor-parallel", str(tensor_parallel)]
     of_worker = [*common, *ranks, *worker_arguments]
@@ -131,8 +128,15 @@ def up(
     _run(stack, console, drain_timeout, as_json=as_json)
 
 
-def _shared_out(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the options of the worker, and those of the gateway, which come after a -- among them."""
+def _shared_out(arguments: list[str], context: typer.Context) -> tuple[list[str], list[str]]:
+    """Returns the options of the worker, and those of the gateway, which come after a -- among them.
+
+    Raises:
+        BadParameter: the first is no option.
+    """
+    if arguments and not arguments[0].startswith("-"):
+        meant = f"the model is given as --model {arguments[0]}, and options of the worker come after --"
+        raise typer.BadParameter(meant, context)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:at], arguments[at + 1 :]
 

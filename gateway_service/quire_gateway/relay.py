@@ -7,6 +7,7 @@ has been handed on: the next worker is asked, and the caller is told what the la
 from __future__ import annotations
 
 import asyncio
+from collections import ChainMap
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -329,7 +330,9 @@ async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Map
     new = [token for token in token_ids if token not in known]
     if new:
         texts = await _asked(fleet, model, lambda client: client.detokenize(new), {})
-        known.update(zip(new, texts, strict=True))
+        found = dict(zip(new, texts, strict=True))
+        known.update((token, text) for token, text in found.items() if text)  # callers can name billions that are none
+        return ChainMap(known, found)
     return known
 
 

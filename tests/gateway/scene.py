@@ -68,9 +68,9 @@ class Curled(NamedTuple):
 
 def curl(process: ServerProcess, path: str, *arguments: str, body: object = None) -> Curled:
     """Asks with curl."""
-    data = () if body is None else ("--json", json.dumps(body))
+    data = () if body is None else ("--json", "@-")
     command = ["curl", "-sS", "-i", "--max-time", "60", *data, *arguments, f"http://{process.address}{path}"]
-    done = subprocess.run(command, capture_output=True, timeout=90, check=False)
+    done = subprocess.run(command, input=json.dumps(body).encode(), capture_output=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     head, _, rest = done.stdout.partition(b"\r\n\r\n")
     if head.split()[1] == b"100":

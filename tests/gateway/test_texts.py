@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from quire import Client
 from quire.local import LocalStack, ServerProcess
@@ -74,3 +75,15 @@ def test_the_root_says_what_there_is(served: ServerProcess) -> None:
     for path in ("/", "/version", "/v1/models"):
         head = curl(served, path, "--head")
         assert (head.status, head.body) == (200, b"")
+
+
+def test_tokens_that_do_not_exist_take_no_memory_of_the_gateway(served: ServerProcess) -> None:
+    def ask(first: int) -> None:
+        assert curl(served, "/detokenize", body={"tokens": [*range(first, first + 65_536)]}).status == 200
+
+    process = psutil.Process(served.process.pid)
+    ask(1 << 30)
+    before = process.memory_info().rss
+    for number in range(1, 9):
+        ask((1 << 30) + number * 65_536)
+    assert process.memory_info().rss - before < 32 << 20

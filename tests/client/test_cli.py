@@ -22,7 +22,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from quire import Allocator, GroupKind, GroupSpec, PoolSpec, Quota
 from quire.cli import block_map, watch
-from quire.cli.generate import printable
+from quire.cli.output import printable
 from quire.events import BlocksRemoved
 from quire.hashing import block_digests, root_digest
 from quire.session import CallSession

@@ -45,7 +45,9 @@ def load(
     if as_json:
         output.print_json(_values(loaded))
     else:
-        print(f"{loaded.name}: rank {loaded.rank}, {loaded.layer_count:,} layers, {loaded.byte_count:,} bytes")
+        print(
+            f"{output.printable(loaded.name)}: rank {loaded.rank}, {loaded.layer_count:,} layers, {loaded.byte_count:,} bytes"
+        )
 
 
 @options.connects

@@ -80,7 +80,7 @@ def match(
     if not found:
         print(f"no pool has the beginning of these {len(token_ids):,} tokens")
     for each in found:
-        print(f"{each.pool}: {each.matched_token_count:,} of {len(token_ids):,} tokens")
+        print(f"{output.printable(each.pool)}: {each.matched_token_count:,} of {len(token_ids):,} tokens")
 
 
 @options.connects

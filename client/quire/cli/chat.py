@@ -70,7 +70,7 @@ def chat(
             except QuireError as error:
                 if not is_terminal:
                     raise
-                print(f"quire: {error}", file=sys.stderr)
+                output.complain(error)
                 messages.pop()
                 continue
             else:

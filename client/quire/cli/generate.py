@@ -76,11 +76,6 @@ def generate(
         print(_summary(generation, time.monotonic() - start, params.max_tokens), file=sys.stderr)
 
 
-def printable(text: str) -> str:
-    """Returns text whose control characters cannot steer a terminal; a model may put out any."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
 def _shown(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
     """Passes the same chunks on, put out on their way in the form that suits standard output."""
     if n == 1:
@@ -90,7 +85,7 @@ def _shown(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
 
 def typed_out(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
     """Writes one sample as it comes: unchanged into a pipe, made harmless on a terminal."""
-    show = printable if sys.stdout.isatty() else str
+    show = output.printable if sys.stdout.isatty() else str
     for chunk in chunks:
         sys.stdout.write(show(chunk.text))
         sys.stdout.flush()
@@ -113,7 +108,7 @@ def _side_by_side(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
 
     with Live(panels(), console=Console(), vertical_overflow="ellipsis", refresh_per_second=12) as live:
         for chunk in chunks:
-            texts[chunk.sample] += printable(chunk.text)
+            texts[chunk.sample] += output.printable(chunk.text)
             done[chunk.sample] = chunk.finish_reason is not None
             live.update(panels())
             yield chunk

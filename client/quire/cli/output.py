@@ -7,11 +7,13 @@ import enum
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, Final
 
 import grpc
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
+from rich.segment import Segment
 
 from quire.errors import QuireError, UsageError
 from quire.local import ServerFailedError
@@ -37,8 +39,37 @@ FAILED: Final = 1
 
 
 def console() -> Console:
-    """Returns the console that tables are printed on. It never cuts numbers or names."""
-    return Console(highlight=False, width=WIDTH)
+    """Returns the console that tables are printed on. It cuts no number or name, and shows control characters."""
+    made = Console(highlight=False, width=WIDTH)
+    made.push_render_hook(_Printing())
+    return made
+
+
+def printable(text: str) -> str:
+    """Returns text whose control characters cannot steer a terminal; a model, or a server, may put out any."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def complain(text: object) -> None:
+    """Says something on standard error."""
+    print(f"quire: {printable(str(text))}", file=sys.stderr)
+
+
+class _Printing(RenderHook):
+    """Makes all text of a console printable."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Wraps what is to be printed."""
+        return [_Printable(each) for each in renderables]
+
+
+class _Printable:
+    def __init__(self, inner: ConsoleRenderable) -> None:
+        self._inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self._inner, options):
+            yield Segment(printable(text), style, control)
 
 
 def print_json(value: Any) -> None:
@@ -69,7 +100,7 @@ def end_with(error: QuireError | typer.TyperException | OSError) -> None:
     if is_json_asked_for():
         print(json.dumps({"error": _fields(error)}), file=sys.stderr)
     else:
-        print(f"quire: {error}", file=sys.stderr)
+        complain(error)
     if isinstance(error, UsageError | typer.TyperException):
         sys.exit(USAGE)
     if isinstance(error, QuireError) and not isinstance(error, ServerFailedError):

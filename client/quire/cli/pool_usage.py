@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quire.cli.generate import printable
+from quire.cli.output import printable
 from quire.types import GroupKind, GroupSpec
 from quire.views import NamespaceUsage, PoolSummary, PoolUsage, PrefixUsage
 

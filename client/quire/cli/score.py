@@ -11,7 +11,7 @@ from rich.text import Text
 from quire import Client, Score
 from quire._transport.channel import GENERATE_TIMEOUT_S
 from quire.cli import options, output
-from quire.cli.generate import printable
+from quire.cli.output import printable
 from quire.cli.prompts import Prompt, prompted, tokens_of
 from quire.errors import UsageError
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from quire import Allocator
-from quire.cli import options
+from quire.cli import options, output
 from quire.cli.pool_usage import DIGEST_CHARACTERS, repr_of
 from quire.errors import QuireError, UsageError
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
@@ -67,7 +67,7 @@ def watch(
 
 
 def _tell(error: QuireError) -> None:
-    print(f"quire: {error}; trying again", file=sys.stderr)
+    output.complain(f"{error}; trying again")
 
 
 def line(event: CacheEvent) -> str:

@@ -11,6 +11,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 
+class Parting(NamedTuple):
+    """Places of the first tokens that are not the same in what was said and in a prompt."""
+
+    said: int
+    prompt: int
+
+
 class Said(NamedTuple):
     """Tokens of an earlier request and of its answer.
 
@@ -18,16 +25,26 @@ class Said(NamedTuple):
         model: name of the checkpoint.
         tokens: of the prompt and the answer, without a token that ended it.
         prompt_token_count: how many of them are the prompt's.
+        as_split: tokens of the same prompt as its tokenizer splits it; where it continues an earlier answer, `tokens` has
+            that one's instead.
     """
 
     model: str
     tokens: Sequence[int]
     prompt_token_count: int
+    as_split: Sequence[int]
 
-    def is_begun_by(self, same: int) -> bool:
-        """Tells whether a prompt that begins with so many of the tokens is of the same conversation. Its last token may
-        have become one with the first of the answer. A text that only looks like the conversation has other tokens."""
-        return same >= self.prompt_token_count - 1
+    def parting(self, prompt: Sequence[int]) -> Parting | None:
+        """Returns where a prompt of the same conversation leaves the tokens; None if it is of another one. A text that
+        only looks like the conversation has other tokens. The last token of the earlier prompt may have become one with
+        the first of its answer."""
+        same = common_count(self.as_split, prompt)
+        missing = len(self.as_split) - same
+        if missing > 1 or (missing and self.as_split[-1] != self.tokens[self.prompt_token_count - 1]):
+            return None
+        place = self.prompt_token_count - missing
+        more = common_count(self.tokens[place:], prompt[same:])
+        return Parting(place + more, same + more)
 
 
 def common_count(said: Sequence[int], prompt: Sequence[int]) -> int:
@@ -38,24 +55,26 @@ def common_count(said: Sequence[int], prompt: Sequence[int]) -> int:
     )
 
 
-def continued(said: Sequence[int], prompt: Sequence[int], same: int, spelled: Mapping[int, bytes]) -> tuple[int, ...]:
+def continued(
+    said: Sequence[int], prompt: Sequence[int], parting: Parting, spelled: Mapping[int, bytes]
+) -> tuple[int, ...]:
     """Returns a prompt of the same text that begins with as many tokens of `said` as the text allows.
 
     Args:
         said: tokens of the request that is continued, and of its answer.
         prompt: tokens of the conversation, as its tokenizer splits them.
-        same: tokens that both begin with.
-        spelled: bytes of the tokens behind these.
+        parting: where both differ.
+        spelled: bytes of the tokens behind it.
     """
-    theirs = [spelled[token] for token in said[same:]]
-    ours = [spelled[token] for token in prompt[same:]]
+    theirs = [spelled[token] for token in said[parting.said :]]
+    ours = [spelled[token] for token in prompt[parting.prompt :]]
     common = _common_length(b"".join(theirs), b"".join(ours))
     ends = {end: index for index, end in enumerate(accumulate(map(len, ours)), start=1) if end <= common}
     best = (0, 0)
     for index, end in enumerate(accumulate(map(len, theirs)), start=1):
         if end in ends:
             best = (index, ends[end])
-    return (*said[: same + best[0]], *prompt[same + best[1] :])
+    return (*said[: parting.said + best[0]], *prompt[parting.prompt + best[1] :])
 
 
 def _common_length(one: bytes, other: bytes) -> int:

@@ -7,32 +7,28 @@ has been handed on: the next worker is asked, and the caller is told what the la
 from __future__ import annotations
 
 import asyncio
-from collections import ChainMap
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, cast
 
-import grpc
 import structlog
-from quire import AsyncBranch, AsyncClient
+from quire import AsyncBranch
 from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
 from quire.streams import AsyncChunkStream
 
-from quire_gateway.asks import Ask, Prompt, with_defaults
+from quire_gateway.asks import Ask, with_defaults
 from quire_gateway.calls.plans import TAIL_TOKENS, Plan, ends_behind_reasoning, ends_in_reasoning, plan_of
-from quire_gateway.continuing import Said, common_count, continued
-from quire_gateway.conversations import Chat
+from quire_gateway.continuing import Said, continued
 from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, of_quire, unavailable
 from quire_gateway.fleet import Backend, Fleet, Model
+from quire_gateway.unary import ELSEWHERE, spelled, tokens_of
 
 log = structlog.get_logger()
 
-ELSEWHERE: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
 REQUEST_ID_MAX: Final = 64
 WHOLE_INTERVAL_S: Final = 1.0  # between pieces of an answer that goes out as a whole: each costs the worker something
-ResultT = TypeVar("ResultT")
 
 
 class Piece(NamedTuple):
@@ -60,6 +56,7 @@ class Call(NamedTuple):
         request_id: which logs of gateway and workers name.
         timeout_s: for all of it.
         entry: of the list of requests.
+        as_split: the prompts as their tokenizer splits them; one that continues what was said has other tokens.
         plan: how its answers are read; None where they are text.
         held: the branch that goes on; its one prompt here is empty, because its worker has it.
     """
@@ -71,6 +68,7 @@ class Call(NamedTuple):
     request_id: str
     timeout_s: float
     entry: Entry
+    as_split: tuple[tuple[int, ...], ...] = ()
     plan: Plan | None = None
     held: Held | None = None
 
@@ -102,12 +100,10 @@ async def prepare(
         if any(len(prompt) > kept for prompt in tokens):
             tokens = tuple(prompt[-kept:] for prompt in tokens)
             ask = ask._replace(prompts=tokens)  # an echo is of what was kept
-    if said is not None and said.model == model.base:
-        (prompt,) = tokens
-        same = common_count(said.tokens, prompt)
-        if said.is_begun_by(same) and same < len(said.tokens):
-            texts = await spelled(fleet, model, {*said.tokens[same:], *prompt[same:]})
-            tokens = (continued(said.tokens, prompt, same, texts),)
+    as_split = tokens
+    if said is not None and said.model == model.base and (parting := said.parting(tokens[0])) is not None:
+        texts = await spelled(fleet, model, {*said.tokens[parting.said :], *tokens[0][parting.prompt :]})
+        tokens = (continued(said.tokens, tokens[0], parting, texts),)
     longest = max(map(len, tokens))
     if longest + wanted > model.sequence_tokens_max:
         raise ApiError(
@@ -117,7 +113,7 @@ async def prepare(
             param=ask.prompt_param if longest >= model.sequence_tokens_max else ask.names["max_tokens"],
             code="context_length_exceeded",
         )
-    call = Call(ask, model, tokens, namespace, request_id, timeout_s, entry)
+    call = Call(ask, model, tokens, namespace, request_id, timeout_s, entry, as_split)
     return call if ask.tells_reasoning is None else await _planned(fleet, call)
 
 
@@ -318,85 +314,3 @@ def _counted(backend: Backend, answer: AsyncChunkStream) -> Iterator[None]:
             yield
         finally:
             backend.answers.discard(answer)
-
-
-async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Mapping[int, bytes]:
-    """Returns what tokens are; any worker of the model is asked for those that are seen for the first time.
-
-    Raises:
-        ApiError: nobody answers.
-    """
-    known = fleet.spelled[model.base]
-    new = [token for token in token_ids if token not in known]
-    if new:
-        texts = await _asked(fleet, model, lambda client: client.detokenize(new), {})
-        found = dict(zip(new, texts, strict=True))
-        known.update((token, text) for token, text in found.items() if text)  # callers can name billions that are none
-        return ChainMap(known, found)
-    return known
-
-
-async def tokens_of(
-    fleet: Fleet,
-    model: Model,
-    prompt: Prompt,
-    names: Mapping[str, str],
-    add_special_tokens: bool | None = None,
-    *,
-    split_special_tokens: bool | None = None,
-) -> tuple[int, ...]:
-    """Returns a prompt's tokens, as any worker of the model says.
-
-    Args:
-        fleet: the workers.
-        model: of the tokens.
-        prompt: a text, a conversation, or the tokens.
-        names: the caller's names of the workers' fields.
-        add_special_tokens: whether those are there that the checkpoint puts around a text; None for its way.
-        split_special_tokens: whether those that a conversation spells are ordinary text; None for the worker's way.
-
-    Raises:
-        ApiError: it is refused, or nobody answers.
-    """
-    if isinstance(prompt, str):
-        return await _asked(
-            fleet, model, lambda client: client.tokenize(prompt, add_special_tokens=add_special_tokens), names
-        )
-    if isinstance(prompt, Chat):
-        return await _asked(
-            fleet,
-            model,
-            lambda client: client.tokenize(
-                prompt.messages,
-                tools=prompt.tools,
-                variables=prompt.variables,
-                with_generation_prompt=prompt.with_generation_prompt,
-                continue_final_message=prompt.continues_final,
-                chat_template=prompt.template,
-                add_special_tokens=add_special_tokens,
-                split_special_tokens=split_special_tokens,
-            ),
-            names,
-        )
-    return prompt
-
-
-async def _asked(
-    fleet: Fleet, model: Model, call: Callable[[AsyncClient], Awaitable[ResultT]], names: Mapping[str, str]
-) -> ResultT:
-    """Calls a worker of the model, another one where the first is full or away.
-
-    Raises:
-        ApiError: it is refused, or nobody answers.
-    """
-    asked: list[Backend] = []
-    refusal = unavailable("no worker answers")
-    while (backend := fleet.backend(model, without=asked)) is not None:
-        asked.append(backend)
-        try:
-            return await call(backend.client)
-        except QuireError as error:
-            refusal = of_quire(error, names)
-            if error.code not in ELSEWHERE:
-                raise refusal from None
-    raise refusal

@@ -16,7 +16,7 @@ from quire.sampling import Chunk, FinishReason, TokenLogprobs
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from quire_gateway import relay
+from quire_gateway import relay, unary
 from quire_gateway.calls.deltas import Delta, joined, joined_pieces
 from quire_gateway.calls.plans import reasoning_token_count
 from quire_gateway.calls.reader import AnswerReader
@@ -199,7 +199,7 @@ class Served(Response):
             return
         count = 0
         for choice in choices:
-            spelled = await relay.spelled(self._fleet, self._call.model, set(choice.token_ids))
+            spelled = await unary.spelled(self._fleet, self._call.model, set(choice.token_ids))
             count += reasoning_token_count(plan, (spelled[token] for token in choice.token_ids))
         self._taken = self._taken._replace(reasoning_token_count=count)
 
@@ -256,7 +256,7 @@ class Served(Response):
         """
         text, prompt, tokens = "", self._call.ask.prompts[number], self._call.tokens[number]
         if not choice.is_opened:
-            spelled = await relay.spelled(self._fleet, self._call.model, set(tokens))
+            spelled = await unary.spelled(self._fleet, self._call.model, set(tokens))
             text = prompt if isinstance(prompt, str) else text_of(spelled[token] for token in tokens)
         if not self._call.ask.is_echo_alone:
             return replace(chunk, text=text + chunk.text)
@@ -291,7 +291,7 @@ class Served(Response):
         if count is None:
             return None
         told = self._told_of_prompt(number, count)
-        return of_prompt(told, await relay.spelled(self._fleet, self._call.model, token_ids(told)))
+        return of_prompt(told, await unary.spelled(self._fleet, self._call.model, token_ids(told)))
 
     async def _logprobs(self, choice: _Choice, text: str, told: list[Told]) -> Mapping[str, Any] | None:
         """Returns what the caller is told of these tokens, the next ones of a choice, which come with this text.
@@ -301,7 +301,7 @@ class Served(Response):
         """
         if self._call.ask.top_logprob_count is None:
             return None
-        spelled = await relay.spelled(self._fleet, self._call.model, token_ids(told))
+        spelled = await unary.spelled(self._fleet, self._call.model, token_ids(told))
         ask = self._call.ask  # what could be the beginning of a stop text comes after its tokens
         choice.places.add(text, is_held=ask.is_streamed and "stop" in ask.options and choice.finish_reason is None)
         offsets = [choice.places.of(spelled[token.token_id]) for token in told]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire_gateway import relay
+from quire_gateway import unary
 from quire_gateway.bodies import MESSAGES_MAX, TOOLS_MAX, ChatBody, Flag, Message, Tokens
 from quire_gateway.conversations import Chat, chat_of
 from quire_gateway.failures import PROMPT, invalid, missing
@@ -94,7 +94,7 @@ async def tokenized(fleet: Fleet, asked: Tokenizing, split_special_tokens: bool 
     """
     model = fleet.model(asked.model)
     own = "prompt" if isinstance(asked.prompt, str) else "messages"
-    tokens = await relay.tokens_of(
+    tokens = await unary.tokens_of(
         fleet,
         model,
         asked.prompt,
@@ -104,7 +104,7 @@ async def tokenized(fleet: Fleet, asked: Tokenizing, split_special_tokens: bool 
     )
     texts = None
     if asked.with_texts:
-        spelled = await relay.spelled(fleet, model, set(tokens))
+        spelled = await unary.spelled(fleet, model, set(tokens))
         texts = [spelled[token].decode(errors="replace") for token in tokens]
     return {
         "count": len(tokens),
@@ -121,5 +121,5 @@ async def detokenized(fleet: Fleet, asked: DetokenizeBody) -> Mapping[str, Any]:
         ApiError: nobody serves the model, or answers.
     """
     model = fleet.model(asked.model)
-    spelled = await relay.spelled(fleet, model, set(asked.tokens))
+    spelled = await unary.spelled(fleet, model, set(asked.tokens))
     return {"prompt": text_of(spelled[token] for token in asked.tokens)}

@@ -1,4 +1,4 @@
-"""What a server says steers no terminal: names in tables, and its errors."""
+"""Words of a server steer no terminal: names in tables, and its errors."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 from quire_gateway.calls.deltas import Call, CallDelta, Delta
-from quire_gateway.continuing import Said, common_count, continued
+from quire_gateway.continuing import Parting, Said, common_count, continued
 from quire_gateway.conversations import Chat
 from quire_gateway.failures import ApiError
 from quire_gateway.metrics import Telemetry
@@ -205,7 +205,7 @@ def test_a_prompt_begins_with_the_tokens_that_were_said_wherever_the_text_allows
         text = text[: dice.choice((len(text), dice.randrange(len(text) + 1)))]
         prompt = tokenized(text + bytes(dice.choice(b"ab") for _ in range(dice.randrange(8))))
         same = common_count(said, prompt)
-        found = continued(said, prompt, same, spelled)
+        found = continued(said, prompt, Parting(same, same), spelled)
         assert b"".join(spelled[token] for token in found) == b"".join(spelled[token] for token in prompt)
         kept = common_count(said, found)
         ends = {len(b"".join(spelled[token] for token in prompt[:index])) for index in range(len(prompt) + 1)}
@@ -231,7 +231,7 @@ def test_the_store_forgets_in_time_and_has_no_more_than_its_room() -> None:
         if dice.random() < 0.7:
             body = response(identity, dice.randrange(3_000))
             assert store.put(
-                namespace, body, (b"i" * dice.randrange(2_000),), Said("m", [number] * dice.randrange(900), 0)
+                namespace, body, (b"i" * dice.randrange(2_000),), Said("m", [number] * dice.randrange(900), 0, [])
             )
             kept[namespace, identity] = now_s + 50
         else:

@@ -168,6 +168,20 @@ def test_a_turn_computes_its_own_tail_and_at_most_a_block(ai: openai.OpenAI, ser
     assert metric(served, 'quire_gateway_continued_responses_total{computed="tail"}') == before + 3
 
 
+def test_so_does_one_behind_answers_that_their_tokenizer_would_split_in_another_way(ai: openai.OpenAI) -> None:
+    said = ai.responses.create(model="demo", input="The for statement. " * 16, max_output_tokens=100, temperature=0)
+    for _ in range(3):
+        following = ai.responses.create(
+            model="demo", previous_response_id=said.id, input="And then?", max_output_tokens=100, temperature=0
+        )
+        assert said.usage
+        assert following.usage
+        prompt, cached = following.usage.input_tokens, following.usage.input_tokens_details.cached_tokens
+        tail = prompt - (said.usage.input_tokens + said.usage.output_tokens)
+        assert prompt - cached <= tail + BLOCK
+        said = following
+
+
 def test_instructions_are_of_their_own_response(ai: openai.OpenAI) -> None:
     first = ai.responses.create(model="demo", instructions="Be short.", input=QUESTION, max_output_tokens=4)
     second = ai.responses.create(model="demo", previous_response_id=first.id, input="Go on.", max_output_tokens=4)

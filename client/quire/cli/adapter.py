@@ -45,9 +45,8 @@ def load(
     if as_json:
         output.print_json(_values(loaded))
     else:
-        print(
-            f"{output.printable(loaded.name)}: rank {loaded.rank}, {loaded.layer_count:,} layers, {loaded.byte_count:,} bytes"
-        )
+        shown = output.printable(loaded.name)
+        print(f"{shown}: rank {loaded.rank}, {loaded.layer_count:,} layers, {loaded.byte_count:,} bytes")
 
 
 @options.connects

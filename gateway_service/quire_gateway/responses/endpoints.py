@@ -117,7 +117,7 @@ class _Responses:
             if said is not None:
                 self._count_continued(call, len(said.tokens), ended)
             if asked.is_stored:
-                this = Said(call.model.base, ended.tokens, ended.prompt_token_count)
+                this = Said(call.model.base, ended.tokens, ended.prompt_token_count, call.as_split[0])
                 ended.response["store"] = self._store.put(state.namespace, ended.response, asked.items, this)
 
         served = Served(

@@ -49,7 +49,7 @@ class Kept:
     def size_bytes(self) -> int:
         """Returns what it takes; shared items count for each."""
         items = sum(map(len, self.items)) + BYTES_OF_ITEM * len(self.items)
-        tokens = 0 if self.said is None else 4 * len(self.said.tokens)
+        tokens = 0 if self.said is None else 4 * (len(self.said.tokens) + len(self.said.as_split))
         return BYTES_EACH + len(self.response) + items + tokens
 
     def conversation(self) -> tuple[bytes, ...]:
@@ -104,7 +104,7 @@ class Store:
                 break
             self.remove(*key)
         if said is not None:
-            said = said._replace(tokens=array("I", said.tokens))
+            said = said._replace(tokens=array("I", said.tokens), as_split=array("I", said.as_split))
         kept = Kept(orjson.dumps(response), items, said, now_s + self._lifetime_s)
         while not self._take(namespace, kept.size_bytes):
             if namespace not in self._of:

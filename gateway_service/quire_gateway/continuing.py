@@ -25,7 +25,7 @@ class Said(NamedTuple):
         model: name of the checkpoint.
         tokens: of the prompt and the answer, without a token that ended it.
         prompt_token_count: how many of them are the prompt's.
-        as_split: tokens of the same prompt as its tokenizer splits it; where it continues an earlier answer, `tokens` has
+        as_split: tokens of the same prompt as its tokenizer splits it; where it continues an answer, `tokens` has
             that one's instead.
     """
 

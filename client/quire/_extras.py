@@ -10,8 +10,9 @@ from quire._distribution import how_to_install
 from quire.errors import UsageError
 
 PACKAGES: Final = {
-    "allocator": ("numpy", "prometheus_client", "structlog", "uvloop"),
+    "allocator": ("cryptography", "numpy", "prometheus_client", "structlog", "uvloop"),
     "worker": (
+        "cryptography",
         "jinja2",
         "llguidance",
         "numpy",
@@ -22,7 +23,16 @@ PACKAGES: Final = {
         "torch",
         "transformers",
     ),
-    "gateway": ("fastapi", "httptools", "orjson", "prometheus_client", "structlog", "uvicorn", "uvloop"),
+    "gateway": (
+        "cryptography",
+        "fastapi",
+        "httptools",
+        "orjson",
+        "prometheus_client",
+        "structlog",
+        "uvicorn",
+        "uvloop",
+    ),
 }
 
 

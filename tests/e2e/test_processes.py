@@ -260,6 +260,9 @@ def test_metrics_of_both_count_what_happened() -> None:
         "quire_worker_step_seconds",
         "quire_worker_queue_seconds",
         "quire_worker_time_to_first_token_seconds",
+        "quire_worker_inter_token_seconds",
+        "quire_worker_request_seconds",
+        "quire_worker_batch_samples",
         "quire_allocator_step_seconds",
     }
     assert WORKER_METRICS - histograms <= worker.keys()

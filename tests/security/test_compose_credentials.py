@@ -101,7 +101,7 @@ def made(compose: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_each_volume_of_credentials_is_read_by_one_service_and_the_authoritys_by_none(compose: dict[str, Any]) -> None:
     for volume, mounts in mounted(compose).items():
-        if volume in {"prometheus", "grafana"}:
+        if volume in {"prometheus", "alertmanager", "grafana"}:
             assert [name for name, _, _ in mounts] == [volume]
             continue
         (_, where, writes), *others = mounts

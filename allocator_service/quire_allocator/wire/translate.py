@@ -38,7 +38,7 @@ from quire_allocator.core.spec import (
     Victim,
 )
 
-QUOTED_CHARACTERS: Final = 64  # of a name that a caller sent, in a message
+QUOTED_CHARACTERS_MAX: Final = 64  # of a name that a caller sent, in a message
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
 
 KINDS: dict[int, GroupKind] = {
@@ -76,10 +76,16 @@ def _in_range(field: str, value: int, least: int, most: int, where: str = "") ->
         raise Refusal("MALFORMED", f"{field}{where} must be {least} to {most:,}, not {value:,}", field=name)
 
 
+def _quoted(name: str) -> str:
+    """Returns a name for a message; of what can be none, its length alone, since it may be somebody's text."""
+    is_one = name.isprintable() and " " not in name and len(name) <= QUOTED_CHARACTERS_MAX
+    return repr(name) if is_one else f"{len(name):,} characters that are no name"
+
+
 def _known(field: str, name: str, known: Sequence[str]) -> None:
     """Refuses a name that is neither empty nor known as MALFORMED."""
     if name and name not in known:
-        text = f"{field} {name[:QUOTED_CHARACTERS]!r} is not known: it is one of {', '.join(known)}"
+        text = f"{field} {_quoted(name)} is not known: it is one of {', '.join(known)}"
         raise Refusal("MALFORMED", text, field=field)
 
 
@@ -110,10 +116,7 @@ def features(names: Sequence[str]) -> frozenset[str]:
     require(
         not unknown,
         # A name may be of any length.
-        lambda: (
-            f"feature {unknown[0][:QUOTED_CHARACTERS]!r} is not known: "
-            f"this allocator knows {', '.join(FEATURES)}; update it"
-        ),
+        lambda: f"feature {_quoted(unknown[0])} is not known: this allocator knows {', '.join(FEATURES)}; update it",
         "VERSION",
         "features",
     )
@@ -124,7 +127,7 @@ def pool_name(name: str) -> str:
     """Returns a pool's name, or refuses it as MALFORMED."""
     if _NAME.fullmatch(name) is None:
         text = f"pool must be 1 to {limits.NAME_CHARACTERS_MAX} characters of [A-Za-z0-9._/-]"
-        raise Refusal("MALFORMED", f"{text}, not {len(name):,}: {name[:QUOTED_CHARACTERS]!r}", field="pool")
+        raise Refusal("MALFORMED", f"{text}, not {_quoted(name)}", field="pool")
     return name
 
 

@@ -3,25 +3,36 @@
     python scripts/metrics_reference.py          write it
     python scripts/metrics_reference.py --check  fail if it is not what the code says
 
-The collectors read stand-ins without numbers: each yields its families, with or without samples.
+The collectors are those of servers that have served nothing: an allocator without pools, a worker of the demo model,
+and a gateway without workers. Each yields its families, with or without samples.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
 import sys
 from pathlib import Path
-from unittest.mock import MagicMock
 
+import structlog
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from quire import AsyncAllocator
 from quire._serving.process_series import BuildCollector
+from quire.types import PoolSpec
+from quire_allocator import limits
+from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.metrics.collector import AllocatorCollector
+from quire_allocator.metrics.counters import Counters
+from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayCollector, Telemetry
+from quire_worker.process.options import parse_arguments
+from quire_worker.process.server import build_engine, load
 from quire_worker.process.worker_metrics import WorkerCollector
-from quire_worker.telemetry import WorkerTelemetry
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "metrics.md"
 HEAD = """# Metrics
 
 `scripts/metrics_reference.py` writes this page from the code, and `make check` compares both.
@@ -35,10 +46,18 @@ def collectors() -> dict[str, Collector]:
     """Returns the collectors by the title of their table."""
     return {
         "Every server": BuildCollector({}, ""),
-        "Allocator": AllocatorCollector(MagicMock(), MagicMock()),
-        "Worker": WorkerCollector(MagicMock(telemetry=WorkerTelemetry())),
-        "Gateway": GatewayCollector(Telemetry(), MagicMock()),
+        "Allocator": AllocatorCollector(Directory(lease_s=limits.LEASE_S, pools_max=limits.POOLS_MAX), Counters()),
+        "Worker": asyncio.run(worker_collector()),
+        "Gateway": GatewayCollector(Telemetry(), Fleet([], [])),
     }
+
+
+async def worker_collector() -> Collector:
+    """Returns the collector of a worker that has not been connected."""
+    options = parse_arguments(["--model", str(ROOT / "models" / "demo"), "--blocks", "16"])
+    loaded = load(options)
+    spec = PoolSpec(block_count=loaded.cache.block_count, groups=loaded.cache.spec.groups)
+    return WorkerCollector(build_engine(options, loaded, AsyncAllocator(options.allocator).session("reference", spec)))
 
 
 def name_of(family: Metric) -> str:
@@ -67,7 +86,9 @@ def main() -> None:
     """Writes the document, or compares it."""
     parser = argparse.ArgumentParser(description="Write docs/metrics.md from the code.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the document is another")
-    if not parser.parse_args().check:
+    is_check = parser.parse_args().check
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # the worker tells its load
+    if not is_check:
         DOCUMENT.write_text(reference(), encoding="utf-8")
     elif not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != reference():
         sys.exit(f"{DOCUMENT.name} is not what the code says: run python scripts/metrics_reference.py")

@@ -7,9 +7,9 @@ COMPILED := build/compiled
 JOBS ?= 2
 # Files go out as they are named: by the number of their tests, few and long ones would be left for one process at the end.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-# Tests of whole deployments: processes that are started, killed, attacked and stopped.
-PROCESSES := tests/e2e tests/security $(addprefix tests/client/,test_local.py test_cli_names.py test_cli_servers.py test_first_hour.py) \
-	$(addprefix tests/gateway/,test_real_clients.py test_responses.py test_branches.py)
+# Tests of whole deployments: processes that are started, killed, attacked and stopped. A LocalStack is one.
+PROCESSES := tests/e2e tests/security $(addprefix tests/client/,test_cli_names.py test_first_hour.py) \
+	tests/gateway/test_real_clients.py $(shell grep -l LocalStack tests/client/test_*.py tests/gateway/test_*.py)
 # Tests of how long something may take; they run alone, because beside others on two cores they would time those, too.
 TIMED := tests/security/test_event_loops.py tests/security/test_hostile_worker.py
 # Tests with a target of their own, since they take long; .ci/run calls all of them.

@@ -211,7 +211,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         require(request.token_count > 0, "token_count must be at least 1, not 0", field="token_count")
 
         def operate(owner: Ownership) -> pb.AllocateResponse:
-            step_checks.check_sequence_count(len(owner.pool.sequences) + 1)
+            step_checks.check_sequence_count(len(owner.pool.sequences) + 1, limits.SEQUENCES_MAX)
             longest = max(request.token_count, request.prompt_token_count)
             reply_size.check(reply_size.grow_answer_bytes_max(owner.pool, request.sequence_id, longest))
             grown = owner.pool.allocate(
@@ -241,7 +241,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     @unary
     def Fork(self, request: pb.ForkRequest, permissions: Permissions) -> pb.ForkResponse:
         def operate(owner: Ownership) -> pb.ForkResponse:
-            step_checks.check_sequence_count(len(owner.pool.sequences) + 1)
+            step_checks.check_sequence_count(len(owner.pool.sequences) + 1, limits.SEQUENCES_MAX)
             return pb.ForkResponse(result=translate.result(owner.pool.fork(request.parent_id, request.child_id)))
 
         return self._once(request, permissions, "fork", operate)

@@ -118,18 +118,17 @@ def _check_sequence_count(pool: Pool, columns: StepColumns) -> None:
         return
     new = len(columns.children) + sum(sequence > pool.last_sequence_id for sequence in columns.grow_sequences)
     freed = sum(sequence in pool.sequences for sequence in set(columns.frees))
-    check_sequence_count(len(pool.sequences) - freed + new)
+    check_sequence_count(len(pool.sequences) - freed + new, limits.SEQUENCES_MAX)
 
 
-def check_sequence_count(count: int) -> None:
-    """Refuses more live sequences than a pool may have.
+def check_sequence_count(count: int, most: int) -> None:
+    """Refuses more live sequences than a pool may have at most.
 
     Raises:
         Refusal: LIMIT.
     """
-    if count > limits.SEQUENCES_MAX:
-        text = f"a pool has at most {limits.SEQUENCES_MAX:,} live sequences, and this would be {count:,}: free some"
-        raise Refusal("LIMIT", text)
+    if count > most:
+        raise Refusal("LIMIT", f"a pool has at most {most:,} live sequences, and this would be {count:,}: free some")
 
 
 def _check_optional(values: Sequence[int], count: int, phase: str, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,10 +76,14 @@ def test_many_prompts_are_answered_in_their_order_and_more_than_a_window_of_them
 
 
 def test_the_first_of_many_that_fails_cancels_the_others(server: ScriptedServer) -> None:
+    other_came = threading.Event()
+
     def fails_or_waits(request: Any, context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:
         if request.text == "bad":
+            other_came.wait(30)
             context.abort(grpc.StatusCode.INTERNAL, "as the script says")
         context.add_callback(server.cancelled.set)
+        other_came.set()
         server.released.wait(30)
         return iter(())
 

@@ -12,6 +12,7 @@ from quire import __version__
 from quire.cli import (
     about,
     adapter,
+    bench,
     cache,
     certs,
     chat,
@@ -60,6 +61,7 @@ servers.register(app)
 generate.register(app)
 chat.register(app)
 score.register(app)
+bench.register(app)
 pool.register(app)
 cache.register(app)
 status.register(app)

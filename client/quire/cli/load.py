@@ -1,0 +1,145 @@
+"""The load of `quire bench`: what it sends, and what it measures of each answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire import AsyncClient
+from quire.errors import QuireError
+from quire.sampling import SamplingParams
+
+
+class Shape(NamedTuple):
+    """Prompts that are drawn: so many tokens, of which the first `shared_tokens` are the same in each conversation; a
+    conversation has so many turns, each behind all that was said before it."""
+
+    prompt_tokens: int
+    shared_tokens: int = 0
+    turns: int = 1
+
+
+Conversation = Sequence[Sequence[int]]  # the tokens that each turn adds
+
+
+@dataclass
+class Outcome:
+    """One request. Times are in seconds from when it was due, so a request that waits for its place is late."""
+
+    first_s: float | None = None
+    total_s: float = 0.0
+    pauses_s: list[float] = field(default_factory=list)  # between the pieces of its answer
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_count: int = 0
+    cached_token_count: int = 0
+    preemption_count: int = 0
+    error: str = ""  # name of the reason that it failed with
+
+    @property
+    def token_s(self) -> float | None:
+        """Returns seconds for each token after the first; None where there is none."""
+        if self.first_s is None or len(self.token_ids) < 2:
+            return None
+        return (self.total_s - self.first_s) / (len(self.token_ids) - 1)
+
+
+def drawn(shape: Shape, count: int, vocabulary: int, seed: int) -> Iterator[Conversation]:
+    """Draws conversations that have `count` turns together; the last one may be short of some."""
+    draw = random.Random(seed)
+    shared = _tokens(draw, shape.shared_tokens, vocabulary)
+    while count > 0:
+        turns = min(shape.turns, count)
+        own = shape.prompt_tokens - shape.shared_tokens
+        yield [[*shared, *_tokens(draw, own, vocabulary)]] + [_tokens(draw, own, vocabulary) for _ in range(turns - 1)]
+        count -= turns
+
+
+def _tokens(draw: random.Random, count: int, vocabulary: int) -> list[int]:
+    return [draw.randrange(vocabulary) for _ in range(count)]
+
+
+class Load:
+    """Conversations under way, at most `concurrency` at a time.
+
+    Args:
+        client: of the worker.
+        params: of every request; the seed too.
+        concurrency: conversations at a time.
+        rate: conversations that become due a second, at random as strangers come; None: each as soon as it has a place.
+        seed: of these times.
+        salt: requests share prefixes with those of the same salt alone, so that no earlier run is hit.
+        options: `namespace`, `adapter`, `timeout_s` of each request.
+    """
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        params: SamplingParams,
+        *,
+        concurrency: int,
+        rate: float | None,
+        seed: int,
+        salt: str,
+        **options: object,
+    ) -> None:
+        self._client = client
+        self._params = params
+        self._places = asyncio.Semaphore(concurrency)
+        self._rate = rate
+        self._draw = random.Random(seed)
+        self._salt = salt
+        self._options = options
+
+    async def run(self, conversations: Iterator[Conversation], on_done: Callable[[Outcome], None]) -> None:
+        """Sends all of them, and tells of each request when it is over. A conversation ends with its first error."""
+        async with asyncio.TaskGroup() as group:
+            async for due_s, conversation in self._arrivals(conversations):
+                group.create_task(self._converse(conversation, due_s, on_done))
+
+    async def _arrivals(self, conversations: Iterator[Conversation]) -> AsyncIterator[tuple[float, Conversation]]:
+        due_s = time.monotonic()
+        for conversation in conversations:
+            if self._rate is not None:
+                due_s += self._draw.expovariate(self._rate)
+                await asyncio.sleep(due_s - time.monotonic())
+            await self._places.acquire()
+            yield due_s if self._rate is not None else time.monotonic(), conversation
+
+    async def _converse(self, conversation: Conversation, due_s: float, on_done: Callable[[Outcome], None]) -> None:
+        try:
+            said: list[int] = []
+            for turn in conversation:
+                said += turn
+                outcome = await self._request(said, due_s)
+                on_done(outcome)
+                if outcome.error:
+                    break
+                said += outcome.token_ids
+                due_s = time.monotonic()
+        finally:
+            self._places.release()
+
+    async def _request(self, prompt: Sequence[int], due_s: float) -> Outcome:
+        done, last_s = Outcome(), 0.0
+        try:
+            async with self._client.stream(prompt, self._params, cache_salt=self._salt, **self._options) as chunks:  # type: ignore[arg-type]
+                async for chunk in chunks:
+                    now_s = time.monotonic() - due_s
+                    if chunk.token_ids and done.first_s is None:
+                        done.first_s = now_s
+                    elif chunk.token_ids:
+                        done.pauses_s.append(now_s - last_s)
+                    last_s = now_s
+                    done.token_ids += chunk.token_ids
+                    if chunk.usage is not None:
+                        done.prompt_token_count = chunk.usage.prompt_token_count
+                        done.cached_token_count = chunk.usage.cached_token_count
+                        done.preemption_count = chunk.usage.preemption_count
+        except QuireError as error:
+            done.error = str(error.reason or error.code.name)
+        done.total_s = time.monotonic() - due_s
+        return done

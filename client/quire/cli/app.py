@@ -25,6 +25,7 @@ from quire.cli import (
     score,
     servers,
     status,
+    top,
     up,
 )
 from quire.cli.names import Group
@@ -65,6 +66,7 @@ bench.register(app)
 pool.register(app)
 cache.register(app)
 status.register(app)
+top.register(app)
 adapter.register(app)
 requests.register(app)
 plan.register(app)

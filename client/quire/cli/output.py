@@ -60,10 +60,12 @@ class _Printing(RenderHook):
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Wraps what is to be printed."""
-        return [_Printable(each) for each in renderables]
+        return [Printable(each) for each in renderables]
 
 
-class _Printable:
+class Printable:
+    """Something to print, with text that cannot steer a terminal."""
+
     def __init__(self, inner: ConsoleRenderable) -> None:
         self._inner = inner
 

@@ -84,6 +84,13 @@ def make_parser() -> argparse.ArgumentParser:
     _add_tls(parser)
     add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
     request_log.add_argument(parser)
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="longest prompt and answer together, at most the model's context; the pool has to hold one (default: the"
+        " model's context, or what the pool holds)",
+    )
     _add_pool(parser)
     add_policy(parser)
     for option, text in (
@@ -186,6 +193,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if options.max_model_len is not None and options.max_model_len < 2:
+        parser.error(f"--max-model-len must be at least 2, a prompt and an answer, not {options.max_model_len}")
     if options.grant_ahead_tokens < 0:
         parser.error(f"--grant-ahead-tokens must be at least 0, not {options.grant_ahead_tokens}")
     if options.cuda_graph_batch_max < 0:

@@ -67,7 +67,7 @@ WAIT_LOG_S = 10.0
 class Loaded(NamedTuple):
     """A loaded model: the contents of its folder, and the pages for it."""
 
-    name: str
+    names: tuple[str, ...]  # the first is in answers
     model: PagedModel
     cache: KVCache
     tokenizer: Tokenizer
@@ -108,8 +108,8 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     shortcut = None
     if options.device == "cuda":
         shortcut = capture_decode(part, min(options.cuda_graph_batch_max, options.max_running))
-    name = Path(options.model).resolve().name
-    return Loaded(name, part.model, part.cache, tokenizer, part.memory, leader, shortcut, part.drafter)
+    names = tuple(options.served_model_name or [Path(options.model).resolve().name])
+    return Loaded(names, part.model, part.cache, tokenizer, part.memory, leader, shortcut, part.drafter)
 
 
 def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
@@ -309,7 +309,8 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     service = WorkerService(
         engine,
         pool=options.pool,
-        model_name=loaded.name,
+        model_name=loaded.names[0],
+        model_aliases=loaded.names[1:],
         memory=loaded.memory,
         authorize=server.authorize,
         request_log=RequestLog(options.log_requests),

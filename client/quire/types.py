@@ -152,6 +152,7 @@ class WorkerStatus:
     held_branch_count: int  # of these, those that hold blocks at present
     memory: PoolMemory
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # the worker itself never applies them
+    model_aliases: tuple[str, ...] = ()  # further names of the model
 
     def __repr__(self) -> str:
         at_work = f"{self.running_count} running, {self.waiting_count} waiting"

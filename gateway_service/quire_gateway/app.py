@@ -165,11 +165,11 @@ def _serve_models(app: FastAPI, fleet: Fleet) -> None:
 
     @_got(app, "/v1/models")
     async def models(_: Request) -> Response:
-        return _json(replies.models(model[:5] for model in fleet.models()))
+        return _json(replies.models((called, model[:5]) for called, model in fleet.served().items()))
 
     @_got(app, "/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        return _json(orjson.dumps(replies.model(*fleet.model(name)[:5])))
+        return _json(orjson.dumps(replies.model(name, fleet.model(name)[:5])))
 
 
 def _serve_texts(app: FastAPI, work: Work) -> None:

@@ -44,7 +44,7 @@ NAME_SHOWN: Final = 128  # characters of a name that somebody made up
 class Model(NamedTuple):
     """A model that some of the workers serve: a checkpoint, or an adapter on one."""
 
-    name: str
+    name: str  # in answers; requests may say others that mean the same
     created_s: int  # when the gateway first saw it
     sequence_tokens_max: int  # the largest limit among its workers
     base: str  # name of the checkpoint; equals `name` without an adapter
@@ -188,15 +188,18 @@ class Fleet:
         for client in (*(backend.client for backend in self.backends), *self._allocators):
             await client.close()
 
-    def models(self) -> list[Model]:
-        """Returns the models of the ready workers: checkpoints, then adapters, each sorted by name. Of several with one
-        name, requests get the first."""
+    def served(self) -> dict[str, Model]:
+        """Returns what the ready workers serve under each name: checkpoints, then adapters, then further names of
+        checkpoints, each sorted. Of several with one name, requests get the first."""
         longest: dict[tuple[bool, str, str], int] = {}
         fingerprints: dict[str, str] = {}
+        aliases: dict[str, str] = {}
         for backend in self.backends:
             if backend.is_ready and backend.status is not None:
                 base, tokens = backend.status.model, backend.status.sequence_tokens_max
                 fingerprints.setdefault(base, backend.fingerprint)
+                for alias in backend.status.model_aliases:
+                    aliases[alias] = min(base, aliases.get(alias, base))
                 for adapter in ("", *backend.adapters):
                     key = (adapter != "", adapter, base)
                     longest[key] = max(tokens, longest.get(key, 0))
@@ -206,7 +209,9 @@ class Fleet:
             name = adapter or base
             created_s = self._created_s.setdefault(name, int(time.time()))
             found.setdefault(name, Model(name, created_s, longest[key], base, adapter, fingerprints[base]))
-        return list(found.values())
+        for alias in sorted(aliases):
+            found.setdefault(alias, found[aliases[alias]])
+        return found
 
     def model(self, name: str | None) -> Model:
         """Returns the model that a request names; the first one where it names none.
@@ -214,14 +219,19 @@ class Fleet:
         Raises:
             ApiError: nobody serves it, or nobody serves anything.
         """
-        models = self.models()
+        models = self.served()
         if not models:
             raise unavailable("no worker answers")
-        found = next((model for model in models if name in (None, model.name)), None)
+        found = next(iter(models.values())) if name is None else models.get(name)
         if found is None:
             shown = repr((name or "")[:NAME_SHOWN])
             raise ApiError(404, f"The model {shown} does not exist.", param="model", code=MODEL_NOT_FOUND)
         return found
+
+    def is_called(self, model: Model, name: str) -> bool:
+        """Tells whether requests that say this name get that model."""
+        named = self.served().get(name)
+        return named is not None and named.name == model.name
 
     def sampling_defaults(self, model: Model) -> Mapping[str, float | int | None]:
         """Returns the sampling parameters that a model's checkpoint proposes, by name; none if they are not used."""
@@ -316,7 +326,7 @@ class Fleet:
         if proposed and self._applies_defaults and status.model not in self._told_defaults:
             self._told_defaults.add(status.model)
             log.info("requests get the checkpoint's sampling defaults", model=status.model, **proposed)
-        self.models()  # records when each model was first seen
+        self.served()  # records when each model was first seen
 
     async def _watch(self, backend: Backend) -> None:
         """Mirrors the worker's pool, for ever; while that fails, the worker is chosen by its load alone."""

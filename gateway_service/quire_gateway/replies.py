@@ -336,15 +336,21 @@ def _prompt_ids(beside: Beside) -> dict[str, Any]:
     return {} if beside.prompt_token_ids is None else {"prompt_token_ids": beside.prompt_token_ids}
 
 
-def models(served: Iterable[tuple[str, int, int, str, str]]) -> bytes:
+def models(served: Iterable[tuple[str, tuple[str, int, int, str, str]]]) -> bytes:
     """Returns the answer of /v1/models; `served` has the arguments of `model` for each."""
     return orjson.dumps({"object": "list", "data": [model(*each) for each in served]})
 
 
-def model(name: str, created_s: int, sequence_tokens_max: int, base: str, adapter: str) -> dict[str, Any]:
-    """Returns one model in OpenAI's form: an adapter's parent is the checkpoint that it changes."""
+def model(called: str, about: tuple[str, int, int, str, str]) -> dict[str, Any]:
+    """Returns one model in OpenAI's form: its root is the name in answers, an adapter's parent the checkpoint.
+
+    Args:
+        called: a name that requests may say.
+        about: the first fields of a `Model`, up to the adapter.
+    """
+    name, created_s, sequence_tokens_max, base, adapter = about
     return {
-        "id": name,
+        "id": called,
         "object": "model",
         "created": created_s,
         "owned_by": "quire",

@@ -304,11 +304,13 @@ def test_generate_as_json_is_one_object(worker: ScriptedServer) -> None:
 
 def test_status_is_a_table_or_json(worker: ScriptedServer) -> None:
     worker.answers["GetStatus"] = lambda *_: worker_pb.GetStatusResponse(
-        model="demo", pool="default", model_fingerprint=b"\1", prompt_token_count=10, cached_token_count=5
-    )
+        model="demo", model_aliases=["chat", "new"], pool="default", model_fingerprint=b"\1", prompt_token_count=10,
+        cached_token_count=5,
+    )  # fmt: skip
     table = quire("status", "--worker", worker.address).stdout
     assert "default, no session with the allocator" in table
     assert "10 of prompts (50% cached)" in table
+    assert "demo, also chat, new (" in table
     assert parsed(quire("status", "--json", "--worker", worker.address))["model_fingerprint"] == "01"
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
-from quire import Client
-from quire.errors import UsageError
+from quire import Client, FinishReason
+from quire.errors import InvalidArgumentError, Reason, UsageError
 from quire.local import LocalStack
 from quire_worker import host_memory
 from quire_worker.cache import KVCache
 from quire_worker.execution import sizing
-from quire_worker.execution.sizing import DeviceMemory, PoolMemory, check_room, profiled, profiled_sequences, size_pool
+from quire_worker.execution.sizing import (
+    DeviceMemory,
+    PoolMemory,
+    check_room,
+    profiled,
+    profiled_sequences,
+    size_pool,
+    useful_blocks,
+)
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.process.options import memory_bytes, parse_arguments
 from quire_worker.process.server import load
@@ -212,6 +222,54 @@ def test_figures_are_logged_and_a_pool_shorter_than_the_context_is_warned_of(fol
     with capture_logs() as lines:
         load(parse_arguments(["--model", str(folder), "--kv-memory", memory]))
     assert not [line for line in lines if "context" in line["event"]], "what it advises is enough"
+
+
+def test_a_limit_of_sequences_plans_the_pool_and_is_refused_where_the_pool_does_not_hold_one(folder: Path) -> None:
+    with capture_logs() as lines:
+        loaded = load(parse_arguments(["--model", str(folder), "--blocks", "9", "--max-model-len", "100"]))
+    assert (loaded.model.max_position, loaded.model.cache_spec.token_count_max) == (100, 100)
+    assert loaded.cache.sequence_tokens_max(512) == 112  # in whole blocks
+    assert [line["sequence_tokens_max"] for line in lines if line["event"] == "model loaded"] == [100]
+    assert not [line for line in lines if line["log_level"] == "warning" and "context" in line["event"]]
+    assert useful_blocks(loaded.model, 8) == 8 * 7
+    with pytest.raises(UsageError, match=r"^--max-model-len 145: the pool of .* at most 144 tokens: give it --kv-mem"):
+        load(parse_arguments(["--model", str(folder), "--blocks", "9", "--max-model-len", "145"]))
+
+
+def test_a_limit_of_sequences_beyond_the_model_s_context_ends_the_worker_at_its_start(folder: Path) -> None:
+    command = [sys.executable, "-m", "quire_worker", "--model", str(folder), "--max-model-len", "513"]
+    command += ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    said = (
+        f"quire-worker: --max-model-len 513: the context of {folder} has 512 tokens: give at most that many, or leave"
+    )
+    assert (ended.returncode, said in ended.stderr) == (2, True), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [("1", "must be at least 2, a prompt and an answer"), ("8k", "invalid int")]
+)
+def test_a_limit_of_sequences_that_is_none_is_refused(
+    asked: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options_of("--max-model-len", asked)
+    told = capsys.readouterr().err
+    assert "--max-model-len" in told
+    assert said in told
+
+
+def test_a_worker_tells_its_limit_and_keeps_it_to_the_token(folder: Path, tmp_path: Path) -> None:
+    with (
+        LocalStack(folder, worker_arguments=["--max-model-len", "40"], log_folder=tmp_path) as stack,
+        Client(stack.worker_address) as client,
+    ):
+        assert client.status().sequence_tokens_max == 40
+        (sample,) = client.generate([5] * 39, max_tokens=8, ignore_eos=True).samples
+        assert (len(sample.token_ids), sample.finish_reason) == (1, FinishReason.LENGTH)
+        with pytest.raises(InvalidArgumentError) as refused:
+            client.generate([5] * 40, max_tokens=8)
+    assert (refused.value.reason, refused.value.field) == (Reason.PROMPT_TOO_LONG, "prompt")
 
 
 def test_the_status_of_a_worker_has_what_its_pool_was_sized_from(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
@@ -45,7 +45,8 @@ class WorkerService(AdapterCalls, RequestCalls):
     Args:
         engine: that computes.
         pool: name of its pool.
-        model_name: that callers know.
+        model_name: that callers know, and answers have.
+        model_aliases: further names that callers may say.
         memory: that the pool was sized from.
         authorize: says what the caller of a call may do.
         sampling_defaults: of the checkpoint, for who asks.
@@ -58,6 +59,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         *,
         pool: str,
         model_name: str,
+        model_aliases: Sequence[str] = (),
         memory: PoolMemory,
         authorize: Authorize = permit_everything,
         request_log: RequestLog = SILENT,
@@ -67,7 +69,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         self._engine = engine
         self._memory = memory
         self._pool = pool
-        self._model_name = model_name
+        self._model_name, self._model_aliases = model_name, model_aliases
         self._authorize = authorize
         self._version = VERSION
         self._checks = Checks(engine, trusts_templates=trusts_templates)
@@ -169,6 +171,7 @@ class WorkerService(AdapterCalls, RequestCalls):
             sampling_defaults=self._sampling_defaults,
             allocator_connected=engine.session.connected,
             model=self._model_name,
+            model_aliases=self._model_aliases,
             architecture=engine.model.architecture,
             model_fingerprint=engine.model.fingerprint,
             cache_layout=spec.layout,

@@ -47,7 +47,9 @@ def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
     memory = types.PoolMemory(**{**values_of(message.memory), "device": device})
     given = message.sampling_defaults
     defaults = types.SamplingDefaults(**{field.name: value for field, value in given.ListFields()})
-    return types.WorkerStatus(**{**values_of(message), "memory": memory, "sampling_defaults": defaults})
+    aliases = tuple(message.model_aliases)
+    told = {"memory": memory, "sampling_defaults": defaults, "model_aliases": aliases}
+    return types.WorkerStatus(**{**values_of(message), **told})
 
 
 def request_info(message: worker_pb.RequestInfo) -> views.RequestInfo:

@@ -159,10 +159,11 @@ def _ranks(found: WorkerStatus) -> str:
 
 def _rows(address: str, found: WorkerStatus) -> list[tuple[str, str]]:
     connected = "connected" if found.allocator_connected else "[red]no session with the allocator[/]"
+    also = f", also {', '.join(found.model_aliases)}" if found.model_aliases else ""
     cached = found.cached_token_count / found.prompt_token_count if found.prompt_token_count else 0.0
     return [
         ("worker", f"{address}, version {found.version}"),
-        ("model", f"{found.model} ({found.architecture}), {found.dtype} on {found.device}{_ranks(found)}"),
+        ("model", f"{found.model}{also} ({found.architecture}), {found.dtype} on {found.device}{_ranks(found)}"),
         ("pool", f"{found.pool}, {connected}"),
         (
             "blocks",

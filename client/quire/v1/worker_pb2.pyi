@@ -1285,13 +1285,14 @@ class GetStatusResponse(_message.Message):
     HELD_BRANCH_COUNT_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
     SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
+    MODEL_ALIASES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Quire's version."""
     pool: _builtins.str
     """Its pool, and whether its session with the allocator is up."""
     allocator_connected: _builtins.bool
     model: _builtins.str
-    """Name of the model's folder and its architecture."""
+    """The model's name, that of its folder unless the worker was given others, and its architecture."""
     architecture: _builtins.str
     model_fingerprint: _builtins.bytes
     """Model fingerprint and cache layout, which are part of every digest's root."""
@@ -1345,6 +1346,10 @@ class GetStatusResponse(_message.Message):
     def sampling_defaults(self) -> Global___SamplingDefaults:
         """Sampling parameters that the checkpoint proposes. The worker itself never applies them."""
 
+    @_builtins.property
+    def model_aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Further names of the model. Answers have `model`."""
+
     def __init__(
         self,
         *,
@@ -1378,10 +1383,11 @@ class GetStatusResponse(_message.Message):
         held_branch_count: _builtins.int = ...,
         memory: Global___PoolMemory | None = ...,
         sampling_defaults: Global___SamplingDefaults | None = ...,
+        model_aliases: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocator_connected", b"allocator_connected", "architecture", b"architecture", "block_bytes", b"block_bytes", "block_count", b"block_count", "block_size", b"block_size", "branch_count", b"branch_count", "cache_layout", b"cache_layout", "cached_token_count", b"cached_token_count", "device", b"device", "disagreement_count", b"disagreement_count", "dtype", b"dtype", "held_block_count_max", b"held_block_count_max", "held_branch_count", b"held_branch_count", "memory", b"memory", "model", b"model", "model_fingerprint", b"model_fingerprint", "output_token_count", b"output_token_count", "pool", b"pool", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "rank_count", b"rank_count", "report_count", b"report_count", "running_count", b"running_count", "sampling_defaults", b"sampling_defaults", "sequence_tokens_max", b"sequence_tokens_max", "state_digest", b"state_digest", "table_entry_count_max", b"table_entry_count_max", "version", b"version", "vocabulary_size", b"vocabulary_size", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocator_connected", b"allocator_connected", "architecture", b"architecture", "block_bytes", b"block_bytes", "block_count", b"block_count", "block_size", b"block_size", "branch_count", b"branch_count", "cache_layout", b"cache_layout", "cached_token_count", b"cached_token_count", "device", b"device", "disagreement_count", b"disagreement_count", "dtype", b"dtype", "held_block_count_max", b"held_block_count_max", "held_branch_count", b"held_branch_count", "memory", b"memory", "model", b"model", "model_aliases", b"model_aliases", "model_fingerprint", b"model_fingerprint", "output_token_count", b"output_token_count", "pool", b"pool", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "rank_count", b"rank_count", "report_count", b"report_count", "running_count", b"running_count", "sampling_defaults", b"sampling_defaults", "sequence_tokens_max", b"sequence_tokens_max", "state_digest", b"state_digest", "table_entry_count_max", b"table_entry_count_max", "version", b"version", "vocabulary_size", b"vocabulary_size", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

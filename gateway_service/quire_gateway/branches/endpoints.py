@@ -186,7 +186,7 @@ class _Generated(Response):
         work, state, ask = self._work, self._state, self._ask
         with self._branches.using(state.namespace, self._identity) as branch:
             model = branch.model
-            if ask.model not in (None, model.name):
+            if ask.model not in (None, model.name) and not work.fleet.is_called(model, ask.model):
                 raise invalid("model", f"model is {str(ask.model)[:128]!r}, and the branch of {model.name!r}")
             state.entry.model = model.name
             call = Call(

@@ -134,7 +134,7 @@ class Checks:
         longest = self._engine.scheduler.sequence_tokens_max - 1  # one token has to follow
         if token_count > longest:
             message = f"the {name} has {token_count} tokens; model and pool hold {longest}"
-            raise QuireError.of(Reason.PROMPT_TOO_LONG, message)
+            raise QuireError.of(Reason.PROMPT_TOO_LONG, message, field=name)
 
     async def tokenized(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         """Returns the tokens of a text or a conversation.

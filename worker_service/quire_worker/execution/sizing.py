@@ -139,19 +139,32 @@ def check_room(spec: CacheSpec, pool: PoolMemory, total: int, option: str, *, dr
     )
 
 
-def warn_of_short_sequences(model: PagedModel, cache: KVCache, sequence_tokens_max: int) -> None:
-    """Logs a warning where the pool holds no sequence as long as the model's context."""
-    if sequence_tokens_max >= model.max_position:
-        return
+def longest_sequence(model: PagedModel, cache: KVCache, options: argparse.Namespace) -> int:
+    """Returns the tokens of the longest sequence that model and pool hold. Logs a warning where that is less than the
+    model's context.
+
+    Raises:
+        UsageError: it is less than --max-model-len, which promises it to callers.
+    """
+    held = min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens))
+    if held >= model.max_position:
+        return held
     plan = model.cache_spec.plan
     needed = plan.blocks_peak(model.max_position, model.max_position) * plan.page_bytes
+    more = f"--kv-memory {-(-needed // (1 << 20))}MiB"
+    if options.max_model_len is not None:
+        raise UsageError(
+            f"--max-model-len {options.max_model_len}: the pool of {size(cache.pool_bytes)} holds a sequence of at most"
+            f" {held} tokens: give it {more}, or --max-model-len {held}"
+        )
     log.warning(
         "the pool holds less than the model's context",
-        sequence_tokens_max=sequence_tokens_max,
+        sequence_tokens_max=held,
         context_tokens=model.max_position,
         pool=size(cache.pool_bytes),
-        help=f"--kv-memory {-(-needed // (1 << 20))}MiB holds one whole sequence",
+        help=f"{more} holds one whole sequence",
     )
+    return held
 
 
 def profiled(model: PagedModel, options: argparse.Namespace, cuda: Any = torch.cuda) -> DeviceMemory:

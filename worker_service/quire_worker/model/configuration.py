@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, weight_files
+from quire_worker.model.rotary import longest_of
 from quire_worker.model.support import check_ranks, layers_of
 
 # Whose towers transformers makes with libraries of their own (timm): their text models are loaded by themselves.
@@ -24,24 +25,34 @@ _TOWERS_APART = frozenset({"gemma3n"})
 _REASON_CHARACTERS_MAX = 300  # of what transformers says, in many lines
 
 
-def check_configuration(folder: Path | str, *, block_size: int, rank_count: int = 1) -> None:
+def check_configuration(
+    folder: Path | str, *, block_size: int, rank_count: int = 1, sequence_tokens_max: int | None = None
+) -> None:
     """Refuses a model for what its configuration tells, before its tokenizer and its weights are read.
 
     Args:
         folder: of the checkpoint.
         block_size: tokens per page.
         rank_count: processes that are to compute it together.
+        sequence_tokens_max: longest sequence that is to be served; None: as long as the model allows.
 
     Raises:
         CheckpointError: the folder lacks something.
         UnsupportedModelError: a layer is of an unknown kind, or anything else that `layers_of` refuses; the model's
-            heads do not divide by the ranks, or its weights are quantised and there are several.
+            heads do not divide by the ranks, or its weights are quantised and there are several; its context is
+            shorter than the sequences that are to be served.
     """
     weight_files(Path(folder))
     config = configuration_of(Path(folder))
     loader_of(config)
     layers_of(config, block_size=block_size)
     check_ranks(config, rank_count)
+    context_tokens = longest_of(config.get_text_config())
+    if sequence_tokens_max is not None and context_tokens is not None and sequence_tokens_max > context_tokens:
+        raise UnsupportedModelError(
+            f"--max-model-len {sequence_tokens_max}: the context of {folder} has {context_tokens} tokens: give at most"
+            " that many, or leave the option out"
+        )
     if rank_count > 1 and getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"quantised weights cannot be split over {rank_count} ranks (--tensor-parallel)")
 

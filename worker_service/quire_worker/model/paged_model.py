@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,11 @@ class PagedModel:
     lengths: TokenLengths | None = None  # of the tokens of a pass, where keys follow them
     sites: Sites | None = None  # where adapters change it; None where it takes none
     rank_count: int = 1  # processes that each have a part of the model
+
+    def limited_to(self, token_count: int) -> PagedModel:
+        """Returns the model for sequences of at most `token_count` tokens, and pages planned for these; it is not more
+        than `max_position`."""
+        return replace(self, max_position=token_count, cache_spec=replace(self.cache_spec, token_count_max=token_count))
 
     def forward(
         self, batch: ForwardBatch, cache: KVCache, before_kernels: Callable[[], None] | None = None

@@ -29,6 +29,7 @@ CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
 # in one pass has them read once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
+MODEL_NAMES_MAX = 16
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
 # vLLM's names of options that mean the same, for those who come from it; --help leaves them out.
 VLLM_NAMES = {
@@ -61,6 +62,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if options.block_size is None:
         options.block_size = math.gcd(BLOCK_SIZE, attention_chunk_of(Path(options.model)))
     _check(parser, options)
+    _check_model(parser, options)
     _check_speculation(parser, options)
     return options
 
@@ -75,6 +77,14 @@ def make_parser() -> argparse.ArgumentParser:
         required=True,
         help="folder with config.json, safetensors and tokenizer.json; without a tokenizer, prompts are token ids",
     )
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        type=model_name,
+        metavar="NAME",
+        help=f"names that requests may call the model, up to {MODEL_NAMES_MAX}; answers have the first (default: the"
+        " folder's name)",
+    )
     parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
     parser.add_argument(
         "--allocator",
@@ -84,6 +94,13 @@ def make_parser() -> argparse.ArgumentParser:
     _add_tls(parser)
     add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
     request_log.add_argument(parser)
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="longest prompt and answer together, at most the model's context; the pool has to hold one (default: the"
+        " model's context, or what the pool holds)",
+    )
     _add_pool(parser)
     add_policy(parser)
     for option, text in (
@@ -212,6 +229,18 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error(f"--max-running must be at most {RUNNING_MAX}, not {options.max_running}")
 
 
+def _check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuses names that the model cannot have, and sequences without room for an answer."""
+    names = options.served_model_name or ()
+    if len(names) > MODEL_NAMES_MAX or len(set(names)) < len(names):
+        parser.error(f"--served-model-name must be at most {MODEL_NAMES_MAX} different names, not {len(names)}")
+    for name, _ in options.adapter:
+        if name in names:
+            parser.error(f"--adapter {name}: --served-model-name gives that name to the model itself")
+    if options.max_model_len is not None and options.max_model_len < 2:
+        parser.error(f"--max-model-len must be at least 2, a prompt and an answer, not {options.max_model_len}")
+
+
 def _check_speculation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuses drafts that cannot be made."""
     if not 0 <= options.speculative_tokens <= SPECULATIVE_TOKENS_MAX:
@@ -333,6 +362,20 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
     adapters.add_argument(
         "--adapter-memory", type=memory_bytes, default=1 << 30, help="of all of them together (default: 1GiB)"
     )
+
+
+def model_name(text: str) -> str:
+    """Returns a name for a model.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.140} is no name of a model: write 1 to 128 letters, digits, '.', '_', '-', ':' and '/', a letter"
+            " or a digit first"
+        )
+    return text
 
 
 def named_folder(text: str) -> tuple[str, str]:

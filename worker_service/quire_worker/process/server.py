@@ -34,7 +34,7 @@ from quire_worker.engine import Engine
 from quire_worker.execution.failures import DeviceLostError
 from quire_worker.execution.launched import Shortcut
 from quire_worker.execution.leader import Leader
-from quire_worker.execution.sizing import PoolMemory, memory_of, size_pool, warn_of_short_sequences
+from quire_worker.execution.sizing import PoolMemory, longest_sequence, memory_of, size_pool
 from quire_worker.host_memory import size
 from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import CheckpointError, ModelError
@@ -67,7 +67,7 @@ WAIT_LOG_S = 10.0
 class Loaded(NamedTuple):
     """A loaded model: the contents of its folder, and the pages for it."""
 
-    name: str
+    names: tuple[str, ...]  # the first is in answers
     model: PagedModel
     cache: KVCache
     tokenizer: Tokenizer
@@ -108,8 +108,8 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     shortcut = None
     if options.device == "cuda":
         shortcut = capture_decode(part, min(options.cuda_graph_batch_max, options.max_running))
-    name = Path(options.model).resolve().name
-    return Loaded(name, part.model, part.cache, tokenizer, part.memory, leader, shortcut, part.drafter)
+    names = tuple(options.served_model_name or [Path(options.model).resolve().name])
+    return Loaded(names, part.model, part.cache, tokenizer, part.memory, leader, shortcut, part.drafter)
 
 
 def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
@@ -131,6 +131,8 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
         kv_layout=options.kv_layout,
         crew=crew,
     )
+    if options.max_model_len is not None:
+        model = model.limited_to(options.max_model_len)
     draft = load_draft_model(options, model, device)
     if options.device == "cuda":
         for each in filter(None, (model, draft)):  # before the memory is measured: they take some of it
@@ -147,7 +149,6 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
             drafter = Drafter(draft, cache.block_count, cache.spec.groups, options.speculative_tokens)
     except OSError as error:  # of a CPU's pages, where the system promises no more than it has
         raise UsageError(f"--kv-memory: no {size(memory.budget_bytes)} are to be had: {error.strerror}") from None
-    sequence_tokens_max = min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens))
     log.info(
         "model loaded",
         architecture=model.architecture,
@@ -155,9 +156,8 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
         blocks=cache.block_count,
         groups=len(cache.spec.groups),
         kv_bytes=cache.pool_bytes,
-        sequence_tokens_max=sequence_tokens_max,
+        sequence_tokens_max=longest_sequence(model, cache, options),
     )
-    warn_of_short_sequences(model, cache, sequence_tokens_max)
     return Part(model, cache, memory, drafter)
 
 
@@ -309,7 +309,8 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     service = WorkerService(
         engine,
         pool=options.pool,
-        model_name=loaded.name,
+        model_name=loaded.names[0],
+        model_aliases=loaded.names[1:],
         memory=loaded.memory,
         authorize=server.authorize,
         request_log=RequestLog(options.log_requests),
@@ -383,7 +384,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logs.configure(log_format=options.log_format, level=options.log_level, role="worker", **which)
         if place.rank == 0:
             preflight.check(options)
-        check_configuration(options.model, block_size=options.block_size, rank_count=place.size)
+        check_configuration(
+            options.model,
+            block_size=options.block_size,
+            rank_count=place.size,
+            sequence_tokens_max=options.max_model_len,
+        )
         if place.rank > 0:
             follow_rank_0(options, place, load_part)
             return

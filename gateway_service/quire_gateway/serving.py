@@ -199,6 +199,8 @@ class Served(Response):
             return
         count = 0
         for choice in choices:
+            if choice.reader is None or not choice.reader.has_reasoned:
+                continue
             spelled = await unary.spelled(self._fleet, self._call.model, set(choice.token_ids))
             count += reasoning_token_count(plan, (spelled[token] for token in choice.token_ids))
         self._taken = self._taken._replace(reasoning_token_count=count)

@@ -19,6 +19,7 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from quire.errors import QuireError, Reason
 from quire.v1 import worker_pb2 as pb
+from quire_worker.execution import run
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampling.grammar import GrammarError, Grammars, GrammarsFullError, Matcher
 from quire_worker.sampling.params import SamplingParams, Structure, StructureKind
@@ -167,6 +168,38 @@ async def test_forks_and_preempted_samples_keep_to_their_schemas(tokenizer: Toke
         assert output.reasons == [FinishReason.STOP] * 2
         for text in output.texts:
             Draft202012Validator(schema).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("has_forks", [False, True])
+async def test_greedy_texts_do_not_depend_on_whether_their_likeliest_tokens_are_looked_at_first(
+    monkeypatch: pytest.MonkeyPatch, has_forks: bool
+) -> None:
+    dice = random.Random(6)
+    structures = [schema_of(random_schema(dice)) for _ in range(12)]
+    texts = []
+    async with running(DEMO) as harness:
+        for is_known in (True, False):
+            if not is_known:
+                monkeypatch.setattr(Sampler, "allows", lambda *_: False)
+            requests = [
+                submitted(harness, structure, temperature=0.0, n=2 if has_forks else 1, max_tokens=60)
+                for structure in structures
+            ]
+            outputs = await asyncio.gather(*(harness.collect(request) for request in requests))
+            texts.append([output.texts for output in outputs])
+    assert texts[0] == texts[1]
+
+
+async def test_a_greedy_text_that_its_grammar_leaves_free_touches_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = Structure(StructureKind.GRAMMAR, ('start: TEXT | TEXT "<call>" /[0-9]+/\nTEXT: /(.|\\n)*/',))
+    drawn = []
+    monkeypatch.setattr(run, "draw", lambda *given: drawn.append(given) or draw(*given))
+    async with running(DEMO) as harness:
+        held = await harness.collect(submitted(harness, free, temperature=0.0, max_tokens=40))
+        assert not drawn
+        plain = SamplingParams(max_tokens=40)
+        request = harness.engine.submit(request_id="", prompt=[5, 6, 7], sampling=plain, namespace="")
+        assert held.texts == (await harness.collect(request)).texts
 
 
 async def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(tokenizer: Tokenizer) -> None:

@@ -57,10 +57,15 @@ def joined(deltas: Sequence[Delta]) -> tuple[str, str, list[Call]]:
 
 def joined_pieces(one: Delta, other: Delta) -> Delta:
     """Returns two pieces that follow each other as one."""
-    calls = [*one.calls]
-    for call in other.calls:
+    return Delta(one.content + other.content, one.reasoning + other.reasoning, merged([*one.calls, *other.calls]))
+
+
+def merged(pieces: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
+    """Returns pieces of calls that follow each other, with one piece for each call."""
+    calls: list[CallDelta] = []
+    for call in pieces:
         if calls and calls[-1].number == call.number:
             calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + call.arguments)
         else:
             calls.append(call)
-    return Delta(one.content + other.content, one.reasoning + other.reasoning, tuple(calls))
+    return tuple(calls)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Final
 
-from quire_gateway.calls.deltas import CallDelta, Delta, joined_pieces
+from quire_gateway.calls.deltas import CallDelta, Delta, merged
 from quire_gateway.calls.formats import Elements, Format, Mark, Maybe, Place, Run, Slot
 from quire_gateway.calls.matching import Found, Status, after_space, find
 
@@ -60,6 +60,10 @@ class AnswerReader:
         functions: that can be called.
         new_id: returns so many random characters.
         is_reasoning: whether the answer begins within its reasoning.
+
+    Attributes:
+        call_count: calls that have begun.
+        has_reasoned: whether any of the text so far is reasoning.
     """
 
     def __init__(
@@ -71,7 +75,6 @@ class AnswerReader:
         is_reasoning: bool = False,
     ) -> None:
         self._form, self._functions, self._new_id = form, frozenset(functions), new_id
-        self._place = Place.REASONING if is_reasoning else Place.START
         self._text = ""  # that is not handed on
         self._json: _Json | None = None  # of the arguments that are being read
         self._run: Run | None = None  # that has begun
@@ -84,7 +87,8 @@ class AnswerReader:
         self._reasoning: list[str] = []
         self._calls: list[CallDelta] = []
         self.call_count = 0
-        self._first = {place: _first_characters(form, place) for place in Place}
+        self.has_reasoned = False
+        self._enter(Place.REASONING if is_reasoning else Place.START)
 
     @property
     def is_reasoning(self) -> bool:
@@ -93,10 +97,20 @@ class AnswerReader:
 
     def push(self, text: str) -> Delta:
         """Takes the next piece of the text."""
+        if self._is_plain(text):
+            self._text = text
+            self._say(len(text))
+            return self._taken()
         self._text += text
         while self._text and self._step(is_last=False):
             pass
         return self._taken()
+
+    def _is_plain(self, text: str) -> bool:
+        """Tells whether nothing is waiting for more text, and no run or mark can begin in this piece: most are so."""
+        if self._text or self._run is not None or self._place is Place.START:
+            return False
+        return self._first is None or self._first.search(text) is None
 
     def flush(self) -> Delta:
         """Ends the text: nothing follows that could make a call of what is left."""
@@ -109,7 +123,7 @@ class AnswerReader:
 
     def _taken(self) -> Delta:
         # One piece of each call: callers put together what has one index in different deltas, not in one.
-        delta = joined_pieces(Delta("".join(self._content), "".join(self._reasoning)), Delta(calls=tuple(self._calls)))
+        delta = Delta("".join(self._content), "".join(self._reasoning), merged(self._calls))
         self._content, self._reasoning, self._calls = [], [], []
         return delta
 
@@ -135,8 +149,9 @@ class AnswerReader:
             if start == len(self._text):
                 self._space, self._text = self._space + self._text, ""
                 return False
-            self._place, place = Place.CONTENT, start
-        first = self._first[self._place]
+            self._enter(Place.CONTENT)
+            place = start
+        first = self._first
         while first is not None and (found := first.search(self._text, place)) is not None:
             outcome = self._take_at(found.start(), is_last=is_last)
             if outcome is not None:
@@ -175,7 +190,8 @@ class AnswerReader:
         self._say(place, is_end=True)
         self._text = self._text[end - place :]
         if mark.then is not None:
-            self._space, self._place = "", mark.then
+            self._space = ""
+            self._enter(mark.then)
             self._drops_space = mark.then is Place.REASONING or not self._has_content
             self._is_behind = True
         return True
@@ -230,7 +246,13 @@ class AnswerReader:
         return True
 
     def _end_run(self) -> None:
-        self._run, self._place = None, Place.CONTENT
+        self._run = None
+        self._enter(Place.CONTENT)
+
+    def _enter(self, place: Place) -> None:
+        self._place = place
+        self._first = _first_characters(self._form, place)
+        self.has_reasoned |= place is Place.REASONING
 
     def _say(self, end: int, *, is_end: bool = False) -> None:
         """Hands the text before a place on, without the whitespace at its end, unless more text of its kind follows it.

@@ -323,17 +323,20 @@ class Run:
                 self._drafts[part.sample] = part.draft
 
     def _known(self, draws: Sequence[Draw]) -> Iterable[int] | None:
-        """Returns the tokens to draw where all are the likeliest ones, and known; else None."""
+        """Returns the tokens to draw where all are the likeliest ones, known, and allowed by masks; else None."""
         if self.likeliest is not None:
             return self.likeliest
-        if not all(each.sample.sampler.is_greedy for each in draws):
+        samplers = [each.sample.sampler for each in draws]
+        if not all(sampler.is_likeliest_if_allowed for sampler in samplers):
             return None
         known = []
-        for _, parent, _ in draws:
-            _, number, likeliest = self._rows[parent]
-            if likeliest is None:
+        for (_, parent, _), sampler in zip(draws, samplers, strict=True):
+            logits, number, likeliest = self._rows[parent]
+            if likeliest is None or not sampler.allows(likeliest[number], logits.shape[1]):
                 return None
             known.append(likeliest[number])
+        for sampler, token in zip(samplers, known, strict=True):
+            sampler.take(token)
         return known
 
     def _try_draw(self, draws: Sequence[Draw]) -> Failure | None:

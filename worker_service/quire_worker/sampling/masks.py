@@ -17,6 +17,11 @@ def pack(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+def contains(words: np.ndarray, token: int) -> bool:
+    """Tells whether the bit of a token is set in int32 `[words]`."""
+    return bool(int(words[token >> 5]) >> (token & 31) & 1)
+
+
 def apply_masks(logits: torch.Tensor, rows: Sequence[int], words: np.ndarray) -> None:
     """Rules out the tokens whose bits are not set, in all rows at once.
 

@@ -21,7 +21,7 @@ import torch
 from quire_worker.sampling.choice import Choose, sample
 from quire_worker.sampling.grammar import Matcher, masks_of
 from quire_worker.sampling.logprobs import Ranking, TokenLogprobs, rank
-from quire_worker.sampling.masks import apply_masks, pack
+from quire_worker.sampling.masks import apply_masks, contains, pack
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.sampling.random_numbers import new_generator
 from quire_worker.sampling.token_edits import TokenEdits, apply_edits
@@ -42,6 +42,7 @@ class Sampler:
         is_plain: whether the model's logits are what its tokens are chosen by.
         is_simple: whether its token is all that has to be read for it.
         is_greedy: whether, besides, it is the model's likeliest token.
+        is_likeliest_if_allowed: whether it is that token wherever `allows` says so.
     """
 
     params: SamplingParams
@@ -53,12 +54,14 @@ class Sampler:
     is_plain: bool = field(init=False)
     is_simple: bool = field(init=False)
     is_greedy: bool = field(init=False)
+    is_likeliest_if_allowed: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Notes what is asked for every pass."""
         self.is_plain = self.edits is None and self.allowed is None and self.matcher is None
         self.is_simple = self.is_plain and self.logprob_count is None
         self.is_greedy = self.is_simple and self.params.is_greedy
+        self.is_likeliest_if_allowed = self.params.is_greedy and self.edits is None and self.logprob_count is None
 
     @classmethod
     def of(
@@ -93,6 +96,12 @@ class Sampler:
             None if matcher is None else matcher.copy(),
             0 if params.logprobs is None and params.is_best_of else params.logprobs,
         )
+
+    def allows(self, token: int, vocabulary: int) -> bool:
+        """Tells whether the masks leave a token of so many. It takes microseconds: no row of logits is touched."""
+        if self.allowed is not None and not contains(self.allowed, token):
+            return False
+        return self.matcher is None or contains(masks_of([self.matcher], vocabulary)[0], token)
 
     def take(self, token: int) -> None:
         """Follows the sample by one token."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
@@ -23,7 +23,7 @@ from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, defect
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
-from quire_gateway.plain_route import PlainRoute
+from quire_gateway.plain_route import PlainRoute, got
 from quire_gateway.reading import Reader, of_validation
 from quire_gateway.responses.bodies import ResponseBody
 from quire_gateway.responses.endpoints import serve_responses
@@ -35,7 +35,6 @@ from quire_gateway.work import Work
 
 PATH_SHOWN: Final = 256  # characters of one that there is not
 BodyT = TypeVar("BodyT", bound=Body)
-EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 # OpenAI's and vLLM's endpoints of models that do not generate.
 POOLING_PATHS: Final = (
     *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling", "/classify"),
@@ -108,19 +107,6 @@ def make_app(
     return app
 
 
-def _got(app: FastAPI, path: str, kind: type[Response] = JSONResponse) -> Callable[[EndpointT], EndpointT]:
-    """Returns a decorator that serves a path for GET and for HEAD. The description for programs has GET alone,
-    and of the answer's kind its content type.
-    """
-
-    def add(endpoint: EndpointT) -> EndpointT:
-        app.get(path, response_class=kind)(endpoint)  # first, because routes are tried in their order
-        app.head(path, include_in_schema=False)(endpoint)
-        return endpoint
-
-    return add
-
-
 def _refuse_pooling(app: FastAPI) -> None:
     """Answers callers of endpoints that need a model for embeddings, which workers do not serve."""
 
@@ -135,12 +121,12 @@ def _refuse_pooling(app: FastAPI) -> None:
 def _serve_probes(app: FastAPI, fleet: Fleet, is_draining: Callable[[], bool]) -> None:
     """Adds what probes ask."""
 
-    @_got(app, "/healthz", PlainTextResponse)
+    @got(app, "/healthz", PlainTextResponse)
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)  # what probes of vLLM's server ask
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("")  # no text: so Prometheus, too, can ask it
 
-    @_got(app, "/readyz", PlainTextResponse)
+    @got(app, "/readyz", PlainTextResponse)
     async def readyz(_: Request) -> Response:
         if is_draining():
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
@@ -151,11 +137,11 @@ def _serve_probes(app: FastAPI, fleet: Fleet, is_draining: Callable[[], bool]) -
 def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry, registry: CollectorRegistry) -> None:
     """Adds the endpoints that are of all callers together; the gate asks for the operator's token."""
 
-    @_got(app, "/metrics", PlainTextResponse)
+    @got(app, "/metrics", PlainTextResponse)
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    @_got(app, "/requests")
+    @got(app, "/requests")
     async def requests(_: Request) -> Response:
         return _json(orjson.dumps(await listing.listed(fleet, tuple(telemetry.entries), time.monotonic())))
 
@@ -163,11 +149,11 @@ def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry, registry:
 def _serve_models(app: FastAPI, fleet: Fleet) -> None:
     """Adds the lists of models."""
 
-    @_got(app, "/v1/models")
+    @got(app, "/v1/models")
     async def models(_: Request) -> Response:
         return _json(replies.models((called, model[:5]) for called, model in fleet.served().items()))
 
-    @_got(app, "/v1/models/{name:path}")
+    @got(app, "/v1/models/{name:path}")
     async def model(name: str) -> Response:
         return _json(orjson.dumps(replies.model(name, fleet.model(name)[:5])))
 
@@ -189,13 +175,13 @@ def _serve_texts(app: FastAPI, work: Work) -> None:
 def _serve_overview(app: FastAPI, version: str) -> None:
     """Adds what says what there is."""
 
-    @_got(app, "/")
+    @got(app, "/")
     async def root(_: Request) -> Response:
         served = {route.path for route in app.routes if isinstance(route, APIRoute)}
         paths = sorted(served - {"/", *POOLING_PATHS})
         return _json(orjson.dumps({"name": "quire-gateway", "version": version, "paths": paths}))
 
-    @_got(app, "/version")
+    @got(app, "/version")
     async def version_of(_: Request) -> Response:
         return _json(orjson.dumps({"version": version}))
 

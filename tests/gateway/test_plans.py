@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from quire_gateway.calls.deltas import joined
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS
 from quire_gateway.calls.grammars import Function
 from quire_gateway.calls.plans import (
@@ -61,6 +62,25 @@ def test_ids_are_those_of_the_family_also_where_a_call_has_to_be_made() -> None:
     assert found is not None
     reader = found.reader(lambda count: "x" * count)
     assert reader.push('[{"name":"f","parameters":{}}]').calls[0].call_id == "x" * 9
+
+
+@pytest.mark.parametrize(
+    "calls", [None, CALL_FORMATS["hermes"], CALL_FORMATS["openai"]], ids=["none", "hermes", "openai"]
+)
+@pytest.mark.parametrize("choice", [Choice.REQUIRED, Choice.NAMED])
+def test_an_answer_that_is_cut_before_the_call_it_has_to_make_is_no_text(choice: Choice, calls: Any) -> None:
+    found = plan(TOOLS._replace(choice=choice), calls=calls)
+    assert found is not None
+    text = '{"a": 1}'
+    if calls is CALL_FORMATS["openai"]:
+        text = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{text}<|call|>"
+    elif choice is Choice.REQUIRED:
+        text = f'[{{"name":"f","parameters":{text}}}]'
+    for end in range(len(text) + 1):
+        reader = found.reader(lambda count: "x" * count)
+        content, _, calls_made = joined([*map(reader.push, text[:end]), reader.flush()])
+        assert content == "", text[:end]
+    assert [(call.function, call.arguments) for call in calls_made] == [("f", '{"a": 1}')]
 
 
 @pytest.mark.parametrize(

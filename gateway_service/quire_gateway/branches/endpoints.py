@@ -19,6 +19,7 @@ from quire_gateway.branches.held import Branch, Branches
 from quire_gateway.conversations import Chat, chat_of
 from quire_gateway.description import described
 from quire_gateway.failures import PROMPT, invalid, missing, of_quire, unsupported
+from quire_gateway.plain_route import got
 from quire_gateway.relay import Call, busy
 from quire_gateway.replies import CompletionForm
 from quire_gateway.serving import Served
@@ -43,12 +44,12 @@ def serve_branches(app: FastAPI, work: Work) -> None:
     async def prefill(request: Request) -> Response:
         return await calls.prefill(request)
 
-    @app.get("/v1/branches")
+    @got(app, "/v1/branches")
     async def listed(request: Request) -> Response:
         found = branches.all_of(request.state.namespace)
         return json_response({"object": "list", "data": [branch.as_json() for branch in found]})
 
-    @app.get("/v1/branches/{identity}")
+    @got(app, "/v1/branches/{identity}")
     async def get(request: Request, identity: str) -> Response:
         with branches.using(request.state.namespace, identity) as branch:
             return json_response(branch.as_json())

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from quire_gateway.calls.deltas import Delta
 from quire_gateway.calls.formats import REQUIRED, Format, Place, only_arguments
 from quire_gateway.calls.grammars import Held, grammar_of
 from quire_gateway.calls.reader import AnswerReader
@@ -40,6 +41,13 @@ class Notation(NamedTuple):
         return self.reasoning is not None or (self.calls is not None and self.calls.answer is not None)
 
 
+class _CallsReader(AnswerReader):
+    """Reads an answer that has to be calls: if it is cut before one of them has begun, its end is no content."""
+
+    def flush(self) -> Delta:
+        return super().flush()._replace(content="")
+
+
 class Plan(NamedTuple):
     """The constraints on an answer, and the way to read it.
 
@@ -50,6 +58,7 @@ class Plan(NamedTuple):
         is_reasoning: whether it begins within its reasoning.
         tells_calls: whether the finish reason of an answer with calls says so.
         tells_reasoning: whether the caller gets the reasoning.
+        has_content: whether it may have content; calls that have to be made come without.
     """
 
     form: Format
@@ -58,6 +67,7 @@ class Plan(NamedTuple):
     is_reasoning: bool
     tells_calls: bool
     tells_reasoning: bool = True
+    has_content: bool = True
 
     @property
     def has_reasoning(self) -> bool:
@@ -66,7 +76,8 @@ class Plan(NamedTuple):
 
     def reader(self, new_id: Callable[[int], str]) -> AnswerReader:
         """Returns a reader for one answer."""
-        return AnswerReader(self.form, self.functions, new_id, is_reasoning=self.is_reasoning)
+        kind = AnswerReader if self.has_content else _CallsReader
+        return kind(self.form, self.functions, new_id, is_reasoning=self.is_reasoning)
 
 
 def reasoning_token_count(plan: Plan, spelled: Iterable[bytes]) -> int:
@@ -154,4 +165,4 @@ def plan_of(
     held = Held(is_reasoning, has_reasoned, is_called, tools.is_parallel, None if is_called else content, is_compact)
     names = tuple(function.name for function in tools.functions)
     grammar = grammar_of(form, tools.functions, notation.tokens, held)
-    return Plan(form, names, grammar, is_reasoning, tools.choice is not Choice.NAMED)
+    return Plan(form, names, grammar, is_reasoning, tools.choice is not Choice.NAMED, has_content=not is_called)

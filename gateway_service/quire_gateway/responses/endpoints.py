@@ -16,6 +16,7 @@ from quire_gateway.continuing import Said
 from quire_gateway.description import described
 from quire_gateway.failures import ApiError, invalid, unsupported
 from quire_gateway.metrics import MORE, TAIL
+from quire_gateway.plain_route import got
 from quire_gateway.relay import Call
 from quire_gateway.responses.background import Background
 from quire_gateway.responses.bodies import ResponseBody
@@ -38,7 +39,7 @@ def serve_responses(app: FastAPI, work: Work, store: Store) -> None:
     async def create(request: Request) -> Response:
         return await responses.create(request)
 
-    @app.get("/v1/responses/{identity}")
+    @got(app, "/v1/responses/{identity}")
     async def get(request: Request, identity: str, *, stream: bool = False) -> Response:
         if stream:
             raise unsupported("stream", "is for responses that are created: this one is told as a whole")
@@ -52,7 +53,7 @@ def serve_responses(app: FastAPI, work: Work, store: Store) -> None:
     async def cancel(request: Request, identity: str) -> Response:
         return await responses.cancel(request, identity)
 
-    @app.get("/v1/responses/{identity}/input_items")
+    @got(app, "/v1/responses/{identity}/input_items")
     async def input_items(
         request: Request, identity: str, limit: str = "", order: str = "desc", after: str = Query("", max_length=128)
     ) -> Response:

@@ -2,6 +2,7 @@
 
     model.layers.3.self_attn.k_scale        also ...attn.k_scale and ...k_proj.k_scale, and v for k
     model.layers.3.self_attn.kv_scale       one for both
+    model.layers.3.self_attn.k_proj.output_scale        as compressed-tensors and Quark save it, and v for k
 
 The pages hold `key / k_scale`. A layer that names none has 1.
 """
@@ -17,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from quire_worker.model.checkpoint import CheckpointError, weight_files
 from quire_worker.page_format import Scales
 
-_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(kv?|v)_scale$")
-SCALE_NAME = re.compile(r"(?:^|\.)(?:k|v|kv)_scale$")  # what no module of transformers reads
+_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:(kv|k|v)_scale|(k|v)_proj\.output_scale)$")
+SCALE_NAME = re.compile(r"(?:^|\.)(?:(?:k|v|kv)_scale|[kv]_proj\.output_scale)$")  # no module of transformers reads it
 
 
 def read_scales(folder: Path) -> dict[int, Scales]:
@@ -34,7 +35,9 @@ def read_scales(folder: Path) -> dict[int, Scales]:
                 for name in file.keys():  # noqa: SIM118 - no dictionary
                     match = _NAME.search(name)
                     if match is not None:
-                        found.setdefault(int(match[1]), {})[match[2]] = _number(name, file.get_tensor(name).tolist())
+                        found.setdefault(int(match[1]), {})[match[2] or match[3]] = _number(
+                            name, file.get_tensor(name).tolist()
+                        )
         except SafetensorError as error:
             raise CheckpointError(f"weights in {path.name} cannot be read: {error}") from error
     return {

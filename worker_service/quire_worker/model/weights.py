@@ -29,8 +29,8 @@ from transformers.utils import logging as transformers_logging
 
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError
 from quire_worker.model.headers import TensorEntry, read_headers
-from quire_worker.model.kv_scales import SCALE_NAME
 from quire_worker.model.transformers_seam import ATTENTION_NAME
+from quire_worker.model.unused import check_unused, some
 
 PROGRESS_S = 2.0  # between two lines of the log
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # dtypes of weights that are not quantised
@@ -54,8 +54,8 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
         A module of transformers on the CPU, for inference.
 
     Raises:
-        CheckpointError: a file is damaged, or a tensor is missing, or of another shape or kind than the configuration
-            asks for; the message names both.
+        CheckpointError: a file is damaged, or a tensor is missing, unused, or of another shape or kind than the
+            configuration asks for; the message names both.
         UnsupportedModelError: the weights are quantised, and transformers cannot load them (mostly because a package
             is missing); or the model is not made for transformers' attention interface.
     """
@@ -96,7 +96,7 @@ def _quantised_by(folder: Path) -> str | None:
 
 
 def _compare(folder: Path, module: Any, report: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> None:
-    """Refuses weights that are not what the configuration asks for; unused ones are logged."""
+    """Refuses weights that are not what the configuration asks for, and unused ones that would change the text."""
     for name, found, expected in sorted(report["mismatched_keys"], key=lambda each: str(each[0])):
         raise CheckpointError(
             f"weights in {_file_of(folder, entries, name)} do not fit {folder / 'config.json'}: tensor {name:.200} is"
@@ -114,9 +114,7 @@ def _compare(folder: Path, module: Any, report: Mapping[str, Any], entries: Mapp
             f"weights in {entry.file} cannot be served: tensor {name:.200} is {entry.dtype}, and config.json names no"
             f" quantization_config; without one it has to be one of {', '.join(sorted(_FLOATS))}"
         )
-    unused = {name for name in report["unexpected_keys"] if not SCALE_NAME.search(name)}
-    if unused:
-        _log.warning("unused_weights", folder=folder.name, weights=some(unused))
+    check_unused(folder, module, report["unexpected_keys"], entries)
 
 
 def _file_of(folder: Path, entries: Mapping[str, TensorEntry], name: str) -> str:
@@ -238,12 +236,6 @@ def _quiet() -> Iterator[None]:
         bars.set_verbosity(verbosity)
         if shown:
             bars.enable_progress_bar()
-
-
-def some(names: Iterator[str] | set[str] | list[str]) -> str:
-    """Lists the first names, and says how many more there are."""
-    listed = [f"{name:.200}" for name in sorted(names)]
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
 
 
 def _one_line(error: Exception) -> str:

@@ -37,6 +37,7 @@ from quire.protocol.steps import StepBuilder
 from quire.session import AsyncSession
 from quire.session.owner import Answer, PoolOwner
 from quire.types import PoolSpec
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from report import Goal, add_output_arguments, core_build, publish
 
@@ -99,7 +100,7 @@ class Watched(PoolOwner):
         """The part is over."""
         self.times[part] = time.perf_counter()
 
-    def receive(self, reply: pb.SessionReply) -> Answer | None:
+    def receive(self, reply: packed.SessionReply) -> Answer | None:
         """Takes the times of attaching, building and opening from the answers."""
         kind = reply.WhichOneof("message")
         if kind == "report_required":
@@ -112,14 +113,14 @@ class Watched(PoolOwner):
         return answer
 
 
-class Outbox(deque[pb.SessionRequest]):
+class Outbox(deque[packed.SessionRequest]):
     """Notes when the end of a report leaves."""
 
     def __init__(self, owner: Watched) -> None:
         super().__init__()
         self._owner = owner
 
-    def popleft(self) -> pb.SessionRequest:
+    def popleft(self) -> packed.SessionRequest:
         """Takes the next message."""
         request = super().popleft()
         if request.HasField("report_end"):

@@ -15,13 +15,12 @@ from quire._serving import logs
 from quire._serving.process import collect_garbage_rarely, stop_event, take_cpu
 from quire._serving.server import Server, add_arguments
 from quire.errors import UsageError
-from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.metrics.collector import AllocatorCollector
 from quire_allocator.metrics.counters import Counters
-from quire_allocator.service import CORE, AllocatorService
+from quire_allocator.service import CORE, AllocatorService, add_to_server
 from quire_allocator.session.lease_watch import LeaseWatch
 
 log = structlog.get_logger()
@@ -76,7 +75,7 @@ async def serve(options: argparse.Namespace) -> None:
     service = AllocatorService(
         directory, counters, check_invariants=options.check_invariants, authorize=server.authorize
     )
-    pb_grpc.add_AllocatorServiceServicer_to_server(service, server.grpc)
+    add_to_server(service, server.grpc)
     await server.start(AllocatorCollector(directory, counters), core=CORE)
     collect_garbage_rarely()
     await server.announce()

@@ -24,6 +24,7 @@ from quire.errors import QuireError, Reason
 from quire.protocol.features import FEATURES
 from quire.protocol.limits import PROTOCOL_VERSION
 from quire.protocol.permissions import Permissions
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire.v1 import server_pb2
@@ -161,7 +162,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     # -- the owner's stream --------------------------------------------------------------------------------------------
 
     async def Session(  # type: ignore[override]  # replies go through context.write
-        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
+        self, request_iterator: AsyncIterator[packed.SessionRequest], context: Context
     ) -> None:
         await SessionStream(self, context, self.authorize(context)).run()
 
@@ -361,3 +362,16 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self, request: Any, permissions: Permissions, operation: str, operate: Callable[[Ownership], ResponseT]
     ) -> ResponseT:
         return self.unary_sessions.once(request, permissions, operation, operate, self.clock())
+
+
+def add_to_server(service: AllocatorService, server: aio.Server) -> None:
+    """Adds the service to a server. `Session` reads and writes the messages whose columns are bytes."""
+    session = grpc.stream_stream_rpc_method_handler(
+        service.Session, packed.SessionRequest.FromString, packed.SessionReply.SerializeToString
+    )
+    handlers = {"Session": session}
+    name = pb.DESCRIPTOR.services_by_name["AllocatorService"].full_name
+    # The first generic handler of a method serves it, unless it is registered, too: then the last one registered does.
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+    pb_grpc.add_AllocatorServiceServicer_to_server(service, server)
+    server.add_registered_method_handlers(name, handlers)  # type: ignore[attr-defined]  # its stubs are older

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from allocator_sides.core_side import new_pool
 from allocator_sides.workload import BLOCK_TOKENS, DIGEST_BYTES
 from quire.protocol.steps import StepBuilder
-from quire.v1 import allocator_pb2 as pb
+from quire.v1 import _packed_pb2 as packed
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import Result
 from session_sides.handler import Handler
@@ -149,13 +149,13 @@ def step_operation() -> Counted:
     builder = StepBuilder()
     for sequence_id in range(1, STEP_OPERATIONS + 1):
         builder.allocate(sequence_id, 1 + sequence_id % BLOCK_TOKENS)
-    handler.receive(pb.SessionRequest.FromString(owner.message(builder)))
+    handler.receive(packed.SessionRequest.FromString(owner.message(builder)))
     steps = []
     for number in range(1, BLOCK_TOKENS + 1):
         builder = StepBuilder()
         for sequence_id in range(1, STEP_OPERATIONS + 1):
             builder.grow(sequence_id, 1 + sequence_id % BLOCK_TOKENS + number)
-        steps.append((handler.receive, (pb.SessionRequest.FromString(owner.message(builder)),)))
+        steps.append((handler.receive, (packed.SessionRequest.FromString(owner.message(builder)),)))
 
     def all_ok(results: list[Any]) -> None:
         assert not any(reply.step_reply.grow_results for reply in results), results

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from quire.protocol.outcomes import StepOutcome, read_reply
 from quire.session.lookahead import AHEAD_TOKENS
 from quire.types import GroupKind, GroupSpec
-from quire.v1 import allocator_pb2 as pb
+from quire.v1 import _packed_pb2 as packed
 from quire_allocator.core import spec
 from quire_allocator.core.pool import Pool
 from quire_allocator.wire import step_apply, step_checks
@@ -115,7 +115,7 @@ class Traffic:
         self.scheduler.roster.add(request.samples[0])
 
     def _ask(self, plan: Plan) -> StepOutcome:
-        message, reply = step_of(plan).message, pb.StepReply()
+        message, reply = step_of(plan).message, packed.StepReply()
         step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), reply)
         return read_reply(message, reply, 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from quire.v1 import allocator_pb2 as pb
+from quire.v1 import _packed_pb2 as packed
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.session.machine import SessionMachine
 from quire_allocator.session.registry import SessionRegistry
@@ -30,16 +30,16 @@ class Handler:
 
     async def ask(self, request: bytes) -> bytes:
         """One message, and the last of its answers."""
-        return self.receive(pb.SessionRequest.FromString(request)).SerializeToString()
+        return self.receive(packed.SessionRequest.FromString(request)).SerializeToString()
 
-    def receive(self, request: pb.SessionRequest) -> pb.SessionReply:
+    def receive(self, request: packed.SessionRequest) -> packed.SessionReply:
         """One message and its only answer, neither as bytes."""
         (reply,) = self._machine.receive(request, 0.0)
         return reply
 
     def cost_us(self, messages: Sequence[bytes]) -> float:
         """CPU microseconds for each, without reading it from bytes and without writing the reply as such."""
-        requests = [pb.SessionRequest.FromString(message) for message in messages]
+        requests = [packed.SessionRequest.FromString(message) for message in messages]
         started = time.thread_time_ns()
         for request in requests:
             self._machine.receive(request, 0.0)

@@ -13,6 +13,7 @@ from quire.protocol.limits import MESSAGE_BYTES_MAX
 from quire.protocol.outcomes import Result, read_reply
 from quire.protocol.steps import StepBuilder
 from quire.session.block_report import report_end
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 SESSION: Final = "/quire.v1.AllocatorService/Session"
@@ -92,15 +93,15 @@ class Owner:
 
     async def open(self) -> None:
         """Attaches with an empty pool."""
-        await self.stream.ask(pb.SessionRequest(attach=self._attach).SerializeToString())
+        await self.stream.ask(packed.SessionRequest(attach=self._attach).SerializeToString())
         end = report_end([], last_step=0, last_sequence_id=0)
-        answer = await self.stream.ask(pb.SessionRequest(report_end=end).SerializeToString())
-        self._session_id = pb.SessionReply.FromString(answer).ready.session_id
+        answer = await self.stream.ask(packed.SessionRequest(report_end=end).SerializeToString())
+        self._session_id = packed.SessionReply.FromString(answer).ready.session_id
 
     def message(self, step: StepBuilder) -> bytes:
         """The next step, as it travels."""
         self._number += 1
-        request = pb.SessionRequest()
+        request = packed.SessionRequest()
         step.fill(request.step)
         request.step.session_id, request.step.number = self._session_id, self._number
         request.step.ack = max(0, self._number - self._window)
@@ -152,7 +153,7 @@ class Decoding:
 
 def check(step: bytes, answer: bytes) -> None:
     """Everything that was asked for was done."""
-    reply = pb.SessionReply.FromString(answer).step_reply
-    outcome = read_reply(pb.SessionRequest.FromString(step).step, reply, 1)
+    reply = packed.SessionReply.FromString(answer).step_reply
+    outcome = read_reply(packed.SessionRequest.FromString(step).step, reply, 1)
     results = [*outcome.commits, *outcome.frees, *outcome.forks, *(grow.result for grow in outcome.grows)]
     assert set(results) == {Result.OK}

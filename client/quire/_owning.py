@@ -15,9 +15,9 @@ from quire.engine import AsyncEngine, Engine
 from quire.engine.carriers import CallCarrier, StreamCarrier
 from quire.errors import QuireError
 from quire.session import AsyncCallSession, AsyncSession, CallSession, Session
+from quire.session.call import SessionStub
 from quire.session.lookahead import AHEAD_TOKENS
 from quire.types import PoolSpec
-from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 Transport: TypeAlias = Literal["stream", "calls"]
 OnWait: TypeAlias = Callable[[QuireError], None]
@@ -93,12 +93,12 @@ def _stream(
     """Makes a session on a connection of its own: a silent one is replaced, and calls on other connections go on."""
     own = link.another()
 
-    async def reconnect() -> pb_grpc.AllocatorServiceAsyncStub:
+    async def reconnect() -> SessionStub:
         await own.reconnect()
-        return pb_grpc.AllocatorServiceStub(own.channel)
+        return SessionStub(own.channel)
 
     return AsyncSession(
-        pb_grpc.AllocatorServiceStub(own.channel),
+        SessionStub(own.channel),
         pool,
         messages.pool_spec_message(spec),
         metadata=own.metadata,

@@ -14,13 +14,12 @@ from quire import AsyncAllocator, PoolSpec, QuireError
 from quire.protocol.limits import SILENCE_S
 from quire.protocol.steps import StepBuilder
 from quire.session import AsyncSession
-from quire.v1 import allocator_pb2 as pb
-from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import server_pb2
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.pool import Pool
 from quire_allocator.metrics.counters import Counters
-from quire_allocator.service import AllocatorService
+from quire_allocator.service import AllocatorService, add_to_server
 from quire_allocator.session.machine import SessionMachine
 from quire_allocator.session.stream import SessionStream
 from quire_allocator.wire import translate
@@ -35,7 +34,7 @@ class BrokenError(Exception):
 class LossyStream(SessionStream):
     """Applies steps, and loses the stream instead of answering as often as its service says."""
 
-    async def _write(self, reply: pb.SessionReply) -> None:
+    async def _write(self, reply: packed.SessionReply) -> None:
         service = self._service
         assert isinstance(service, LossyService)
         if reply.HasField("step_reply") and service.replies_to_lose:
@@ -75,7 +74,7 @@ class Setting:
     async def start_allocator(self, *options: tuple[str, int]) -> None:
         self.service = LossyService(Directory(lease_s=self.lease_s, pools_max=4), Counters(), check_invariants=True)
         self.server = aio.server(options=[("grpc.so_reuseport", 0), *options])
-        pb_grpc.add_AllocatorServiceServicer_to_server(self.service, self.server)
+        add_to_server(self.service, self.server)
         self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self.server.start()
 

@@ -16,13 +16,12 @@ from quire.mirror import PrefixMirror
 from quire.protocol.steps import StepBuilder
 from quire.session import AsyncCallSession, Result
 from quire.streams import AsyncEventStream
-from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import index
 from quire_allocator.metrics.counters import Counters
-from quire_allocator.service import AllocatorService
+from quire_allocator.service import AllocatorService, add_to_server
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -54,7 +53,7 @@ class Scene:
     async def serve(self) -> None:
         """Listens, on the same port as before."""
         self.server = aio.server(options=[("grpc.so_reuseport", 0)])
-        pb_grpc.add_AllocatorServiceServicer_to_server(self.service, self.server)
+        add_to_server(self.service, self.server)
         self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self.server.start()
 

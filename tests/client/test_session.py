@@ -15,6 +15,7 @@ from quire.protocol.outcomes import Result
 from quire.protocol.packing import pack_uint32
 from quire.protocol.steps import StepBuilder
 from quire.session import SessionLostError
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
@@ -244,7 +245,7 @@ async def test_an_answer_that_does_not_fit_the_step_is_an_internal_error(monkeyp
     async with setting() as scene:
         assert scene.service is not None
 
-        def apply_step(_pool: Pool, _arrays: Any, reply: pb.StepReply) -> None:
+        def apply_step(_pool: Pool, _arrays: Any, reply: packed.StepReply) -> None:
             reply.granted_grows = pack_uint32([7])
 
         with monkeypatch.context() as patch:

@@ -8,6 +8,7 @@ from quire import AsyncAllocator
 from quire.protocol.features import FEATURES
 from quire.protocol.limits import HEARTBEAT_S, PROTOCOL_VERSION, SILENCE_S
 from quire.session.owner import PoolOwner
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import server_pb2
 from quire_allocator.wire import translate
@@ -31,9 +32,9 @@ async def test_an_allocator_says_what_it_is() -> None:
 def entered(**periods: int) -> PoolOwner:
     owner = PoolOwner("a", spec(), incarnation=bytes(16))
     owner.attach()
-    owner.receive(pb.SessionReply(report_required=pb.ReportRequired()))
+    owner.receive(packed.SessionReply(report_required=pb.ReportRequired()))
     ready = pb.Ready(session_id=b"s" * 16, next_step=1, limits=server_pb2.Limits(**periods))
-    owner.receive(pb.SessionReply(ready=ready))
+    owner.receive(packed.SessionReply(ready=ready))
     return owner
 
 

@@ -22,6 +22,7 @@ from quire.protocol.packing import pack_uint32
 from quire.protocol.steps import StepBuilder
 from quire.session.owner import Answer, Phase, PoolOwner
 from quire.types import GroupKind
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import errors_pb2
 from quire.v1 import worker_pb2 as worker_pb
@@ -95,15 +96,15 @@ async def test_a_request_with_an_unknown_value_is_refused_with_the_field(field: 
 def opened() -> PoolOwner:
     owner = PoolOwner("a", spec(), incarnation=bytes(16), window=2)
     owner.attach()
-    owner.receive(pb.SessionReply(report_required=pb.ReportRequired()))
-    owner.receive(pb.SessionReply(ready=pb.Ready(session_id=b"s" * 16, next_step=1)))
+    owner.receive(packed.SessionReply(report_required=pb.ReportRequired()))
+    owner.receive(packed.SessionReply(ready=pb.Ready(session_id=b"s" * 16, next_step=1)))
     owner.outbox.clear()
     return owner
 
 
 def answer(owner: PoolOwner, number: int, **columns: Any) -> Answer:
-    reply = pb.StepReply(session_id=b"s" * 16, number=number, **columns)
-    taken = owner.receive(pb.SessionReply(step_reply=reply))
+    reply = packed.StepReply(session_id=b"s" * 16, number=number, **columns)
+    taken = owner.receive(packed.SessionReply(step_reply=reply))
     assert taken is not None
     return taken
 

@@ -17,6 +17,7 @@ from quire.hashing import block_digests
 from quire.protocol.outcomes import Result
 from quire.protocol.steps import StepBuilder
 from quire.session import AsyncSession
+from quire.session.call import SessionStub
 from quire.v1 import allocator_pb2 as pb
 
 from tests.faults.scene import Name, Owner, attached, flood, named, pool_of, report
@@ -121,7 +122,7 @@ async def test_steps_that_are_unanswered_are_few_and_answers_kept_no_longer_than
         assert 1 < most <= 4
         await owner.check(name.place)
     async with AsyncAllocator(name.place.address) as client:
-        wide = AsyncSession(client._stub, "wide", pool_spec("full", 64), window=9)
+        wide = AsyncSession(SessionStub(client._link.channel), "wide", pool_spec("full", 64), window=9)
         with pytest.raises(QuireError, match="window"):
             await wide.open()
 

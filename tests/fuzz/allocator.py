@@ -23,6 +23,7 @@ from quire.errors import Reason
 from quire.protocol.permissions import EVERYTHING
 from quire.session.block_report import report_chunks, report_end
 from quire.session.owner import Phase, PoolOwner
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
@@ -131,12 +132,12 @@ class Episode:
         """Sends more reports at a time, and more pools, than are admitted."""
         self._state = self._look()
         freed = pb.ReportChunk(freed_blocks=bytes(4), freed_steps=[1], freed_operations=[1], freed_positions=[1])
-        chunk = pb.SessionRequest(report_chunk=freed)
+        chunk = packed.SessionRequest(report_chunk=freed)
         crowd = [SessionMachine(self.sessions) for _ in range(limits.REPORTS_MAX + 4)]
         for place, machine in enumerate(crowd):
             attach = self._attach_message(f"crowd-{place}")
             attach.spec.block_count, attach.last_step = 8, int(place <= limits.REPORTS_MAX)  # others need not wait
-            if self._receive(machine, pb.SessionRequest(attach=attach), "Session: attach", attach.pool) is not None:
+            if self._receive(machine, packed.SessionRequest(attach=attach), "Session: attach", attach.pool) is not None:
                 self._receive(machine, chunk, "Session: report", attach.pool)
         for machine in crowd:
             machine.close()
@@ -146,9 +147,9 @@ class Episode:
     def _expect(self, reason: str) -> None:
         """The next message of the owner's stream is refused so."""
         self.seen.messages["Session: step"] += 1
-        step = pb.Step(session_id=self.owner.session_id, number=1, grows=GROW)
+        step = packed.Step(session_id=self.owner.session_id, number=1, grows=GROW)
         try:
-            self.machine.receive(pb.SessionRequest(step=step), self.clock.now)
+            self.machine.receive(packed.SessionRequest(step=step), self.clock.now)
         except Refusal as refusal:
             self.seen.answers[Reason(refusal.reason)] += 1
             if refusal.reason != reason:
@@ -183,14 +184,14 @@ class Episode:
             self._send_step(bad)
 
     def _send_step(self, bad: Message) -> None:
-        request = pb.SessionRequest(step=bad)
+        request = packed.SessionRequest(step=bad)
         replies = self._receive(self.machine, request, "Session: step", "pool")
         if replies is None:
             self._resume()
         elif request.step.number == self.owner.last_step + 1:
             self._take_over(request, replies)
 
-    def _take_over(self, request: pb.SessionRequest, replies: list[pb.SessionReply]) -> None:
+    def _take_over(self, request: packed.SessionRequest, replies: list[packed.SessionReply]) -> None:
         """Reads the answer to a changed step that was still valid, and checks that both sides agree on its effects."""
         owner = self.owner
         owner._unanswered.append(request)
@@ -203,11 +204,11 @@ class Episode:
         """Sends a malformed message of any kind, at any time."""
         right = self.chance.choice(
             (
-                pb.SessionRequest(heartbeat=pb.Heartbeat(ack=self.owner.last_step)),
-                pb.SessionRequest(report_end=pb.ReportEnd(chunk_count=1)),
-                pb.SessionRequest(report_chunk=pb.ReportChunk(freed_blocks=bytes(8))),
-                pb.SessionRequest(attach=self._attach_message("pool")),
-                pb.SessionRequest(),
+                packed.SessionRequest(heartbeat=pb.Heartbeat(ack=self.owner.last_step)),
+                packed.SessionRequest(report_end=pb.ReportEnd(chunk_count=1)),
+                packed.SessionRequest(report_chunk=pb.ReportChunk(freed_blocks=bytes(8))),
+                packed.SessionRequest(attach=self._attach_message("pool")),
+                packed.SessionRequest(),
             )
         )
         bad = self._spoil(right)
@@ -224,7 +225,7 @@ class Episode:
             return
         machine = SessionMachine(self.sessions)
         name = bad.pool  # type: ignore[attr-defined]
-        accepted = self._receive(machine, pb.SessionRequest(attach=bad), "Session: attach", name)
+        accepted = self._receive(machine, packed.SessionRequest(attach=bad), "Session: attach", name)
         machine.close()
         if accepted is None:
             return
@@ -254,9 +255,11 @@ class Episode:
             if end is None:
                 return
         machine = SessionMachine(self.sessions)
-        machine.receive(pb.SessionRequest(attach=self._attach_message("reported")), self.clock.now)
+        machine.receive(packed.SessionRequest(attach=self._attach_message("reported")), self.clock.now)
         self._state = self._look()
-        requests = [pb.SessionRequest(report_chunk=chunk) for chunk in chunks] + [pb.SessionRequest(report_end=end)]
+        requests = [packed.SessionRequest(report_chunk=chunk) for chunk in chunks] + [
+            packed.SessionRequest(report_end=end)
+        ]
         for request in requests:
             if self._receive(machine, request, "Session: report", "reported") is None:
                 break
@@ -289,8 +292,8 @@ class Episode:
     # -- what must hold ------------------------------------------------------------------------------------------------
 
     def _receive(
-        self, machine: SessionMachine, request: pb.SessionRequest, kind: str, pool: str
-    ) -> list[pb.SessionReply] | None:
+        self, machine: SessionMachine, request: packed.SessionRequest, kind: str, pool: str
+    ) -> list[packed.SessionReply] | None:
         """The answers, or None where it was refused."""
         return self._judged(kind, pool, lambda: machine.receive(request, self.clock.now))
 

@@ -14,6 +14,7 @@ import atheris
 from google.protobuf.message import DecodeError, Message
 
 with atheris.instrument_imports(include=["quire_allocator", "quire.protocol.steps", "quire.protocol.state_digest"]):
+    from quire.v1 import _packed_pb2 as packed
     from quire.v1 import allocator_pb2 as pb
 
     from tests.fuzz.allocator import UNARY, Episode, Seen
@@ -38,8 +39,8 @@ class Target:
         plausible, ledger, pool = episode.plausible, episode.owner.ledger, episode.directory.pool("pool").pool
         step = plausible.step(ledger, pool).message
         step.session_id, step.number = episode.owner.session_id, episode.owner.last_step + 1
-        found = [b"\0" + pb.SessionRequest(step=step).SerializeToString()]
-        found.append(b"\0" + pb.SessionRequest(attach=episode._attach_message("pool")).SerializeToString())
+        found = [b"\0" + packed.SessionRequest(step=step).SerializeToString()]
+        found.append(b"\0" + packed.SessionRequest(attach=episode._attach_message("pool")).SerializeToString())
         for number, method in enumerate(METHODS[1:], 1):
             request: Message = (
                 plausible.reading(method)
@@ -53,7 +54,7 @@ class Target:
         method = METHODS[data[0] % len(METHODS)] if data else "ListPools"
         try:
             if method == "Session":
-                self._send(pb.SessionRequest.FromString(data[1:]))
+                self._send(packed.SessionRequest.FromString(data[1:]))
             else:
                 request: Message = getattr(pb, f"{method}Request").FromString(data[1:])
                 if self.episode._call(method, request) is not None and method not in READING:
@@ -61,7 +62,7 @@ class Target:
         except DecodeError:
             return
 
-    def _send(self, request: pb.SessionRequest) -> None:
+    def _send(self, request: packed.SessionRequest) -> None:
         episode = self.episode
         if request.WhichOneof("message") == "detach":
             return

@@ -9,10 +9,11 @@ from typing import Any
 from google.protobuf.message import Message
 from quire.protocol.steps import StepBuilder
 from quire.session.ledger import Ledger
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
 
-GROW = pb.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # of an unknown sequence
+GROW = packed.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # of an unknown sequence
 TEXTS_MAX = 6
 PLACES = 256
 READING = ("MatchPrefix", "ListPools", "GetPool")

@@ -19,7 +19,6 @@ import grpc
 import pytest
 from quire import Allocator, Client, QuireError, Tls
 from quire.hashing import prompt_digests, root_digest
-from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_worker.model.tokenizer import Tokenizer
@@ -188,19 +187,19 @@ def misuse_stream(stub: Any, metadata: Any, outcome: Outcome) -> None:
         (
             pb.Step(
                 commits=pb.CommitPhase(
-                    sequences=pack_uint64([1]),
-                    token_counts=pack_uint32([4]),
-                    digest_counts=pack_uint32([1]),
+                    sequences=[1],
+                    token_counts=[4],
+                    digest_counts=[1],
                     digests=digests[:33],
                 )
             ),
-            pb.Step(grows=grow, commits=pb.CommitPhase(sequences=pack_uint64([1]), digests=digests)),
+            pb.Step(grows=grow, commits=pb.CommitPhase(sequences=[1], digests=digests)),
             pb.Step(
                 grows=pb.GrowPhase(
-                    sequences=pack_uint64([1]),
-                    token_counts=pack_uint32([4]),
+                    sequences=[1],
+                    token_counts=[4],
                     digests=digests[:33],
-                    digest_counts=pack_uint32([9]),
+                    digest_counts=[9],
                 )
             ),
             None,

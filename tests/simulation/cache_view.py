@@ -6,6 +6,7 @@ from quire.hashing import DIGEST_BYTES
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.packing import entry_uint32, unpack_uint64
 from quire.session.ledger import Ledger
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 Key = tuple[int, str, bytes]  # group, namespace, digest
@@ -38,7 +39,7 @@ class CacheView:
         self.keys = None
         self.dropped.clear()
 
-    def take(self, step: pb.Step, outcome: StepOutcome, committed: dict[int, tuple[str, int]]) -> None:
+    def take(self, step: packed.Step, outcome: StepOutcome, committed: dict[int, tuple[str, int]]) -> None:
         """Takes in an answer; `committed` are namespace and committed tokens of each sequence before it."""
         stored, first = set[Key](), 0
         for row, sequence_id in enumerate(unpack_uint64(step.commits.sequences)):

@@ -16,6 +16,7 @@ from quire.protocol.outcomes import NULL_BLOCK, GrowOutcome, Result, StepOutcome
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
 from quire.protocol.steps import StepBuilder
 from quire.session.ledger import Ledger
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 FULL, SLIDING = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_SLIDING_WINDOW
@@ -186,7 +187,7 @@ class History:
 
     # -- acting --------------------------------------------------------------------------------------------------------
 
-    def take(self, step: pb.Step, outcome: StepOutcome, ledger: Ledger, *, fails: bool = False) -> None:
+    def take(self, step: packed.Step, outcome: StepOutcome, ledger: Ledger, *, fails: bool = False) -> None:
         """Applies the answer: copies, then writes; with `fails` the device does not get to the writes."""
         committed = unpack_uint64(step.commits.sequences), unpack_uint32(step.commits.token_counts)
         commits = zip(*committed, outcome.commits, strict=True)
@@ -209,7 +210,7 @@ class History:
             if not fails:
                 self._write(text, ledger.sequences[sequence_id].tables)
 
-    def _take_forks(self, forks: pb.ForkPhase, outcome: StepOutcome) -> None:
+    def _take_forks(self, forks: packed.ForkPhase, outcome: StepOutcome) -> None:
         rows = zip(unpack_uint64(forks.parents), unpack_uint64(forks.children), outcome.forks, strict=True)
         for parent_id, child_id, result in rows:
             if result is Result.OK:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from quire.errors import QuireError, Reason
 from quire.protocol.steps import StepBuilder
 from quire.session.owner import Phase, PoolOwner, Verdict
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
@@ -109,7 +110,7 @@ class Link:
         """The server takes in the oldest message."""
         data, machine = self.to_server.popleft(), self.machine
         try:
-            replies = machine.receive(pb.SessionRequest.FromString(data), self.clock.now)
+            replies = machine.receive(packed.SessionRequest.FromString(data), self.clock.now)
         except Refusal as refusal:
             self._close(QuireError.of(Reason(refusal.reason), refusal.message))
             return
@@ -122,7 +123,7 @@ class Link:
     def server_beats(self) -> None:
         """While it takes in a report, the server says every now and then that it does."""
         if not self.server_gone and self.machine.phase is StreamPhase.REPORTING:
-            self.to_client.append(pb.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString())
+            self.to_client.append(packed.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString())
 
     def server_notices(self) -> None:
         """The server learns that the client is gone."""
@@ -169,7 +170,7 @@ class Worker:
         self.heard_at = 0.0
         self.steps_without_answer = 0
         self.view = CacheView(spec)
-        self._steps: dict[int, pb.Step] = {}
+        self._steps: dict[int, packed.Step] = {}
 
     @property
     def is_quiet(self) -> bool:
@@ -224,7 +225,7 @@ class Worker:
             return
         self.heard_at = self.clock.now
         reports, committed = self.owner.report_count, counts_of(self.owner.ledger)
-        answer = self.owner.receive(pb.SessionReply.FromString(message))
+        answer = self.owner.receive(packed.SessionReply.FromString(message))
         if self.owner.report_count > reports:
             self.view.lose()
         if self.owner.disagreement_count:

@@ -17,10 +17,9 @@ from grpc import aio
 from quire import AsyncAllocator, PoolSpec
 from quire.errors import QuireError
 from quire.protocol.permissions import EVERYTHING, Permissions
-from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.metrics.counters import Counters
-from quire_allocator.service import AllocatorService
+from quire_allocator.service import AllocatorService, add_to_server
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.engine import Engine
 from quire_worker.model.loading import load_model
@@ -136,7 +135,7 @@ class AllocatorServer:
         service = AllocatorService(
             self.directory, Counters(), check_invariants=True, authorize=lambda _context: self.permissions
         )
-        pb_grpc.add_AllocatorServiceServicer_to_server(service, self._server)
+        add_to_server(service, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 

@@ -18,7 +18,7 @@ import pytest
 from quire.hashing import DIGEST_BYTES
 from quire.protocol.outcomes import Copy, StepOutcome, read_reply
 from quire.types import GroupKind, GroupSpec
-from quire.v1 import allocator_pb2 as pb
+from quire.v1 import _packed_pb2 as packed
 from quire_allocator.core import spec
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
@@ -155,7 +155,7 @@ class PretendedWorker:
 
     def ask(self, plan: Plan) -> StepOutcome:
         """Does the work of the allocator's server for a step."""
-        message, reply = step_of(plan).message, pb.StepReply()
+        message, reply = step_of(plan).message, packed.StepReply()
         self.commit_block_counts.append(len(message.commits.digests) // DIGEST_BYTES)
         step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), reply)
         invariants.check(self.pool)

@@ -16,6 +16,7 @@ from quire.errors import QuireError, Reason
 from quire.protocol.outcomes import StepOutcome, read_reply
 from quire.protocol.permissions import permissions_of
 from quire.session import owner
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire_worker.attention import CpuPagedAttention
 from quire_worker.execution.failures import FailureKind, failure_of, is_out_of_memory
@@ -110,10 +111,10 @@ def forward_fails(folder: Path, error: type[Exception], when: Callable[[list[int
 async def test_a_result_that_stays_ends_only_who_asks_for_it(
     healthy: Path, number: int, reason: Reason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answered(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutcome:
+    def answered(step: packed.Step, reply: packed.StepReply, group_count: int) -> StepOutcome:
         told = [number if result == pb.RESULT_FORBIDDEN else result for result in reply.grow_results]
         reply.ClearField("grow_results")
-        reply.MergeFrom(pb.StepReply(grow_results=told))  # type: ignore[arg-type]
+        reply.MergeFrom(packed.StepReply(grow_results=told))  # type: ignore[arg-type]
         return read_reply(step, reply, group_count)
 
     monkeypatch.setattr(owner, "read_reply", answered)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from quire._serving.metrics import Histogram
-from quire.v1 import allocator_pb2 as pb
+from quire.v1 import _packed_pb2 as packed
 
 from quire_allocator.core.spec import Result
 from quire_allocator.wire.step_columns import StepColumns
@@ -36,7 +36,7 @@ class PoolCounters:
         """Counts operations of one kind and result."""
         self._add((operation, result), number)
 
-    def observe_step(self, step: StepColumns, reply: pb.StepReply, seconds: float) -> None:
+    def observe_step(self, step: StepColumns, reply: packed.StepReply, seconds: float) -> None:
         """Counts a step that was applied and took `seconds`: one update per phase where every result is OK."""
         self.step_count += 1
         self.step_seconds.observe(seconds)

@@ -24,6 +24,7 @@ from typing import cast
 from quire.protocol.features import FEATURES
 from quire.protocol.permissions import EVERYTHING, Permissions
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, STATE_DIGEST_STEPS, SequenceRow, in_turn, state_digest
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
@@ -88,7 +89,7 @@ class SessionMachine:
         self._report_heard = 0.0
         sessions.streams.add(self)
 
-    def receive(self, request: pb.SessionRequest, now: float) -> list[pb.SessionReply]:
+    def receive(self, request: packed.SessionRequest, now: float) -> list[packed.SessionReply]:
         """Takes the stream's next message and returns its answers.
 
         Raises:
@@ -123,7 +124,7 @@ class SessionMachine:
 
     # -- attach --------------------------------------------------------------------------------------------------------
 
-    def _attach(self, request: pb.SessionRequest, now: float) -> pb.SessionReply:
+    def _attach(self, request: packed.SessionRequest, now: float) -> packed.SessionReply:
         _expect(request, "attach", "attach: a stream begins with it")
         attach = request.attach
         require(not self._sessions.draining, "the allocator is shutting down", "DRAINING")
@@ -159,10 +160,10 @@ class SessionMachine:
             older.end("FENCED", "a newer stream of this owner took over")
         if not resumed:
             self.phase = Phase.REPORTING
-            return pb.SessionReply(report_required=pb.ReportRequired())
+            return packed.SessionReply(report_required=pb.ReportRequired())
         self.phase = Phase.OPEN
         self._sessions.observer.resumed(self.owner)
-        return pb.SessionReply(
+        return packed.SessionReply(
             resumed=pb.Resumed(
                 session_id=self.owner.session_id,
                 next_step=self.owner.steps.next_step,
@@ -193,7 +194,7 @@ class SessionMachine:
             )
             staging.add(self)
 
-    def _take_report(self, request: pb.SessionRequest, now: float) -> list[pb.SessionReply]:
+    def _take_report(self, request: packed.SessionRequest, now: float) -> list[packed.SessionReply]:
         owner, spec, sessions = self.owner, self._spec, self._sessions
         assert owner is not None
         assert spec is not None
@@ -217,7 +218,7 @@ class SessionMachine:
 
     def _open(
         self, owner: Ownership, spec: PoolSpec, staged: StagedReport, end: pb.ReportEnd, now: float
-    ) -> pb.SessionReply:
+    ) -> packed.SessionReply:
         """Puts the reported pool in force. Where the report is refused, the pool that was there before stays."""
 
         def operate() -> None:
@@ -235,7 +236,7 @@ class SessionMachine:
         self.phase, self._report = Phase.OPEN, None
         self._sessions.staging.discard(self)
         self._sessions.observer.opened(owner)
-        return pb.SessionReply(
+        return packed.SessionReply(
             ready=pb.Ready(
                 session_id=owner.session_id,
                 next_step=owner.steps.next_step,
@@ -248,7 +249,7 @@ class SessionMachine:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _serve(self, request: pb.SessionRequest, now: float) -> list[pb.SessionReply]:
+    def _serve(self, request: packed.SessionRequest, now: float) -> list[packed.SessionReply]:
         owner = self.owner
         assert owner is not None
         kind = request.WhichOneof("message")
@@ -259,13 +260,13 @@ class SessionMachine:
         if kind == "heartbeat":
             self._directory.renew(owner, now)
             self._sessions.publish(owner, min(request.heartbeat.ack, owner.steps.next_step - 1))
-            return [pb.SessionReply(heartbeat=pb.Heartbeat())]
+            return [packed.SessionReply(heartbeat=pb.Heartbeat())]
         _expect(request, "detach", "step, heartbeat or detach")
         self.phase = Phase.DETACHED
         self._sessions.drop(owner)
         return []
 
-    def _step(self, owner: Ownership, step: pb.Step, now: float) -> pb.SessionReply:
+    def _step(self, owner: Ownership, step: packed.Step, now: float) -> packed.SessionReply:
         session_id, number, ack = (
             step.session_id,
             step.number,
@@ -280,13 +281,13 @@ class SessionMachine:
             raise Refusal("MALFORMED", f"ack must be below the number of its step, {number}, not {ack}")
         kept = owner.steps.replay(number, step)
         if kept is not None:
-            return cast("pb.SessionReply", kept)
+            return cast("packed.SessionReply", kept)
         columns = step_checks.check_step(owner.pool, step)
         if self._is_restricted:
             for drop in columns.drops:
                 authorization.require_drop(self._permissions, drop)
             columns.forbidden = authorization.forbidden_rows(self._permissions, owner.pool, columns)
-        answer = pb.SessionReply()
+        answer = packed.SessionReply()
         reply = answer.step_reply
         reply.session_id, reply.number = session_id, number
         if owner.untold_drops:
@@ -306,7 +307,7 @@ class SessionMachine:
         return answer
 
 
-def _expect(request: pb.SessionRequest, kind: str, expected: str) -> None:
+def _expect(request: packed.SessionRequest, kind: str, expected: str) -> None:
     """Refuses a message of another kind as MALFORMED, and names what is expected."""
     sent = request.WhichOneof("message")
     if sent != kind:

@@ -21,6 +21,7 @@ from quire._serving.rpc import abort, caller_of
 from quire.errors import QuireError, Reason
 from quire.protocol.limits import HEARTBEAT_S, SILENCE_S
 from quire.protocol.permissions import Permissions
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-HEARTBEAT = pb.SessionReply(heartbeat=pb.Heartbeat())
+HEARTBEAT = packed.SessionReply(heartbeat=pb.Heartbeat())
 
 
 @contextlib.contextmanager
@@ -98,9 +99,9 @@ class SessionStream:
                 places.leave(self._caller)
             self._service.counters.count_rpc("Session", code)
 
-    async def _answer(self, request: pb.SessionRequest | None) -> None:
+    async def _answer(self, request: packed.SessionRequest | None) -> None:
         machine = self._machine
-        request = request or pb.SessionRequest()
+        request = request or packed.SessionRequest()
         started = time.perf_counter()
         if machine.phase is Phase.REPORTING and request.HasField("report_end"):
             with _collection_paused():
@@ -123,7 +124,7 @@ class SessionStream:
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())
 
-    async def _read_first(self) -> pb.SessionRequest | None:
+    async def _read_first(self) -> packed.SessionRequest | None:
         try:
             async with asyncio.timeout(limits.ATTACH_TIMEOUT_S):
                 return await self._read()
@@ -132,7 +133,7 @@ class SessionStream:
                 "IDLE", f"no Attach came within {limits.ATTACH_TIMEOUT_S:g} s of the stream's beginning"
             ) from None
 
-    async def _read(self) -> pb.SessionRequest | None:
+    async def _read(self) -> packed.SessionRequest | None:
         """Returns the next message, or None at the end of the stream.
 
         This is the only place where the end of the machine may interrupt: an answer that is being written cannot be
@@ -166,7 +167,7 @@ class SessionStream:
         else:
             asyncio.get_running_loop().call_later(SILENCE_S, self._task.cancel)
 
-    def _write(self, reply: pb.SessionReply) -> Awaitable[None]:
+    def _write(self, reply: packed.SessionReply) -> Awaitable[None]:
         return self._context.write(reply)
 
     async def _beat(self) -> None:

@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import cast
 
-from quire.protocol.packing import pack_uint32, pack_uint32s
+from quire.protocol.packing import pack_column, pack_uint32, pack_uint32s, pack_uint64
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
 from quire_allocator.core.drop import drop_cached
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.spec import Grants, GrowResult, Result
-from quire_allocator.wire import translate
+from quire_allocator.core.spec import Copy, Grants, GrowResult, Result, Swap
 from quire_allocator.wire.step_columns import StepColumns
 
 
-def apply_step(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
+def apply_step(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
     """Applies a checked step, and describes its effects in `reply`, which has only the step's number so far."""
     pool.log.step = reply.number
     used, granted = pool.blocks.used_count, pool.granted_block_count
@@ -32,16 +32,13 @@ def apply_step(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
         _free(pool, columns, reply)
     if columns.drops:
         dropped = [drop_cached(pool, *drop) for drop in columns.drops]
-        reply.dropped_block_counts.extend(translate.omit_zeros(dropped))
+        reply.dropped_block_counts = pack_column(dropped)
     if columns.parents:
         _fork(pool, columns, reply)
     if columns.grow_sequences:
         _grow(pool, columns, reply)
-        for takeover in pool.admission.takeovers:
-            reply.takeover_sequences.append(takeover.sequence_id)
-            reply.takeover_groups.append(takeover.group)
-            reply.takeover_indices.append(takeover.position)
-        pool.admission.takeovers = []
+        if pool.admission.takeovers:
+            _tell_takeovers(pool, reply)
     if pool.admission.limits_cache:
         reply.emptied_blocks = pack_uint32(pool.blocks.emptied(used + pool.granted_block_count - granted))
     if pool.spec.tells_removed:
@@ -49,14 +46,21 @@ def apply_step(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
     reply.free_block_count = pool.blocks.free_count
 
 
-def _tell_removed(pool: Pool, reply: pb.StepReply) -> None:
+def _tell_takeovers(pool: Pool, reply: packed.StepReply) -> None:
+    takeovers, pool.admission.takeovers = pool.admission.takeovers, []
+    reply.takeover_sequences = pack_uint64([takeover.sequence_id for takeover in takeovers])
+    reply.takeover_groups = pack_uint32([takeover.group for takeover in takeovers])
+    reply.takeover_indices = pack_uint32([takeover.position for takeover in takeovers])
+
+
+def _tell_removed(pool: Pool, reply: packed.StepReply) -> None:
     found, reply.is_removed_cut = pool.log.removed_in(reply.number, limits.REMOVED_TOLD_MAX, limits.REMOVED_SCOPES_MAX)
     for scope, digests in found.items():
         reply.removed.add(namespace=scope.namespace.name, groups=scope.manager.groups, digests=bytes(digests))
 
 
-def _commit(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
-    results = list[pb.Result.ValueType]()
+def _commit(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
+    results, swapped = list[pb.Result.ValueType](), list[tuple[int, Swap]]()
     digests = columns.commit_digests or repeat(b"")
     kept = columns.keep_token_counts or repeat(0)
     rows = zip(columns.commit_sequences, columns.commit_token_counts, digests, kept)
@@ -64,30 +68,32 @@ def _commit(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
         result, swaps = pool.commit(sequence, token_count, dealt, keep)
         results.append(_wire(result))
         for swap in swaps:
-            reply.swap_operations.append(operation)
-            reply.swap_groups.append(swap.group)
-            reply.swap_indices.append(swap.position)
-            reply.swap_blocks.append(swap.block)
+            swapped.append((operation, swap))
+    if swapped:
+        reply.swap_operations = pack_uint32([operation for operation, _ in swapped])
+        reply.swap_groups = pack_uint32([swap.group for _, swap in swapped])
+        reply.swap_indices = pack_uint32([swap.position for _, swap in swapped])
+        reply.swap_blocks = pack_uint32([swap.block for _, swap in swapped])
     if _any_refused(results):
         reply.commit_results.extend(results)
         columns.has_refused = True
 
 
-def _free(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
+def _free(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
     results = [_wire(pool.free(sequence)) for sequence in columns.frees]
     if _any_refused(results):
         reply.free_results.extend(results)
         columns.has_refused = True
 
 
-def _fork(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
+def _fork(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
     results = [_wire(pool.fork(parent, child)) for parent, child in zip(columns.parents, columns.children)]
     if _any_refused(results):
         reply.fork_results.extend(results)
         columns.has_refused = True
 
 
-def _grow(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
+def _grow(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
     """Most grows are of live sequences that have room already: these leave nothing in the reply."""
     if columns.has_new:
         grants, others = _grow_each(pool, columns)
@@ -97,13 +103,15 @@ def _grow(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
         reply.granted_grows = pack_uint32(grants.rows)
         reply.block_counts = pack_uint32(grants.counts)
         reply.blocks = pack_uint32s(grants.blocks)
-    is_plain = True
+    is_plain, copies = True, list[Copy]()
     for _, grown in others:
         if grown.copies:
-            reply.copy_sources.extend([copy.source for copy in grown.copies])
-            reply.copy_destinations.extend([copy.destination for copy in grown.copies])
+            copies += grown.copies
         if grown.result or grown.matched_token_count or grown.pending_token_count or _is_told_stops(grown):
             is_plain = False
+    if copies:
+        reply.copy_sources = pack_uint32([copy.source for copy in copies])
+        reply.copy_destinations = pack_uint32([copy.destination for copy in copies])
     if not is_plain:
         _describe(columns, others, reply)
 
@@ -158,7 +166,7 @@ def _grow_live(
         others += [(first + number, grown) for number, grown in refused]
 
 
-def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], reply: pb.StepReply) -> None:
+def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], reply: packed.StepReply) -> None:
     """Fills the columns of the reply that have one number for each grow; a column of zeros stays empty."""
     count = len(columns.grow_sequences)
     if any(grown.result for _, grown in others):
@@ -170,22 +178,23 @@ def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], re
             if grown.victim is not None:
                 victims[number], lost[number] = grown.victim
         reply.grow_results.extend(results)
-        reply.grow_shortfalls.extend(translate.omit_zeros(shortfalls))
-        reply.victim_sequences.extend(translate.omit_zeros(victims))
-        reply.victim_token_counts.extend(translate.omit_zeros(lost))
+        reply.grow_shortfalls = pack_column(shortfalls)
+        reply.victim_sequences = pack_uint64(victims) if any(victims) else b""
+        reply.victim_token_counts = pack_column(lost)
     if any(grown.matched_token_count or grown.pending_token_count for _, grown in others):
         matched, pending = [0] * count, [0] * count
         for number, grown in others:
             matched[number], pending[number] = grown.matched_token_count, grown.pending_token_count
-        reply.matched_token_counts.extend(translate.omit_zeros(matched))
-        reply.pending_token_counts.extend(translate.omit_zeros(pending))
+        reply.matched_token_counts = pack_column(matched)
+        reply.pending_token_counts = pack_column(pending)
     if any(_is_told_stops(grown) for _, grown in others):
-        junctions, stop_counts = [0] * count, [0] * count
+        junctions, stop_counts, stops = [0] * count, [0] * count, list[int]()
         for number, grown in others:  # in the order of the grows
             junctions[number], stop_counts[number] = grown.junction_token_count, len(grown.stops)
-            reply.stops.extend(grown.stops)
-        reply.junction_token_counts.extend(translate.omit_zeros(junctions))
-        reply.stop_counts.extend(translate.omit_zeros(stop_counts))
+            stops += grown.stops
+        reply.junction_token_counts = pack_column(junctions)
+        reply.stop_counts = pack_column(stop_counts)
+        reply.stops = pack_uint32(stops)
 
 
 def _is_told_stops(grown: GrowResult) -> bool:

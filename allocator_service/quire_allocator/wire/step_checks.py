@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise, repeat
 
-from quire.v1 import allocator_pb2 as pb
+from quire.v1 import _packed_pb2 as packed
 
 from quire_allocator import limits
 from quire_allocator.core.pool import Pool
@@ -15,7 +15,7 @@ from quire_allocator.wire import reply_size, translate
 from quire_allocator.wire.step_columns import StepColumns
 
 
-def check_step(pool: Pool, step: pb.Step) -> StepColumns:
+def check_step(pool: Pool, step: packed.Step) -> StepColumns:
     """Reads a step, and refuses it where anything is wrong with it as a whole. Changes nothing.
 
     Raises:

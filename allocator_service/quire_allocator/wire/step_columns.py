@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from quire.protocol.packing import unpack_uint32, unpack_uint64
-from quire.v1 import allocator_pb2 as pb
+from quire.v1 import _packed_pb2 as packed
 
 from quire_allocator.core.drop import CacheDrop
 from quire_allocator.core.refusal import Refusal
@@ -73,7 +73,7 @@ class StepColumns:
         "tokens",
     )
 
-    def __init__(self, step: pb.Step) -> None:
+    def __init__(self, step: packed.Step) -> None:
         """Reads the columns of `step`.
 
         Raises:
@@ -115,14 +115,14 @@ class StepColumns:
         operations = len(self.commit_sequences) + len(self.frees) + len(self.parents) + len(self.grow_sequences)
         return operations + self.drop_count
 
-    def _read_commits(self, commits: pb.CommitPhase) -> None:
+    def _read_commits(self, commits: packed.CommitPhase) -> None:
         self.commit_sequences, self.commit_token_counts = self._rows(commits.sequences, commits.token_counts, "commits")
         self.commit_digest_counts = self._column(commits.digest_counts, _NUMBER_BYTES, "commits: digest_counts")
         self.commit_digest_data = commits.digests
         self.keep_token_counts = self._column(commits.keep_token_counts, _NUMBER_BYTES, "commits: keep_token_counts")
         self.size_max += len(self.commit_digest_data)
 
-    def _read_grows(self, grows: pb.GrowPhase) -> None:
+    def _read_grows(self, grows: packed.GrowPhase) -> None:
         self.grow_sequences, token_counts = self._rows(grows.sequences, grows.token_counts, "grows")
         self.grow_token_counts = token_counts.tolist()
         self.grow_digest_counts = self._column(grows.digest_counts, _NUMBER_BYTES, "grows: digest_counts")

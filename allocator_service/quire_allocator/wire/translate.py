@@ -331,8 +331,3 @@ def commit_response(done: CommitResult) -> pb.CommitResponse:
         swap_indices=[swap.position for swap in done.swaps],
         swap_blocks=[swap.block for swap in done.swaps],
     )
-
-
-def omit_zeros(values: list[int]) -> list[int]:
-    """Returns the values, or an empty array if all are 0."""
-    return values if any(values) else []

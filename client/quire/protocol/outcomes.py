@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from itertools import islice, repeat
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from quire.protocol.open_enum import OpenEnum
 from quire.protocol.packing import unpack_uint32, unpack_uint64
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 _Told: TypeAlias = dict[str, Any]  # the fields of a reply that are not empty, by name
@@ -150,7 +152,7 @@ class StepOutcome(NamedTuple):
     is_removed_cut: bool = False
 
 
-def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutcome:
+def read_reply(step: packed.Step, reply: packed.StepReply, group_count: int) -> StepOutcome:
     """Returns what `step` did, from its reply.
 
     Raises:
@@ -172,10 +174,10 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
         forks,
         grows,
         swaps=_swaps(told, commit_ids) if "swap_operations" in told else [],
-        copies=[Copy(*row) for row in _rows(told, "copy_sources", "copy_destinations")],
+        copies=_copies(told),
         free_block_count=free_block_count,
-        takeovers=[Takeover(*row) for row in _rows(told, "takeover_sequences", "takeover_groups", "takeover_indices")],
-        emptied=unpack_uint32(told.get("emptied_blocks", b"")),
+        takeovers=_takeovers(told),
+        emptied=_numbers(told, "emptied_blocks"),
         dropped=_dropped(step, told) if step.drops else (),
         outside_drops=tuple(map(read_drop, told.get("outside_drops", ()))),
         removed=tuple(Removed(each.namespace, tuple(each.groups), each.digests) for each in told.get("removed", ())),
@@ -189,20 +191,31 @@ def read_drop(drop: pb.CacheDrop) -> CacheDrop:
     return CacheDrop(namespace, drop.digests, drop.kept_digest_count)
 
 
-def _rows(told: _Told, *columns: str) -> Iterator[tuple[Any, ...]]:
-    """Reads columns that have one entry for each row; raises ValueError where they differ in length."""
-    return zip(*[told.get(column, ()) for column in columns], strict=True)
+def _numbers(told: _Told, column: str) -> array[int]:
+    """Reads a column of uint32."""
+    return unpack_uint32(told.get(column, b""))
 
 
 def _swaps(told: _Told, commit_ids: Sequence[int]) -> list[Swap]:
-    if max(told["swap_operations"]) >= len(commit_ids):
+    operations = _numbers(told, "swap_operations")
+    if max(operations) >= len(commit_ids):
         raise ValueError("a swap of a commit that the step does not have")
-    rows = _rows(told, "swap_operations", "swap_groups", "swap_indices", "swap_blocks")
-    return [Swap(commit_ids[operation], *rest) for operation, *rest in rows]
+    rest = [_numbers(told, column) for column in ("swap_groups", "swap_indices", "swap_blocks")]
+    return list(map(Swap._make, zip([commit_ids[operation] for operation in operations], *rest, strict=True)))
 
 
-def _dropped(step: pb.Step, told: _Told) -> Sequence[int]:
-    counts = list(told.get("dropped_block_counts", ()))
+def _copies(told: _Told) -> list[Copy]:
+    return list(map(Copy._make, zip(_numbers(told, "copy_sources"), _numbers(told, "copy_destinations"), strict=True)))
+
+
+def _takeovers(told: _Told) -> list[Takeover]:
+    sequences = unpack_uint64(told.get("takeover_sequences", b""))
+    rows = zip(sequences, _numbers(told, "takeover_groups"), _numbers(told, "takeover_indices"), strict=True)
+    return list(map(Takeover._make, rows))
+
+
+def _dropped(step: packed.Step, told: _Told) -> Sequence[int]:
+    counts = _numbers(told, "dropped_block_counts").tolist()
     if counts and len(counts) != len(step.drops):
         raise ValueError(f"{len(counts)} numbers for {len(step.drops)} drops")
     return counts or [0] * len(step.drops)
@@ -217,25 +230,26 @@ def _results(told: _Told, column: str, count: int) -> list[Result]:
 
 
 def _optional(told: _Told, column: str, count: int) -> Iterable[int]:
-    """Reads a column of numbers; an empty one means that every number is 0."""
-    values: Sequence[int] = told.get(column, ())
-    if values and len(values) != count:
+    """Reads a column of uint32; an empty one means that every number is 0."""
+    if column not in told:
+        return repeat(0, count)
+    values = _numbers(told, column)
+    if len(values) != count:
         raise ValueError(f"{len(values)} numbers for {count} grows")
-    return values or repeat(0, count)
+    return values
 
 
-def _grows(step: pb.Step, told: _Told, group_count: int) -> list[GrowOutcome]:
+def _grows(step: packed.Step, told: _Told, group_count: int) -> list[GrowOutcome]:
     """Most grows of a step change nothing: what is not in the reply must not cost more than its outcome."""
     sequences = unpack_uint64(step.grows.sequences)
     count = len(sequences)
     token_counts: Iterable[int] = unpack_uint32(step.grows.token_counts)
     if "matched_token_counts" in told:
-        token_counts = map(max, token_counts, told["matched_token_counts"])
+        token_counts = map(max, token_counts, _numbers(told, "matched_token_counts"))
     victims: Iterable[Victim | None] = repeat(None, count)
     if "victim_sequences" in told:
-        lost = zip(
-            _optional(told, "victim_sequences", count), _optional(told, "victim_token_counts", count), strict=True
-        )
+        named = unpack_uint64(told["victim_sequences"])
+        lost = zip(named, _optional(told, "victim_token_counts", len(named)), strict=True)
         victims = [Victim(*victim) if victim[0] else None for victim in lost]
     columns = zip(
         sequences,
@@ -255,9 +269,9 @@ def _grows(step: pb.Step, told: _Told, group_count: int) -> list[GrowOutcome]:
 
 def _stops(told: _Told, count: int) -> Iterable[tuple[int, ...]]:
     """Reads the stops of each grow; no column means that none has any."""
-    counts, stops = told.get("stop_counts", ()), told.get("stops", ())
-    if not counts and not stops:
+    if "stop_counts" not in told and "stops" not in told:
         return repeat((), count)
+    counts, stops = _numbers(told, "stop_counts"), _numbers(told, "stops")
     if len(counts) != count or sum(counts) != len(stops):
         raise ValueError(f"{len(counts)} counts of {len(stops)} stops for {count} grows")
     each = iter(stops)
@@ -267,9 +281,7 @@ def _stops(told: _Told, count: int) -> Iterable[tuple[int, ...]]:
 def _tables(told: _Told, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:
     """Returns for each grow and group the table's last entries; empty where the reply does not name the grow."""
     tables: list[tuple[Sequence[int], ...]] = [((),) * group_count] * count
-    rows, sizes, blocks = (
-        unpack_uint32(told.get(column, b"")) for column in ("granted_grows", "block_counts", "blocks")
-    )
+    rows, sizes, blocks = (_numbers(told, column) for column in ("granted_grows", "block_counts", "blocks"))
     if len(sizes) != len(rows) * group_count or sum(sizes) != len(blocks):
         raise ValueError("the granted grows, their block counts and blocks do not fit together")
     if rows and max(rows) >= count:

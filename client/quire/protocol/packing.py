@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 IS_LITTLE_ENDIAN: Final = sys.byteorder == "little"
@@ -23,6 +23,11 @@ def pack_uint32(numbers: Iterable[int]) -> bytes:
         TypeError: something is no number.
     """
     return _pack("I", numbers)
+
+
+def pack_column(numbers: Sequence[int]) -> bytes:
+    """Packs a column of a step or its answer, 4 bytes for each: one of zeros is empty. Raises as `pack_uint32` does."""
+    return _pack("I", numbers) if any(numbers) else b""
 
 
 def pack_uint64(numbers: Iterable[int]) -> bytes:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from quire.hashing import DIGEST_BYTES, FOREIGN_DIGEST_BYTES
-from quire.protocol.packing import pack_uint32, pack_uint64
+from quire.protocol.packing import pack_column, pack_uint32, pack_uint64
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 
@@ -149,13 +150,13 @@ class StepBuilder:
                 highest = sequence_id
 
     @property
-    def message(self) -> pb.Step:
+    def message(self) -> packed.Step:
         """Returns all that was collected so far, as a new message. Raises as `fill` does."""
-        step = pb.Step()
+        step = packed.Step()
         self.fill(step)
         return step
 
-    def fill(self, step: pb.Step) -> None:
+    def fill(self, step: packed.Step) -> None:
         """Puts all that was collected so far into an empty message; arrays of zeros are left out.
 
         Raises:
@@ -167,8 +168,8 @@ class StepBuilder:
             commits.sequences = pack_uint64(self._commits)
             commits.token_counts = pack_uint32(self._commit_token_counts)
             commits.digests = b"".join(self._commit_digests)
-            commits.keep_token_counts = _pack_unless_zero(self._keep_token_counts)
-            commits.digest_counts = _pack_unless_zero([len(data) // DIGEST_BYTES for data in self._commit_digests])
+            commits.keep_token_counts = pack_column(self._keep_token_counts)
+            commits.digest_counts = pack_column([len(data) // DIGEST_BYTES for data in self._commit_digests])
         if self._frees:
             step.frees.sequences = pack_uint64(self._frees)
         if self._drops:
@@ -182,7 +183,7 @@ class StepBuilder:
         if self._new:
             self._fill_new(step.grows)
 
-    def _fill_new(self, grows: pb.GrowPhase) -> None:
+    def _fill_new(self, grows: packed.GrowPhase) -> None:
         """Fills the columns that only new sequences have, in a phase that has the others."""
 
         def column(name: str) -> bytes:
@@ -236,8 +237,3 @@ def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
     if any(len(digest) not in (DIGEST_BYTES, FOREIGN_DIGEST_BYTES) for digest in parts):
         raise ValueError(f"a digest has {DIGEST_BYTES} bytes, or {FOREIGN_DIGEST_BYTES} where it is of a foreign hash")
     return b"".join([digest.ljust(DIGEST_BYTES, b"\0") for digest in parts])
-
-
-def _pack_unless_zero(values: list[int]) -> bytes:
-    """Packs a column; one of zeros is sent empty."""
-    return pack_uint32(values) if any(values) else b""

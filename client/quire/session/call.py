@@ -19,8 +19,9 @@ from quire._transport.inherited import inheritable
 from quire.errors import QuireError, UnavailableError
 from quire.session.call_status import Ending
 from quire.session.exchange import exchange, may_exchange
-from quire.v1 import allocator_pb2 as pb
+from quire.v1 import _packed_pb2 as packed
 
+METHOD: Final = "/quire.v1.AllocatorService/Session"
 LOOK_S: Final = 0.25  # seconds between two looks at whether an unconnected call was cancelled
 
 
@@ -32,6 +33,19 @@ class EndedError(Exception):
         self.said = said
 
 
+class SessionStub:
+    """`AllocatorServiceStub` of the one call that carries steps, with the messages whose columns are bytes."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        stream_stream: Any = channel.stream_stream  # its stubs know no defaults
+        self.Session: Any = stream_stream(
+            METHOD,
+            request_serializer=packed.SessionRequest.SerializeToString,
+            response_deserializer=packed.SessionReply.FromString,
+            _registered_method=True,
+        )
+
+
 class SessionCall:
     """Writes and reads one stream of the Session RPC: one task at a time writes, another one reads.
 
@@ -39,12 +53,12 @@ class SessionCall:
     less than what is written and read.
     """
 
-    def __init__(self, call: aio.StreamStreamCall[pb.SessionRequest, pb.SessionReply]) -> None:
+    def __init__(self, call: aio.StreamStreamCall[packed.SessionRequest, packed.SessionReply]) -> None:
         self._call = inheritable(call)
         self._ending = Ending(call)
         self._is_cancelled = False
         self._sending = asyncio.Lock()
-        self._asked: asyncio.Future[pb.SessionRequest | None] | None = None  # while `answer` waits for a question
+        self._asked: asyncio.Future[packed.SessionRequest | None] | None = None  # while `answer` waits for a question
         self._is_asking = False
         call.add_done_callback(lambda _call: self._read_on())
 
@@ -66,7 +80,7 @@ class SessionCall:
         if self._is_cancelled:
             raise EndedError(None)
 
-    async def read(self) -> pb.SessionReply:
+    async def read(self) -> packed.SessionReply:
         """Returns the next message.
 
         Raises:
@@ -84,7 +98,7 @@ class SessionCall:
             raise EndedError(await self._ending.error())
         if reply is None:  # grpc's word for bytes that are no message
             raise EndedError(_spoiled())
-        message: pb.SessionReply = reply
+        message: packed.SessionReply = reply
         return message
 
     @property
@@ -92,7 +106,7 @@ class SessionCall:
         """Tells whether a message is being written."""
         return self._sending.locked()
 
-    async def send(self, outbox: deque[pb.SessionRequest], *, asks: bool) -> None:
+    async def send(self, outbox: deque[packed.SessionRequest], *, asks: bool) -> None:
         """Sends all messages in turn, and takes them out; where the call ends meanwhile `read` says why.
 
         Who `asks` sends nothing more until a message is answered: one by itself goes to `answer`, where that waits, and
@@ -106,7 +120,7 @@ class SessionCall:
             while outbox and not (self._is_cancelled or self._is_asking) and await self._write(outbox.popleft()):
                 pass
 
-    async def answer(self) -> pb.SessionReply:
+    async def answer(self) -> packed.SessionReply:
         """Waits until something is asked, or written, and returns the next message.
 
         Raises:
@@ -128,7 +142,7 @@ class SessionCall:
         if self._asked is not None and not self._asked.done():
             self._asked.set_result(None)
 
-    async def _write(self, message: pb.SessionRequest) -> bool:
+    async def _write(self, message: packed.SessionRequest) -> bool:
         """Sends one message. Returns False if the call is over."""
         self._read_on()
         try:

@@ -14,7 +14,7 @@ import asyncio
 from typing import Any, Final
 
 from quire._transport.grpc_io import is_at_most
-from quire.v1 import allocator_pb2 as pb
+from quire.v1 import _packed_pb2 as packed
 
 LAST_KNOWN: Final = (1, 85)  # release of gRPC
 _NO_FLAGS: Final = 0
@@ -33,7 +33,7 @@ def may_exchange(call: Any) -> bool:
     return IS_OFFERED and hasattr(call, "_cython_call")
 
 
-async def exchange(call: Any, request: pb.SessionRequest) -> pb.SessionReply | None:
+async def exchange(call: Any, request: packed.SessionRequest) -> packed.SessionReply | None:
     """Sends a message on a call, and returns the next one that arrives. Nobody else may write or read meanwhile. None
     means that the call has ended; reading it tells more.
 
@@ -47,4 +47,4 @@ async def exchange(call: Any, request: pb.SessionRequest) -> pb.SessionReply | N
     except cygrpc.ExecuteBatchError:
         return None
     data = receiving.message()
-    return None if data is None else pb.SessionReply.FromString(data)
+    return None if data is None else packed.SessionReply.FromString(data)

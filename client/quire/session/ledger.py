@@ -26,6 +26,7 @@ from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepO
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
 from quire.session.pages import DigestSpace, Pages
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 _FULL, _STATE = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_STATE
@@ -91,7 +92,7 @@ class Ledger:
         self._append_only = APPEND_ONLY in spec.features
         self._step = self._operation = self._rank = 0
 
-    def apply(self, step: pb.Step, outcome: StepOutcome) -> None:
+    def apply(self, step: packed.Step, outcome: StepOutcome) -> None:
         """Takes in what a step did; once for every step, in order."""
         self._step, self._operation = step.number, -1
         self.free_block_count = outcome.free_block_count
@@ -141,7 +142,7 @@ class Ledger:
             held.update(twin for sequence in self.sequences.values() for twin in sequence.twins.values())
         return held
 
-    def _apply_forks(self, forks: pb.ForkPhase, outcome: StepOutcome) -> None:
+    def _apply_forks(self, forks: packed.ForkPhase, outcome: StepOutcome) -> None:
         parents, children = unpack_uint64(forks.parents), unpack_uint64(forks.children)
         for parent, child, result in zip(parents, children, outcome.forks, strict=True):
             self._next_operation()
@@ -150,7 +151,7 @@ class Ledger:
 
     # -- commits -------------------------------------------------------------------------------------------------------
 
-    def _apply_commits(self, commits: pb.CommitPhase, outcome: StepOutcome) -> None:
+    def _apply_commits(self, commits: packed.CommitPhase, outcome: StepOutcome) -> None:
         swaps: dict[int, list[Swap]] = {}
         for swap in outcome.swaps:
             swaps.setdefault(swap.sequence_id, []).append(swap)
@@ -248,7 +249,7 @@ class Ledger:
 
     # -- frees and forks -----------------------------------------------------------------------------------------------
 
-    def _apply_frees(self, frees: pb.FreePhase, outcome: StepOutcome) -> None:
+    def _apply_frees(self, frees: packed.FreePhase, outcome: StepOutcome) -> None:
         for sequence_id, result in zip(unpack_uint64(frees.sequences), outcome.frees, strict=True):
             self._next_operation()
             if result is Result.OK:
@@ -276,7 +277,7 @@ class Ledger:
 
     # -- grows ---------------------------------------------------------------------------------------------------------
 
-    def _apply_grows(self, grows: pb.GrowPhase, outcome: StepOutcome) -> None:
+    def _apply_grows(self, grows: packed.GrowPhase, outcome: StepOutcome) -> None:
         copies, before, sequences = list(reversed(outcome.copies)), self._operation + 1, self.sequences
         self._operation += len(outcome.grows)
         ok, is_plain = Result.OK, not self._states
@@ -295,7 +296,7 @@ class Ledger:
             if copies:
                 self._let_go_of_sources(copies, grown)
 
-    def _open(self, grown: GrowOutcome, grows: pb.GrowPhase, row: int, chunk: int) -> None:
+    def _open(self, grown: GrowOutcome, grows: packed.GrowPhase, row: int, chunk: int) -> None:
         matched = grown.matched_token_count
         namespace = ""
         if grows.namespaces:

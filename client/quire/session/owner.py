@@ -31,6 +31,7 @@ from quire.protocol.packing import unpack_uint64
 from quire.protocol.steps import StepBuilder
 from quire.session.block_report import report_chunks, report_end
 from quire.session.ledger import Ledger
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import server_pb2
 
@@ -112,7 +113,7 @@ class PoolOwner:
         self.window = window
         self.phase = Phase.IDLE
         self.ledger = Ledger(spec)
-        self.outbox: deque[pb.SessionRequest] = deque()
+        self.outbox: deque[packed.SessionRequest] = deque()
         self.limits = server_pb2.Limits()
         self.lease_s = math.inf
         self.heartbeat_s, self.silence_s = HEARTBEAT_S, SILENCE_S
@@ -123,7 +124,7 @@ class PoolOwner:
         self.disagreement_count = 0
         self._was_open = False
         self._misread_count = 0  # consecutive reports after which the allocator's state was not ours
-        self._unanswered: deque[pb.SessionRequest] = deque()
+        self._unanswered: deque[packed.SessionRequest] = deque()
         self._unheard_heartbeats = 0
 
     @property
@@ -155,7 +156,7 @@ class PoolOwner:
         self.phase = Phase.ATTACHING
         self.outbox.clear()
         self.outbox.append(
-            pb.SessionRequest(
+            packed.SessionRequest(
                 attach=pb.Attach(
                     version=PROTOCOL_VERSION,
                     pool=self.pool,
@@ -229,7 +230,7 @@ class PoolOwner:
         """
         assert self.has_room, "the window is full"
         self._check_ids(operations)
-        request = pb.SessionRequest()
+        request = packed.SessionRequest()
         step, number = request.step, self.last_step + len(self._unanswered) + 1
         operations.fill(step)
         step.number = number
@@ -263,16 +264,16 @@ class PoolOwner:
         """Keeps the lease, and lets watchers see what the last steps did."""
         if self.phase in (Phase.OPEN, Phase.REPORTING):
             self._unheard_heartbeats += self.phase is Phase.OPEN  # a report is answered first
-            self.outbox.append(pb.SessionRequest(heartbeat=pb.Heartbeat(ack=self.last_step)))
+            self.outbox.append(packed.SessionRequest(heartbeat=pb.Heartbeat(ack=self.last_step)))
 
     def detach(self) -> None:
         """Gives the pool back; the allocator then ends the stream."""
         if self.phase is Phase.OPEN:
-            self.outbox.append(pb.SessionRequest(detach=pb.Detach()))
+            self.outbox.append(packed.SessionRequest(detach=pb.Detach()))
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
-    def receive(self, reply: pb.SessionReply) -> Answer | None:
+    def receive(self, reply: packed.SessionReply) -> Answer | None:
         """Takes in the current stream's next message.
 
         Returns what a step did, if it is an answer to one. The owner may be IDLE afterwards: both sides disagree, and
@@ -324,9 +325,9 @@ class PoolOwner:
         self.report_count += 1
         chunks = report_chunks(self.ledger)
         for chunk in chunks:
-            self.outbox.append(pb.SessionRequest(report_chunk=chunk))
+            self.outbox.append(packed.SessionRequest(report_chunk=chunk))
         end = report_end(chunks, last_step=self.last_step, last_sequence_id=self.ledger.last_sequence_id)
-        self.outbox.append(pb.SessionRequest(report_end=end))
+        self.outbox.append(packed.SessionRequest(report_end=end))
 
     def _open(self, ready: pb.Ready) -> None:
         if ready.next_step != self.last_step + 1:
@@ -354,12 +355,12 @@ class PoolOwner:
         self.heartbeat_s = max(heartbeat_ms / 1000, _PERIOD_S_MIN) if heartbeat_ms else HEARTBEAT_S
         self.silence_s = max(silence_ms / 1000, _PERIOD_S_MIN) if silence_ms else SILENCE_S
 
-    def _send_step(self, request: pb.SessionRequest) -> None:
+    def _send_step(self, request: packed.SessionRequest) -> None:
         step = request.step
         step.session_id, step.ack = self.session_id, self.last_step
         self.outbox.append(request)
 
-    def _take_answer(self, reply: pb.StepReply) -> Answer:
+    def _take_answer(self, reply: packed.StepReply) -> Answer:
         if not self._unanswered:
             raise InternalError(f"an answer to step {reply.number}, which was not asked")
         step = self._unanswered[0].step

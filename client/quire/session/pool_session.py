@@ -37,12 +37,13 @@ from quire.errors import FailedPreconditionError, InternalError, QuireError, Rea
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session.answers import Answers
-from quire.session.call import EndedError, SessionCall
+from quire.session.call import EndedError, SessionCall, SessionStub
 from quire.session.ledger import Ledger
 from quire.session.liveness import Silence
 from quire.session.lookahead import AHEAD_TOKENS, RoomAhead
 from quire.session.owner import LedgerLostError, Phase, PoolOwner, Verdict
 from quire.session.waits import Waits
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import server_pb2
 
@@ -59,7 +60,7 @@ class AsyncSession:
     """Owns one pool over a stream. It is opened once, and its methods are for one task at a time.
 
     Args:
-        stub: `AllocatorServiceStub` on an asyncio channel.
+        stub: on an asyncio channel.
         pool: name of the pool.
         spec: its specification.
         metadata: sent with the call, such as a bearer token.
@@ -76,13 +77,13 @@ class AsyncSession:
 
     def __init__(
         self,
-        stub: Any,
+        stub: SessionStub,
         pool: str,
         spec: pb.PoolSpec,
         *,
         metadata: tuple[tuple[str, str], ...] = (),
         on_wait: Callable[[QuireError], None] | None = None,
-        reconnect: Callable[[], Awaitable[Any]] | None = None,
+        reconnect: Callable[[], Awaitable[SessionStub]] | None = None,
         disconnect: Callable[[], Awaitable[None]] | None = None,
         window: int = WINDOW,
         ahead_tokens: int = AHEAD_TOKENS,
@@ -303,7 +304,7 @@ class AsyncSession:
             self._answers.fail(owner.give_up_steps(), error)
         return None
 
-    def _take(self, reply: pb.SessionReply) -> None:
+    def _take(self, reply: packed.SessionReply) -> None:
         """Takes in one message of the current stream."""
         owner = self._owner
         self._silence.heard()

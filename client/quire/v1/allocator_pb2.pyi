@@ -13,9 +13,10 @@ lists the features it relies on in `PoolSpec.features`, and an allocator that do
 A server refuses a request with an enum value that it does not know: INVALID_ARGUMENT, with the field. What an unknown
 value means in an answer, the comment of each enum says.
 
-Encoding. Hot messages are structs of arrays: packed fixed-width numbers, and `bytes` for digests (32 bytes each,
-concatenated) and block ids (uint32 little-endian, concatenated). The arrays of one phase are parallel: entry i of
-each is about operation i. An array whose entries are all zero (or all RESULT_OK) may be sent empty.
+Encoding. Hot messages are structs of arrays: a *column* is a packed `fixed32` (a uint32) or `fixed64` (a uint64). The
+columns of one phase are parallel: entry i of each is about operation i. A column whose entries are all zero (or all
+RESULT_OK) may be sent empty. In steps and their answers a column is sent packed and in one piece, as every generated
+encoder does. Digests are `bytes`, 32 each, concatenated. Block ids outside of steps are `bytes`, uint32 little-endian.
 """
 
 from collections import abc as _abc
@@ -933,9 +934,6 @@ class Step(_message.Message):
     other bytes it fails with FAILED_PRECONDITION / STEP_MISMATCH, and a step with any number but the next one fails with
     OUT_OF_RANGE / STEP_GAP. A malformed step is refused whole, and its number may be used again; so is a step whose
     reply might exceed `Limits.message_bytes_max`, with RESOURCE_EXHAUSTED / TOO_LARGE.
-
-    Columns of operations are `bytes` of little-endian integers, of the width that each comment names. On the wire they
-    are what a packed fixed32 or fixed64 would be (docs/decisions/0013).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1005,30 +1003,38 @@ class CommitPhase(_message.Message):
     DIGEST_COUNTS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     KEEP_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    sequences: _builtins.bytes
-    """One entry per operation: the sequence. uint64."""
-    token_counts: _builtins.bytes
-    """Tokens of the sequence computed so far, at least as many as were committed before. uint32."""
-    digest_counts: _builtins.bytes
-    """Per operation, the digest blocks that it fills: with digest blocks of 16 tokens, a commit from 30 tokens to 64
-    fills 3. Another number, or two operations on one sequence, make the step malformed. Empty when no operation fills
-    any. uint32.
-    """
     digests: _builtins.bytes
     """The digests of those blocks, 32 bytes each, operation after operation."""
-    keep_token_counts: _builtins.bytes
-    """Per operation, tokens that the sequence shall be able to hold from now on. Blocks beyond them are given back, such
-    as those granted ahead for draft tokens that were not accepted. 0, or fewer than the committed tokens: the sequence
-    keeps the blocks of its committed tokens. Empty: nothing is given back. uint32.
-    """
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One entry per operation: the sequence's id."""
+
+    @_builtins.property
+    def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of the sequence computed so far, at least as many as were committed before."""
+
+    @_builtins.property
+    def digest_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per operation, the digest blocks that it fills: with digest blocks of 16 tokens, a commit from 30 tokens to 64
+        fills 3. Another number, or two operations on one sequence, make the step malformed. Empty when no operation fills
+        any.
+        """
+
+    @_builtins.property
+    def keep_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per operation, tokens that the sequence shall be able to hold from now on. Blocks beyond them are given back, such
+        as those granted ahead for draft tokens that were not accepted. 0, or fewer than the committed tokens: the sequence
+        keeps the blocks of its committed tokens. Empty: nothing is given back.
+        """
+
     def __init__(
         self,
         *,
-        sequences: _builtins.bytes = ...,
-        token_counts: _builtins.bytes = ...,
-        digest_counts: _builtins.bytes = ...,
+        sequences: _abc.Iterable[_builtins.int] | None = ...,
+        token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        digest_counts: _abc.Iterable[_builtins.int] | None = ...,
         digests: _builtins.bytes = ...,
-        keep_token_counts: _builtins.bytes = ...,
+        keep_token_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1047,12 +1053,14 @@ class FreePhase(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCES_FIELD_NUMBER: _builtins.int
-    sequences: _builtins.bytes
-    """One entry per operation: the sequence. uint64."""
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One entry per operation: the sequence's id."""
+
     def __init__(
         self,
         *,
-        sequences: _builtins.bytes = ...,
+        sequences: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1107,15 +1115,19 @@ class ForkPhase(_message.Message):
 
     PARENTS_FIELD_NUMBER: _builtins.int
     CHILDREN_FIELD_NUMBER: _builtins.int
-    parents: _builtins.bytes
-    """One entry per operation: the sequence to share from. uint64."""
-    children: _builtins.bytes
-    """Id of the new sequence, higher than every earlier id. uint64."""
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One entry per operation: the sequence to share from."""
+
+    @_builtins.property
+    def children(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Id of the new sequence, higher than every earlier id."""
+
     def __init__(
         self,
         *,
-        parents: _builtins.bytes = ...,
-        children: _builtins.bytes = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
+        children: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1143,51 +1155,67 @@ class GrowPhase(_message.Message):
     PRIORITIES_FIELD_NUMBER: _builtins.int
     DEFER_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     RETURNS_FIELD_NUMBER: _builtins.int
-    sequences: _builtins.bytes
-    """One entry per operation: the sequence. uint64."""
-    token_counts: _builtins.bytes
-    """Tokens that the sequence must be able to hold afterwards. For a new one these are the prompt's length, or the end
-    of its first chunk; where a longer part of the prompt is shared, the sequence holds that part. The shared prefix is
-    always shorter than the prompt, so that at least one token is computed. uint32.
-    """
-    digest_counts: _builtins.bytes
-    """Digests to match per operation; only for new sequences. Empty when no operation has any. uint32."""
     digests: _builtins.bytes
     """The digests, 32 bytes each, operation after operation."""
-    namespace_indices: _builtins.bytes
-    """Per operation, index into `namespaces`; empty when all are 0. Ignored for live sequences. uint32."""
-    prompt_token_counts: _builtins.bytes
-    """This column and the next two are for new sequences, and empty when all entries are 0. Length of the whole prompt,
-    where `token_counts` is only the end of its first chunk: the sequence is let in only if the whole prompt would fit,
-    and blocks for the rest are promised to it, which keeps them from later admissions. uint32.
-    """
-    priorities: _builtins.bytes
-    """Importance: where a sequence lacks blocks, no sequence of a higher priority is named as its victim. uint32."""
-    defer_token_counts: _builtins.bytes
-    """Where other sequences are computing at least so many tokens of its prefix, the answer is RESULT_PENDING instead of
-    a grant. 0: never. uint32.
-    """
-    returns: _builtins.bytes
-    """1 where the new sequence is a preempted request that returns: its tokens are counted as returned, not as queried,
-    because hit rates are of requests that ask for the first time. 0 otherwise; empty when all are 0. uint32.
-    """
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One entry per operation: the sequence's id."""
+
+    @_builtins.property
+    def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that the sequence must be able to hold afterwards. For a new one these are the prompt's length, or the end
+        of its first chunk; where a longer part of the prompt is shared, the sequence holds that part. The shared prefix is
+        always shorter than the prompt, so that at least one token is computed.
+        """
+
+    @_builtins.property
+    def digest_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Digests to match per operation; only for new sequences. Empty when no operation has any."""
+
+    @_builtins.property
+    def namespace_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per operation, index into `namespaces`; empty when all are 0. Ignored for live sequences."""
+
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Namespaces that this step refers to by index, each at most 128 bytes. Empty: the one namespace ""."""
 
+    @_builtins.property
+    def prompt_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """This column and the next two are for new sequences, and empty when all entries are 0. Length of the whole prompt,
+        where `token_counts` is only the end of its first chunk: the sequence is let in only if the whole prompt would fit,
+        and blocks for the rest are promised to it, which keeps them from later admissions.
+        """
+
+    @_builtins.property
+    def priorities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Importance: where a sequence lacks blocks, no sequence of a higher priority is named as its victim."""
+
+    @_builtins.property
+    def defer_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where other sequences are computing at least so many tokens of its prefix, the answer is RESULT_PENDING instead of
+        a grant. 0: never.
+        """
+
+    @_builtins.property
+    def returns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """1 where the new sequence is a preempted request that returns: its tokens are counted as returned, not as queried,
+        because hit rates are of requests that ask for the first time. 0 otherwise; empty when all are 0.
+        """
+
     def __init__(
         self,
         *,
-        sequences: _builtins.bytes = ...,
-        token_counts: _builtins.bytes = ...,
-        digest_counts: _builtins.bytes = ...,
+        sequences: _abc.Iterable[_builtins.int] | None = ...,
+        token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        digest_counts: _abc.Iterable[_builtins.int] | None = ...,
         digests: _builtins.bytes = ...,
-        namespace_indices: _builtins.bytes = ...,
+        namespace_indices: _abc.Iterable[_builtins.int] | None = ...,
         namespaces: _abc.Iterable[_builtins.str] | None = ...,
-        prompt_token_counts: _builtins.bytes = ...,
-        priorities: _builtins.bytes = ...,
-        defer_token_counts: _builtins.bytes = ...,
-        returns: _builtins.bytes = ...,
+        prompt_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        priorities: _abc.Iterable[_builtins.int] | None = ...,
+        defer_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        returns: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1240,20 +1268,6 @@ class StepReply(_message.Message):
     """The session, 16 bytes."""
     number: _builtins.int
     """Number of the step that is answered."""
-    granted_grows: _builtins.bytes
-    """Indices of the grows that changed a table, rising. `block_counts` says for each of them, group after group, how
-    many of the ids in `blocks` belong to it. They are the *last* entries of the sequence's table and replace what
-    stood there; of a new sequence they are the whole table. These three columns are uint32 little-endian, as the
-    columns of a Step are.
-    """
-    block_counts: _builtins.bytes
-    blocks: _builtins.bytes
-    """Block ids in the order of `block_counts`; 0xFFFFFFFF for an entry without a block."""
-    emptied_blocks: _builtins.bytes
-    """In a pool where a quota limits what is cached: blocks that became empty with this step and were granted to nobody;
-    of more than 16,384 some. What they carried is gone, and an owner that reports it would crowd out what is still
-    cached. Blocks may be among them that were empty before. uint32 little-endian.
-    """
     is_removed_cut: _builtins.bool
     free_block_count: _builtins.int
     """Blocks that can be granted after this step (empty and cached)."""
@@ -1288,6 +1302,19 @@ class StepReply(_message.Message):
     @_builtins.property
     def matched_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per grow: leading tokens that are shared with published blocks and need not be computed."""
+
+    @_builtins.property
+    def granted_grows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices of the grows that changed a table, rising. `block_counts` says for each of them, group after group, how
+        many of the ids in `blocks` belong to it. They are the *last* entries of the sequence's table and replace what
+        stood there; of a new sequence they are the whole table.
+        """
+
+    @_builtins.property
+    def block_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Block ids in the order of `block_counts`; 0xFFFFFFFF for an entry without a block."""
 
     @_builtins.property
     def copy_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1346,6 +1373,13 @@ class StepReply(_message.Message):
     @_builtins.property
     def takeover_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
+    def emptied_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In a pool where a quota limits what is cached: blocks that became empty with this step and were granted to nobody;
+        of more than 16,384 some. What they carried is gone, and an owner that reports it would crowd out what is still
+        cached. Blocks may be among them that were empty before.
+        """
+
+    @_builtins.property
     def dropped_block_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per drop, blocks that it forgot, of all groups. Empty when all are 0."""
 
@@ -1373,9 +1407,9 @@ class StepReply(_message.Message):
         swap_indices: _abc.Iterable[_builtins.int] | None = ...,
         swap_blocks: _abc.Iterable[_builtins.int] | None = ...,
         matched_token_counts: _abc.Iterable[_builtins.int] | None = ...,
-        granted_grows: _builtins.bytes = ...,
-        block_counts: _builtins.bytes = ...,
-        blocks: _builtins.bytes = ...,
+        granted_grows: _abc.Iterable[_builtins.int] | None = ...,
+        block_counts: _abc.Iterable[_builtins.int] | None = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
         copy_sources: _abc.Iterable[_builtins.int] | None = ...,
         copy_destinations: _abc.Iterable[_builtins.int] | None = ...,
         grow_shortfalls: _abc.Iterable[_builtins.int] | None = ...,
@@ -1388,7 +1422,7 @@ class StepReply(_message.Message):
         takeover_sequences: _abc.Iterable[_builtins.int] | None = ...,
         takeover_groups: _abc.Iterable[_builtins.int] | None = ...,
         takeover_indices: _abc.Iterable[_builtins.int] | None = ...,
-        emptied_blocks: _builtins.bytes = ...,
+        emptied_blocks: _abc.Iterable[_builtins.int] | None = ...,
         dropped_block_counts: _abc.Iterable[_builtins.int] | None = ...,
         outside_drops: _abc.Iterable[Global___CacheDrop] | None = ...,
         removed: _abc.Iterable[Global___RemovedBlocks] | None = ...,

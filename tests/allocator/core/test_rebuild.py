@@ -12,6 +12,7 @@ from quire.protocol.outcomes import read_reply
 from quire.protocol.packing import unpack_uint32
 from quire.session.block_report import report_chunks, report_end
 from quire.session.ledger import Ledger
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.events import Event
 from quire_allocator.core.eviction.queue import LED, RANKED, SPARE
@@ -86,7 +87,7 @@ class Played:
         self.number += 1
         step = self.history.make().message
         step.number = self.number
-        reply = pb.StepReply(number=self.number)
+        reply = packed.StepReply(number=self.number)
         step_apply.apply_step(self.pool, step_checks.check_step(self.pool, step), reply)
         outcome = read_reply(step, reply, len(self.message.groups))
         self.ledger.apply(step, outcome)

@@ -17,13 +17,12 @@ from grpc import aio
 from quire._serving.calls import CallInterceptor
 from quire.errors import Reason, code_of, from_rpc_error
 from quire.protocol.limits import MESSAGE_BYTES_MAX
-from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.session.call_status import Ending
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.ownership.directory import BLOCKS_OF_CALLER_MAX, Directory
 from quire_allocator.metrics.counters import Counters
-from quire_allocator.service import AllocatorService
+from quire_allocator.service import AllocatorService, add_to_server
 
 MESSAGE_OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -75,7 +74,7 @@ async def running_allocator(
     directory = Directory(lease_s=10.0, pools_max=pools_max, blocks_max=blocks_max)
     service = AllocatorService(directory, Counters(), check_invariants=check_invariants, clock=clock)
     server = aio.server(interceptors=[CallInterceptor(None, 4_096)], options=MESSAGE_OPTIONS)
-    pb_grpc.add_AllocatorServiceServicer_to_server(service, server)
+    add_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -220,9 +219,9 @@ class StreamOwner:
 def grows(*operations: tuple[int, int, bytes]) -> pb.GrowPhase:
     """(sequence, token count, digests) each."""
     return pb.GrowPhase(
-        sequences=pack_uint64([sequence for sequence, _, _ in operations]),
-        token_counts=pack_uint32([count for _, count, _ in operations]),
-        digest_counts=pack_uint32([len(digests) // 32 for _, _, digests in operations]),
+        sequences=[sequence for sequence, _, _ in operations],
+        token_counts=[count for _, count, _ in operations],
+        digest_counts=[len(digests) // 32 for _, _, digests in operations],
         digests=b"".join(digests for _, _, digests in operations),
     )
 
@@ -230,9 +229,9 @@ def grows(*operations: tuple[int, int, bytes]) -> pb.GrowPhase:
 def commits(*operations: tuple[int, int, bytes]) -> pb.CommitPhase:
     """(sequence, token count, digests) each."""
     return pb.CommitPhase(
-        sequences=pack_uint64([sequence for sequence, _, _ in operations]),
-        token_counts=pack_uint32([count for _, count, _ in operations]),
-        digest_counts=pack_uint32([len(digests) // 32 for _, _, digests in operations]),
+        sequences=[sequence for sequence, _, _ in operations],
+        token_counts=[count for _, count, _ in operations],
+        digest_counts=[len(digests) // 32 for _, _, digests in operations],
         digests=b"".join(digests for _, _, digests in operations),
     )
 

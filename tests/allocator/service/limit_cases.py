@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire.protocol.packing import pack_uint32, pack_uint64
+from quire.protocol.packing import pack_uint32
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Ownership
@@ -68,7 +68,7 @@ def fill(names: Any, size: Callable[[], int], number: int) -> None:
 async def step_of_operations(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     last()
-    await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1] * (number - 1))), grows=grows((1, 1, b"")))
+    await owner.step(frees=pb.FreePhase(sequences=[1] * (number - 1)), grows=grows((1, 1, b"")))
 
 
 async def sequences_of_a_stream(allocator: RunningAllocator, number: int) -> None:
@@ -78,15 +78,13 @@ async def sequences_of_a_stream(allocator: RunningAllocator, number: int) -> Non
     for batch in batches:
         if batch is batches[-1]:
             last()
-        await owner.step(grows=pb.GrowPhase(sequences=pack_uint64(batch), token_counts=pack_uint32([1] * len(batch))))
+        await owner.step(grows=pb.GrowPhase(sequences=batch, token_counts=[1] * len(batch)))
 
 
 async def namespace_of_a_step(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     last()
-    await owner.step(
-        grows=pb.GrowPhase(sequences=pack_uint64([1]), token_counts=pack_uint32([1]), namespaces=[name_of(number)])
-    )
+    await owner.step(grows=pb.GrowPhase(sequences=[1], token_counts=[1], namespaces=[name_of(number)]))
 
 
 def name_of(size: int) -> str:

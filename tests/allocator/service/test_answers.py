@@ -10,7 +10,7 @@ import pytest
 from quire import AsyncAllocator
 from quire.errors import Reason
 from quire.protocol.limits import MESSAGE_BYTES_MAX
-from quire.protocol.packing import pack_uint64
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.ownership import replay
@@ -25,7 +25,6 @@ from tests.allocator.service.harness import (
     commits,
     d,
     grows,
-    numbers_in,
     refused,
     running_allocator,
     spec,
@@ -63,9 +62,7 @@ async def test_a_step_whose_reply_would_be_too_large_is_refused_whole() -> None:
         owner = await StreamOwner.ready(allocator, block_count=EVERY_BLOCK, block_size=1)
         await owner.step(grows=grows((1, 400_000, b"")))
         with refused(Reason.TOO_LARGE):
-            await owner.step(
-                frees=pb.FreePhase(sequences=pack_uint64([1])), grows=grows((2, 300_000, b""), (3, 300_000, b""))
-            )
+            await owner.step(frees=pb.FreePhase(sequences=[1]), grows=grows((2, 300_000, b""), (3, 300_000, b"")))
         pool = allocator.service.directory.pool("a")
         assert list(pool.pool.sequences) == [1]
         assert pool.steps.next_step == 2
@@ -79,10 +76,10 @@ async def test_long_sequences_may_grow_and_fork_by_little_in_one_step() -> None:
             await owner.step(grows=grows((1, token_count, b"")))
         allocator.service.directory.pool("a").pool.commit(1, 800_000, bytes(32 * 800_000))
         reply = await owner.step(
-            forks=pb.ForkPhase(parents=pack_uint64([1, 2]), children=pack_uint64([2, 3])),
+            forks=pb.ForkPhase(parents=[1, 2], children=[2, 3]),
             grows=grows((3, 800_002, b""), (1, 800_001, b"")),
         )
-        assert numbers_in(reply.block_counts) == [2, 1]
+        assert list(reply.block_counts) == [2, 1]
         allocator.pass_time(10)
 
 
@@ -94,22 +91,22 @@ def test_a_reply_is_never_larger_than_foreseen(groups: int) -> None:
         {"commits": commits((1, 21, d("abcdefghij")))},
         {
             "commits": commits((2, 21, d("abcdefghij"))),
-            "forks": pb.ForkPhase(parents=pack_uint64([2, 9]), children=pack_uint64([5, 6])),
+            "forks": pb.ForkPhase(parents=[2, 9], children=[5, 6]),
         },
         {"grows": grows((5, 23, b""), (5, 25, b""), (9, 8, b""), (8, 8, b""), (10, 8, d("a")))},
         {
-            "frees": pb.FreePhase(sequences=pack_uint64([1])),
-            "forks": pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([20])),
+            "frees": pb.FreePhase(sequences=[1]),
+            "forks": pb.ForkPhase(parents=[1], children=[20]),
         },
         {
-            "frees": pb.FreePhase(sequences=pack_uint64([2])),
-            "forks": pb.ForkPhase(parents=pack_uint64([2, 5, 20]), children=pack_uint64([20, 21, 22])),
+            "frees": pb.FreePhase(sequences=[2]),
+            "forks": pb.ForkPhase(parents=[2, 5, 20], children=[20, 21, 22]),
             "grows": grows((21, 23, b""), (22, 30, b"")),
         },
     ]
     for number, phase in enumerate(phases, 1):
-        step = pb.Step(number=number, **phase)
-        columns, reply = step_checks.check_step(pool, step), pb.StepReply(number=number)
+        step = packed.Step.FromString(pb.Step(number=number, **phase).SerializeToString())
+        columns, reply = step_checks.check_step(pool, step), packed.StepReply(number=number)
         coarse = reply_size.step_reply_bytes_max(pool, columns)
         exact = reply_size.step_reply_bytes_max(pool, columns, exact=True)
         step_apply.apply_step(pool, columns, reply)

@@ -11,6 +11,7 @@ from quire.protocol.outcomes import Result
 from quire.protocol.state_digest import STATE_DIGEST_STEPS
 from quire.protocol.steps import StepBuilder
 from quire.session.owner import Answer, Phase, PoolOwner
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory
@@ -144,7 +145,7 @@ def test_only_so_many_reports_are_staged_at_a_time_and_empty_ones_do_not_count(s
         side, machine = owner(f"staging {number}".replace(" ", "-")), SessionMachine(sessions)
         side.attach()
         machine.receive(side.outbox.popleft(), 0.0)
-        machine.receive(pb.SessionRequest(report_chunk=chunk), 0.0)
+        machine.receive(packed.SessionRequest(report_chunk=chunk), 0.0)
         staging.append(machine)
     attached(sessions, owner("empty"))
     late = owner("late")
@@ -152,14 +153,14 @@ def test_only_so_many_reports_are_staged_at_a_time_and_empty_ones_do_not_count(s
     late.attach()
     machine.receive(late.outbox.popleft(), 0.0)
     with pytest.raises(Refusal) as caught:
-        machine.receive(pb.SessionRequest(report_chunk=chunk), 0.0)
+        machine.receive(packed.SessionRequest(report_chunk=chunk), 0.0)
     assert caught.value.reason == "REPORT_ADMISSION"
     machine.close()
     staging[0].close()
     machine = SessionMachine(sessions)
     late.attach()
     machine.receive(late.outbox.popleft(), 0.0)
-    assert machine.receive(pb.SessionRequest(report_chunk=chunk), 0.0) == []
+    assert machine.receive(packed.SessionRequest(report_chunk=chunk), 0.0) == []
 
 
 def test_who_has_applied_steps_waits_before_it_puts_its_report_together(sessions: SessionRegistry) -> None:
@@ -205,7 +206,7 @@ def test_a_wrong_chunk_is_refused_and_the_pool_that_was_there_stays(
     machine = SessionMachine(sessions)
     machine.receive(side.outbox.popleft(), 0.0)
     with pytest.raises(Refusal) as caught:
-        machine.receive(pb.SessionRequest(report_chunk=chunk), 0.0)
+        machine.receive(packed.SessionRequest(report_chunk=chunk), 0.0)
     assert caught.value.reason == reason
     machine.close()
     assert sessions.directory.pool("pool").pool is before
@@ -222,6 +223,6 @@ def test_a_sequence_that_goes_on_in_another_chunk_with_other_counts_is_refused(s
         chunk = pb.ReportChunk(number=number, namespaces=[""], sequences=[part])
         if number:
             with pytest.raises(Refusal, match="goes on with other counts"):
-                machine.receive(pb.SessionRequest(report_chunk=chunk), 0.0)
+                machine.receive(packed.SessionRequest(report_chunk=chunk), 0.0)
         else:
-            machine.receive(pb.SessionRequest(report_chunk=chunk), 0.0)
+            machine.receive(packed.SessionRequest(report_chunk=chunk), 0.0)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from quire.errors import Reason
-from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.metrics.collector import AllocatorCollector
@@ -22,7 +21,6 @@ from tests.allocator.service.harness import (
     commits,
     d,
     grows,
-    numbers_in,
     refused,
     running_allocator,
     spec,
@@ -40,18 +38,18 @@ async def allocator() -> AsyncIterator[RunningAllocator]:
 async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator, block_count=4)
     first = await owner.step(grows=grows((1, 8, b""), (2, 8, b"")))
-    assert (numbers_in(first.blocks), numbers_in(first.block_counts)) == ([0, 1, 2, 3], [2, 2])
+    assert (list(first.blocks), list(first.block_counts)) == ([0, 1, 2, 3], [2, 2])
     assert first.free_block_count == 0
     reply = await owner.step(
         commits=commits((1, 6, d("a"))),  # published before the new sequence looks for it
-        frees=pb.FreePhase(sequences=pack_uint64([2])),  # makes the room that the grows need
-        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])),  # shares the published block
+        frees=pb.FreePhase(sequences=[2]),  # makes the room that the grows need
+        forks=pb.ForkPhase(parents=[1], children=[3]),  # shares the published block
         grows=grows((3, 7, b""), (4, 5, d("a"))),
     )
     assert [list(results) for results in (reply.commit_results, reply.fork_results, reply.grow_results)] == [[]] * 3
     assert (list(reply.copy_sources), list(reply.copy_destinations)) == ([1], [2])
     assert list(reply.matched_token_counts) == [0, 4]
-    assert (numbers_in(reply.blocks), numbers_in(reply.block_counts)) == ([2, 0, 3], [1, 2])
+    assert (list(reply.blocks), list(reply.block_counts)) == ([2, 0, 3], [1, 2])
     assert reply.free_block_count == 0
 
 
@@ -60,8 +58,8 @@ async def test_results_that_are_not_all_ok_are_listed_per_operation(allocator: R
     await owner.step(grows=grows((1, 24, b"")))
     reply = await owner.step(
         commits=commits((9, 1, b""), (1, 25, b"")),
-        frees=pb.FreePhase(sequences=pack_uint64([9])),
-        forks=pb.ForkPhase(parents=pack_uint64([9, 1, 1, 1]), children=pack_uint64([2, 2, 1, 0])),
+        frees=pb.FreePhase(sequences=[9]),
+        forks=pb.ForkPhase(parents=[9, 1, 1, 1], children=[2, 2, 1, 0]),
         grows=grows((5, 12, b""), (6, 33, b""), (1, 25, b"")),
     )
     assert list(reply.commit_results) == [pb.RESULT_NOT_FOUND, pb.RESULT_TOO_LONG]
@@ -69,7 +67,7 @@ async def test_results_that_are_not_all_ok_are_listed_per_operation(allocator: R
     assert list(reply.fork_results) == [pb.RESULT_NOT_FOUND, pb.RESULT_OK, pb.RESULT_EXISTS, pb.RESULT_ID_TOO_LOW]
     assert list(reply.grow_results) == [pb.RESULT_NO_SPACE, pb.RESULT_TOO_LONG, pb.RESULT_OK]
     assert list(reply.grow_shortfalls) == [1, 0, 0]
-    assert (numbers_in(reply.granted_grows), numbers_in(reply.block_counts)) == ([2], [1])
+    assert (list(reply.granted_grows), list(reply.block_counts)) == ([2], [1])
     assert (list(reply.victim_sequences), list(reply.victim_token_counts)) == ([2, 0, 0], [])
 
 
@@ -85,12 +83,12 @@ async def test_namespaces_are_named_once_per_step(allocator: RunningAllocator) -
     owner = await StreamOwner.ready(allocator, block_count=16)
     phase = grows((1, 4, b""), (2, 4, b""))
     phase.namespaces.extend(["red", "blue"])
-    phase.namespace_indices = pack_uint32([0, 1])
+    phase.namespace_indices.extend([0, 1])
     await owner.step(grows=phase)
     await owner.step(commits=commits((2, 4, d("a"))))
     hits = grows((3, 5, d("a")), (4, 5, d("a")))
     hits.namespaces.extend(["red", "blue"])
-    hits.namespace_indices = pack_uint32([1, 0])
+    hits.namespace_indices.extend([1, 0])
     assert list((await owner.step(grows=hits)).matched_token_counts) == [4, 0]
 
 
@@ -142,54 +140,32 @@ async def test_a_step_of_another_session_is_refused(allocator: RunningAllocator)
 
 
 MALFORMED_STEPS: list[dict[str, Any]] = [
-    {"commits": pb.CommitPhase(sequences=pack_uint64([1]))},
-    {"commits": pb.CommitPhase(token_counts=pack_uint32([1]))},
+    {"commits": pb.CommitPhase(sequences=[1])},
+    {"commits": pb.CommitPhase(token_counts=[1])},
     {"commits": commits((1, 6, b""), (1, 6, b""))},
     {"commits": commits((1, 3, b""))},
     {"commits": commits((1, 8, b""))},
     {"commits": commits((1, 5, d("a")))},
-    {
-        "commits": pb.CommitPhase(
-            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=pack_uint32([1])
-        )
-    },
-    {
-        "commits": pb.CommitPhase(
-            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=pack_uint32([1]), digests=b"short"
-        )
-    },
-    {"commits": pb.CommitPhase(sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digests=d("a"))},
-    {
-        "commits": pb.CommitPhase(
-            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=pack_uint32([1, 0]), digests=d("a")
-        )
-    },
-    {"forks": pb.ForkPhase(parents=pack_uint64([1]))},
-    {"forks": pb.ForkPhase(children=pack_uint64([2]))},
-    {"grows": pb.GrowPhase(sequences=pack_uint64([2]))},
-    {"grows": pb.GrowPhase(sequences=pack_uint64([2])[:7], token_counts=pack_uint32([1]))},
-    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1])[:3])},
-    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([0]))},
-    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1, 2]))},
+    {"commits": pb.CommitPhase(sequences=[1], token_counts=[8], digest_counts=[1])},
+    {"commits": pb.CommitPhase(sequences=[1], token_counts=[8], digest_counts=[1], digests=b"short")},
+    {"commits": pb.CommitPhase(sequences=[1], token_counts=[8], digests=d("a"))},
+    {"commits": pb.CommitPhase(sequences=[1], token_counts=[8], digest_counts=[1, 0], digests=d("a"))},
+    {"forks": pb.ForkPhase(parents=[1])},
+    {"forks": pb.ForkPhase(children=[2])},
+    {"grows": pb.GrowPhase(sequences=[2])},
+    {"grows": pb.GrowPhase(sequences=[2], token_counts=[0])},
+    {"grows": pb.GrowPhase(sequences=[2], token_counts=[1, 2])},
+    {"grows": pb.GrowPhase(sequences=[2], token_counts=[1], namespace_indices=[1])},
     {
         "grows": pb.GrowPhase(
-            sequences=pack_uint64([2]), token_counts=pack_uint32([1]), namespace_indices=pack_uint32([1])
-        )
-    },
-    {
-        "grows": pb.GrowPhase(
-            sequences=pack_uint64([2]),
-            token_counts=pack_uint32([1]),
+            sequences=[2],
+            token_counts=[1],
             namespaces=["a"],
-            namespace_indices=pack_uint32([0, 0]),
+            namespace_indices=[0, 0],
         )
     },
-    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1]), namespaces=["é" * 65])},
-    {
-        "grows": pb.GrowPhase(
-            sequences=pack_uint64([2]), token_counts=pack_uint32([1]), digest_counts=pack_uint32([2]), digests=d("a")
-        )
-    },
+    {"grows": pb.GrowPhase(sequences=[2], token_counts=[1], namespaces=["é" * 65])},
+    {"grows": pb.GrowPhase(sequences=[2], token_counts=[1], digest_counts=[2], digests=d("a"))},
     {"ack": 3},
     {"ack": 99},
 ]
@@ -204,7 +180,7 @@ async def test_a_malformed_step_is_refused_whole_and_its_number_is_not_consumed(
     await owner.step(commits=commits((1, 4, d("x"))))
     before = await state(allocator)
     with refused(Reason.MALFORMED):
-        await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1])), **phases)
+        await owner.step(frees=pb.FreePhase(sequences=[1]), **phases)
     assert await state(allocator) == before
     again = StreamOwner(allocator)
     assert (await again.attach(epoch=2, resume_session=owner.session_id)).resumed.next_step == 3
@@ -224,7 +200,7 @@ async def test_steps_are_limited_in_bytes_and_operations(allocator: RunningAlloc
         await owner.step(grows=pb.GrowPhase(digests=bytes(limits.STEP_BYTES_MAX)))
     owner = await StreamOwner.ready(allocator, "b")
     with refused(Reason.TOO_LARGE, "operations"):
-        await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1] * (limits.OPERATIONS_PER_STEP_MAX + 1))))
+        await owner.step(frees=pb.FreePhase(sequences=[1] * (limits.OPERATIONS_PER_STEP_MAX + 1)))
     assert [each.steps.next_step for each in allocator.service.directory.open_pools()] == [1, 1]
 
 
@@ -235,7 +211,7 @@ async def test_children_count_as_live_sequences(allocator: RunningAllocator, mon
     with refused(Reason.LIMIT, "live sequences"):
         await owner.step(
             grows=grows((1, 1, b""), (2, 1, b"")),
-            forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])),
+            forks=pb.ForkPhase(parents=[1], children=[3]),
         )
     owned = allocator.service.directory.pool("a")
     assert (dict(owned.pool.sequences), owned.steps.next_step) == ({}, 1)
@@ -258,7 +234,7 @@ async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator
 
 async def test_steps_are_counted_by_operation_and_result(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
-    await owner.step(grows=grows((1, 4, b""), (2, 4, b"")), frees=pb.FreePhase(sequences=pack_uint64([9])))
+    await owner.step(grows=grows((1, 4, b""), (2, 4, b"")), frees=pb.FreePhase(sequences=[9]))
     await owner.hang_up()  # a step is counted once its answer is out
     numbers = allocator.service.counters.of("a")
     assert numbers.step_count == 1
@@ -307,7 +283,7 @@ async def test_a_stream_and_a_unary_session_give_equal_results(allocator: Runnin
         method, new = ("Allocate", {"digests": d(letters)}) if letters else ("Grow", {})
         answer = await unary.call(method, sequence_id=sequence_id, token_count=token_count, **new)
         assert [answer.result] == (list(reply.grow_results) or [pb.RESULT_OK])
-        assert [block for table in tables_in(answer.tables) for block in table] == numbers_in(reply.blocks)
+        assert [block for table in tables_in(answer.tables) for block in table] == list(reply.blocks)
         assert answer.shortfall == sum(reply.grow_shortfalls)
         if letters:
             assert answer.matched_token_count == sum(reply.matched_token_counts)
@@ -325,10 +301,10 @@ async def test_a_stream_and_a_unary_session_give_equal_results(allocator: Runnin
     await grow(2, 6, "a")
     await commit(1, 6, "a")
     await commit(2, 5, "a")  # swaps
-    await stream.step(forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])))
+    await stream.step(forks=pb.ForkPhase(parents=[1], children=[3]))
     await unary.call("Fork", parent_id=1, child_id=3)
     await grow(3, 9)  # copies
-    await stream.step(frees=pb.FreePhase(sequences=pack_uint64([1])))
+    await stream.step(frees=pb.FreePhase(sequences=[1]))
     await unary.call("Free", sequence_id=1)
     await grow(4, 8, "ab")  # hits
     await grow(5, 24, "x")  # does not fit
@@ -351,7 +327,7 @@ async def test_what_left_the_index_is_told_up_to_a_limit(
             phase.namespaces.append(name)
             await owner.step(grows=phase)
             await owner.step(commits=commits((number, 4, d("a"))))
-        freed = await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1, 2, 3])))
+        freed = await owner.step(frees=pb.FreePhase(sequences=[1, 2, 3]))
         assert not freed.removed
         monkeypatch.setattr(limits, limit, told)
         reply = await owner.step(drops=[pb.CacheDrop()])

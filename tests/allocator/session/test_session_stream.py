@@ -11,7 +11,6 @@ import pytest
 from grpc import aio
 from quire.errors import Reason
 from quire.protocol.limits import SILENCE_S
-from quire.protocol.packing import pack_uint64
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 
@@ -212,7 +211,7 @@ async def test_a_killed_stream_leaves_its_state_for_a_resume(allocator: RunningA
     assert (reply.resumed.session_id, reply.resumed.next_step) == (killed.session_id, 2)
     assert reply.resumed.lease_ms == 10_000
     assert await state(allocator) == before
-    assert (await resumed.step(frees=pb.FreePhase(sequences=pack_uint64([1])))).free_block_count == 8
+    assert (await resumed.step(frees=pb.FreePhase(sequences=[1]))).free_block_count == 8
 
 
 async def test_after_a_resume_unanswered_steps_are_answered_again_byte_for_byte(allocator: RunningAllocator) -> None:
@@ -301,7 +300,7 @@ async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allo
     await deaf.attach(spec=spec(**size), window=count)
     await deaf.report()
     for number in range(1, count + 1):
-        frees = pb.FreePhase(sequences=pack_uint64([number - 1] if number > 1 else []))
+        frees = pb.FreePhase(sequences=[number - 1] if number > 1 else [])
         step = pb.Step(session_id=deaf.session_id, number=number, frees=frees, grows=grows((number, 390_000, b"")))
         await deaf.send(pb.SessionRequest(step=step))
     (machine,), written, since_s = allocator.service.sessions.streams, None, 0.0

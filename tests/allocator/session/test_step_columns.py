@@ -7,6 +7,7 @@ import random
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.refusal import Refusal
@@ -44,7 +45,7 @@ def fill(message: Message, dice: random.Random, row_count: int, name_lengths: ra
 @pytest.mark.parametrize("seed", range(20))
 def test_no_step_is_longer_than_its_columns_say(seed: int) -> None:
     dice = random.Random(seed)
-    step = pb.Step()
+    step = packed.Step()
     fill(step, dice, dice.randrange(65))
     assert step.ByteSize() <= StepColumns(step).size_max
 
@@ -52,7 +53,7 @@ def test_no_step_is_longer_than_its_columns_say(seed: int) -> None:
 @pytest.mark.parametrize("phase", ["commits", "frees", "drops", "forks", "grows"])
 def test_no_phase_is_longer_than_its_columns_say(phase: str) -> None:
     dice = random.Random(phase)
-    whole, step = pb.Step(), pb.Step()
+    whole, step = packed.Step(), packed.Step()
     fill(whole, dice, limits.DROPS_PER_STEP_MAX, range(64, 65))
     if phase == "drops":
         step.drops.extend(whole.drops)
@@ -61,8 +62,26 @@ def test_no_phase_is_longer_than_its_columns_say(phase: str) -> None:
     assert step.ByteSize() <= StepColumns(step).size_max
 
 
+COLUMNS = [
+    (phase.name, column.name)
+    for phase in packed.Step.DESCRIPTOR.fields
+    if phase.message_type is not None and not phase.is_repeated
+    for column in phase.message_type.fields
+    if column.type == FieldDescriptor.TYPE_BYTES and column.name != "digests"
+]
+
+
+@pytest.mark.parametrize(("phase", "column"), COLUMNS)
+def test_a_column_that_ends_inside_a_number_makes_the_step_malformed(phase: str, column: str) -> None:
+    step = packed.Step()
+    setattr(getattr(step, phase), column, b"\1\0\0")
+    with pytest.raises(Refusal) as refused:
+        check_step(make_pool(), step)
+    assert refused.value.reason == "MALFORMED"
+
+
 def test_drops_that_make_a_step_too_long_are_refused_by_its_length() -> None:
     digests = bytes(limits.STEP_BYTES_MAX // limits.DROPS_PER_STEP_MAX)
-    step = pb.Step(drops=[pb.CacheDrop(digests=digests)] * limits.DROPS_PER_STEP_MAX)
+    step = packed.Step(drops=[pb.CacheDrop(digests=digests)] * limits.DROPS_PER_STEP_MAX)
     with pytest.raises(Refusal, match=f"a step has at most {limits.STEP_BYTES_MAX:,} bytes"):
         check_step(make_pool(), step)

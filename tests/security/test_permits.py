@@ -277,6 +277,18 @@ async def test_a_unary_step_makes_no_sequence_in_another_namespace_and_drops_not
         assert (await owner.free(1)).ok
 
 
+async def test_who_opened_a_unary_session_may_not_use_the_sequences_that_another_caller_made_in_it() -> None:
+    async with running_allocator() as allocator:
+        allocator.service.authorize = lambda _context: RED
+        owner = await UnaryOwner.open(allocator)
+        allocator.service.authorize = lambda _context: BOTH
+        await owner.allocate(1, 4, namespace="blue")
+        allocator.service.authorize = lambda _context: RED
+        for call in (lambda: owner.fork(1, 2), lambda: owner.free(1), lambda: owner.commit(1, 4, d("a"))):
+            with refused(Reason.NAMESPACE_FORBIDDEN):
+                await call()
+
+
 async def test_a_caller_goes_on_with_a_unary_session_only_if_it_may_use_the_namespaces_of_its_sequences() -> None:
     async with running_allocator() as allocator:
         await a_red_and_a_blue_prefix(allocator, "a")

@@ -74,12 +74,11 @@ class UnarySessions:
         """Applies a step to the session that it names, or returns the kept reply to the last one, repeated.
 
         Raises:
-            Refusal: those of `find` and of `answer_step`; NAMESPACE_FORBIDDEN, also where sequences that others have
-                created are in namespaces that the caller may not use.
+            Refusal: those of `find` and of `answer_step`; NAMESPACE_FORBIDDEN, also where a live sequence, of another
+                caller, is in a namespace that this one may not use.
         """
         owner = self.find(step.session_id, permissions)
-        if owner.caller != permissions:
-            authorization.require_sequences(permissions, owner.pool)
+        authorization.require_sequences(permissions, owner.pool)  # a call of anybody who may own the pool
         if not step.number:
             reply = _renewal(owner, step)
         else:

@@ -42,6 +42,8 @@ SUBSTITUTIONS: Final = [
         (r"\basync (?=def |with |for )", ""),
         (r"\basync with\b", "with"),
         (r"\bawait ", ""),
+        (r"\bimport asyncio\b", "import threading"),
+        (r"\basyncio\.Lock\b", "threading.Lock"),
         # Sentences.
         (r"Made inside the event loop that uses it\. ", ""),
         (r"\ba task of (?=its own|the client)", "a thread of "),

@@ -34,13 +34,12 @@ from quire_allocator.core import pool
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.readers import index, usage
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.session.stream import SessionStream
 from quire_allocator.session.unary import UnarySessions
 from quire_allocator.watch import Watching
-from quire_allocator.wire import authorization, reply_size, step_apply, step_checks, translate, views
+from quire_allocator.wire import authorization, translate, views
 from quire_allocator.wire.translate import require
 
 _VIEWS: Final = ", ".join(f"{number} ({name})" for name, number in pb.PoolView.items())
@@ -195,79 +194,16 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         owner = self.unary_sessions.open(request, permissions, self.clock())
         return pb.OpenSessionResponse(
             session_id=owner.session_id,
+            next_step=owner.steps.next_step,
+            last_sequence_id=owner.pool.last_sequence_id,
             lease_ms=int(self.directory.lease_s * 1000),
             limits=translate.LIMITS,
             features=FEATURES,
         )
 
     @unary
-    def KeepAlive(self, request: pb.KeepAliveRequest, permissions: Permissions) -> pb.KeepAliveResponse:
-        self.directory.renew(self.unary_sessions.find(request.session_id, permissions), self.clock())
-        return pb.KeepAliveResponse(lease_ms=int(self.directory.lease_s * 1000))
-
-    @unary
-    def Allocate(self, request: pb.AllocateRequest, permissions: Permissions) -> pb.AllocateResponse:
-        digests = translate.digests(request.digests)
-        namespace = translate.namespace(request.namespace)
-        require(request.token_count > 0, "token_count must be at least 1, not 0", field="token_count")
-
-        def operate(owner: Ownership) -> pb.AllocateResponse:
-            step_checks.check_sequence_count(len(owner.pool.sequences) + 1, limits.SEQUENCES_MAX)
-            longest = max(request.token_count, request.prompt_token_count)
-            reply_size.check(reply_size.grow_answer_bytes_max(owner.pool, request.sequence_id, longest))
-            grown = owner.pool.allocate(
-                request.sequence_id,
-                request.token_count,
-                digests,
-                namespace,
-                prompt_token_count=request.prompt_token_count,
-                priority=request.priority,
-                defer_token_count=request.defer_token_count,
-                is_return=request.is_return,
-            )
-            return translate.allocate_response(grown)
-
-        return self._once(request, permissions, "grow", operate)
-
-    @unary
-    def Grow(self, request: pb.GrowRequest, permissions: Permissions) -> pb.GrowResponse:
-        require(request.token_count > 0, "token_count must be at least 1, not 0", field="token_count")
-
-        def operate(owner: Ownership) -> pb.GrowResponse:
-            reply_size.check(reply_size.grow_answer_bytes_max(owner.pool, request.sequence_id, request.token_count))
-            return translate.grow_response(step_apply.grow_one(owner.pool, request.sequence_id, request.token_count))
-
-        return self._once(request, permissions, "grow", operate)
-
-    @unary
-    def Fork(self, request: pb.ForkRequest, permissions: Permissions) -> pb.ForkResponse:
-        def operate(owner: Ownership) -> pb.ForkResponse:
-            step_checks.check_sequence_count(len(owner.pool.sequences) + 1, limits.SEQUENCES_MAX)
-            return pb.ForkResponse(result=translate.result(owner.pool.fork(request.parent_id, request.child_id)))
-
-        return self._once(request, permissions, "fork", operate)
-
-    @unary
-    def Commit(self, request: pb.CommitRequest, permissions: Permissions) -> pb.CommitResponse:
-        digests = translate.digests(request.digests)
-
-        def operate(owner: Ownership) -> pb.CommitResponse:
-            digest_count = len(digests) // DIGEST_BYTES
-            step_checks.check_commit(owner.pool, request.sequence_id, request.token_count, digest_count)
-            reply_size.check(reply_size.commit_answer_bytes_max(owner.pool, digest_count))
-            done = owner.pool.commit(request.sequence_id, request.token_count, digests, request.keep_token_count)
-            return translate.commit_response(done)
-
-        return self._once(request, permissions, "commit", operate)
-
-    @unary
-    def Free(self, request: pb.FreeRequest, permissions: Permissions) -> pb.FreeResponse:
-        return self._once(
-            request,
-            permissions,
-            "free",
-            lambda owner: pb.FreeResponse(result=translate.result(owner.pool.free(request.sequence_id))),
-        )
+    def Apply(self, step: packed.Step, permissions: Permissions) -> packed.StepReply:  # type: ignore[override]
+        return self.unary_sessions.apply(step, permissions, self.clock())
 
     @unary
     def CloseSession(self, request: pb.CloseSessionRequest, permissions: Permissions) -> pb.CloseSessionResponse:
@@ -358,18 +294,16 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         """Returns the open pools that a caller may look into, by name."""
         return [owner for owner in self.directory.open_pools() if permissions.may_observe(owner.name)]
 
-    def _once(
-        self, request: Any, permissions: Permissions, operation: str, operate: Callable[[Ownership], ResponseT]
-    ) -> ResponseT:
-        return self.unary_sessions.once(request, permissions, operation, operate, self.clock())
-
 
 def add_to_server(service: AllocatorService, server: aio.Server) -> None:
-    """Adds the service to a server. `Session` reads and writes the messages whose columns are bytes."""
+    """Adds the service to a server. `Session` and `Apply` read and write the messages whose columns are bytes."""
     session = grpc.stream_stream_rpc_method_handler(
         service.Session, packed.SessionRequest.FromString, packed.SessionReply.SerializeToString
     )
-    handlers = {"Session": session}
+    apply = grpc.unary_unary_rpc_method_handler(
+        service.Apply, packed.Step.FromString, packed.StepReply.SerializeToString
+    )
+    handlers = {"Session": session, "Apply": apply}
     name = pb.DESCRIPTOR.services_by_name["AllocatorService"].full_name
     # The first generic handler of a method serves it, unless it is registered, too: then the last one registered does.
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))

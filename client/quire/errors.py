@@ -229,7 +229,8 @@ class SessionLostError(AbortedError):
 
 
 class AnswersMissedError(FailedPreconditionError):
-    """The caller of a step was cancelled, and nobody has taken its answer in: see `AsyncSession.missed`."""
+    """An earlier step's answer comes first: its caller was cancelled (`AsyncSession.missed`), or it was lost
+    (`AsyncCallSession.step`)."""
 
 
 _CLASS_OF: Final[dict[grpc.StatusCode, type[QuireError]]] = {

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from quire.protocol.open_enum import OpenEnum
-from quire.protocol.outcomes import Copy, Result, Swap, Victim
 
 BlockTable: TypeAlias = tuple[int | None, ...]
 NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})  # of a chat template, beyond messages and tools
@@ -277,73 +276,3 @@ class PoolSpec:
     def block_size(self) -> int:
         """Returns how many tokens one digest covers: the smallest block size of all groups."""
         return min(group.block_size for group in self.groups)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Operations of a unary session
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """A new sequence: its whole tables, and the leading tokens that need not be computed.
-
-    Attributes:
-        copies: to run before any write (only in pools with STATE groups).
-        shortfall: blocks missing (NO_SPACE), too many for the namespace (QUOTA), or for the pool at once
-            (PASS_TOO_LONG).
-        pending_token_count: tokens after the matched ones that others are computing.
-        victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
-        junction_token_count: leading tokens that would have matched, had there been a checkpoint. A commit that ends
-            there makes one. 0 if that would gain nothing.
-        stops: token counts, rising, where a later prompt's hit may end. Commits that end there make checkpoints.
-    """
-
-    result: Result
-    matched_token_count: int
-    tables: tuple[BlockTable, ...]
-    copies: tuple[Copy, ...]
-    shortfall: int
-    pending_token_count: int
-    victim: Victim | None
-    junction_token_count: int = 0
-    stops: tuple[int, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """Tells whether it was done."""
-        return self.result is Result.OK
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """A longer sequence: per group the last entries of its table, replacing what stood there; copies to run first.
-
-    Attributes:
-        shortfall: blocks missing (NO_SPACE), too many for the namespace (QUOTA), or for the pool at once
-            (PASS_TOO_LONG).
-        victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
-    """
-
-    result: Result
-    tables: tuple[BlockTable, ...]
-    copies: tuple[Copy, ...]
-    shortfall: int
-    victim: Victim | None
-
-    @property
-    def ok(self) -> bool:
-        """Tells whether it was done."""
-        return self.result is Result.OK
-
-
-@dataclass(frozen=True, slots=True)
-class CommitOutcome:
-    """Tokens marked as computed, and table entries that now name a block which had the same content before."""
-
-    result: Result
-    swaps: tuple[Swap, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Tells whether it was done."""
-        return self.result is Result.OK

@@ -27,6 +27,7 @@ from quire.session import Result, Victim
 from quire.views import GroupUsage, NamespaceUsage
 
 from tests.allocator.service.harness import RunningAllocator, running_allocator
+from tests.allocator.service.one_by_one import OneByOne
 
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 4)
 ROOT = bytes(32)
@@ -56,7 +57,7 @@ class Scene:
     async def open(self, spec: PoolSpec) -> Any:
         """Takes pool "a"."""
         opened = self.client.session("a", spec, transport="calls")
-        self.session = Awaited(await opened) if isinstance(self.client, Awaited) else opened
+        self.session = OneByOne(Awaited(await opened) if isinstance(self.client, Awaited) else opened)
         await self.session.open()
         return self.session
 
@@ -225,9 +226,9 @@ async def test_groups_have_tables_of_their_own_with_none_where_a_block_fell_out(
 async def test_a_state_that_may_be_beyond_what_is_committed_cannot_be_forked(scene: Scene) -> None:
     session = await scene.open(PoolSpec(64, (FULL, GroupSpec(GroupKind.STATE, 8))))
     await session.allocate(1, 16)
-    assert await session.fork(1, 2) is Result.UNCOMMITTED
+    assert (await session.fork(1, 2)).result is Result.UNCOMMITTED
     await session.commit(1, 16, DIGESTS[:4])
-    assert await session.fork(1, 2) is Result.OK
+    assert (await session.fork(1, 2)).ok
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

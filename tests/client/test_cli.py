@@ -28,6 +28,7 @@ from quire.hashing import block_digests, root_digest
 from quire.session import CallSession
 from quire.v1 import worker_pb2 as worker_pb
 
+from tests.allocator.service.one_by_one import calls
 from tests.client.servers import (
     ScriptedServer,
     allocator_process,
@@ -49,7 +50,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CallSession]:
     with (
         allocator_process(tmp_path_factory.mktemp("allocator"), "--lease", "600") as process,
         Allocator(process.address) as client,
-        client.session("chat/demo", SPEC, transport="calls") as opened,
+        calls(client, "chat/demo", SPEC) as opened,
     ):
         opened.allocate(1, 9, DIGESTS, "tenant")
         opened.commit(1, 8, DIGESTS)
@@ -88,7 +89,7 @@ def test_pools_is_a_table_or_json(allocator: str) -> None:
 def test_pools_shows_the_groups_of_a_pool_that_has_several(allocator: str) -> None:
     sliding = GroupSpec(GroupKind.SLIDING_WINDOW, 4, 1_000)
     spec = PoolSpec(32, (GroupSpec(GroupKind.FULL_ATTENTION, 8), sliding, sliding), quotas=(Quota("*", 12),))
-    with Allocator(allocator) as client, client.session("hybrid", spec, transport="calls") as hybrid:
+    with Allocator(allocator) as client, calls(client, "hybrid", spec) as hybrid:
         hybrid.allocate(1, 16)
         rows = [line.split() for line in quire("pool", "list", "--allocator", allocator).stdout.splitlines()]
         pools = parsed(quire("pool", "list", "--json", "--allocator", allocator))
@@ -189,7 +190,7 @@ def test_watch_as_json_goes_on_where_an_earlier_one_ended(session: CallSession) 
     assert sorted(len(event["digests"]) for event in events[1:3]) == [1, 2]
     assert (events[0]["session_id"], events[0]["pool"]) == (session.session_id.hex(), "chat/demo")
     # A pool of its own to change: the others are looked at by other tests.
-    with Allocator(address) as client, client.session("watched", SPEC, transport="calls") as watched:
+    with Allocator(address) as client, calls(client, "watched", SPEC) as watched:
         watched.allocate(1, 8)
         watched.commit(1, 4, DIGESTS[:1])
         watched.commit(1, 8, DIGESTS[1:])

@@ -8,6 +8,7 @@ from pathlib import Path
 from quire import Allocator, PoolSpec
 from quire.hashing import block_digests
 
+from tests.allocator.service.one_by_one import calls
 from tests.client.servers import allocator_process
 from tests.client.test_cli import quire
 
@@ -16,7 +17,7 @@ DIGESTS = block_digests(bytes(32), list(range(12)), 4)
 
 def test_the_cache_of_a_pool_or_of_a_namespace_is_forgotten(tmp_path: Path) -> None:
     with allocator_process(tmp_path) as allocator, Allocator(allocator.address) as client:
-        with client.session("mine", PoolSpec.full_attention(block_count=8, block_size=4), transport="calls") as session:
+        with calls(client, "mine", PoolSpec.full_attention(block_count=8, block_size=4)) as session:
             for number, namespace in enumerate(("", "old tenant"), 1):
                 session.allocate(number, 12, namespace=namespace)
                 session.commit(number, 12, DIGESTS)

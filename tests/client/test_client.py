@@ -30,6 +30,7 @@ from quire.session import Result
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
+from tests.allocator.service.one_by_one import calls
 from tests.client.servers import (
     USAGE,
     ScriptedServer,
@@ -274,19 +275,21 @@ def test_addresses_and_tokens_come_from_the_environment(
 def test_a_pool_over_unary_calls(allocator: str) -> None:
     root = root_digest(fingerprint=b"m", layout="test")
     digests = block_digests(root, list(range(8)), 4)
-    with Allocator(allocator) as client, client.session("unary", SPEC, transport="calls") as session:
+    with Allocator(allocator) as client, calls(client, "unary", SPEC) as session:
         assert client.health()
-        assert session.keep_alive() == session.lease_ms > 0
+        session.keep_alive()
+        assert session.lease_ms > 0
         first = session.allocate(1, 10, digests)
         assert (first.ok, first.matched_token_count, [len(t) for t in first.tables]) == (True, 0, [3])
         assert session.commit(1, 10, digests).ok
         assert client.match_prefix(digests) == (("unary", 8, 0),)
         second = session.allocate(2, 10, digests)
         assert second.matched_token_count == 8
-        assert session.fork(2, 3) is Result.OK
+        assert session.fork(2, 3).result is Result.OK
         full = session.allocate(4, 32)
         assert (full.result, full.ok, full.shortfall) == (Result.NO_SPACE, False, 4)
-        assert session.grow(9, 12).result is Result.NOT_FOUND
+        with pytest.raises(ValueError, match="sequence 9 is not known to exist"):
+            session.grow(9, 12)
         pool = client.get_pool_blocks("unary")
         assert pool.summary == dataclasses.replace(
             client.get_pool("unary"), lease_remaining_ms=pool.summary.lease_remaining_ms
@@ -294,13 +297,13 @@ def test_a_pool_over_unary_calls(allocator: str) -> None:
         assert [sequence.sequence_id for sequence in pool.sequences] == [1, 2, 3]
         assert pool.sequences[0].tables == first.tables
         assert max(pool.block_states) == 4  # held by three
-        assert session.free(1) is Result.OK
+        assert session.free(1).result is Result.OK
     with Allocator(allocator) as client:
         assert "unary" not in [summary.pool for summary in client.list_pools()]
 
 
 def test_the_first_write_to_a_shared_block_names_the_copy(allocator: str) -> None:
-    with Allocator(allocator) as client, client.session("copies", SPEC, transport="calls") as session:
+    with Allocator(allocator) as client, calls(client, "copies", SPEC) as session:
         table = session.allocate(1, 6).tables[0]
         session.commit(1, 6, block_digests(root_digest(fingerprint=b"m", layout="test"), list(range(4)), 4))
         session.fork(1, 2)
@@ -309,20 +312,9 @@ def test_the_first_write_to_a_shared_block_names_the_copy(allocator: str) -> Non
     assert grown.tables[0][-1] == grown.copies[0].destination
 
 
-def test_a_repeated_request_id_is_applied_once(allocator: str) -> None:
-    with Allocator(allocator) as client, client.session("repeat", SPEC, transport="calls") as session:
-        first = session.allocate(1, 4, request_id="one")
-        assert session.allocate(1, 4, request_id="one") == first
-        assert session.allocate(1, 4).result is Result.EXISTS
-        assert session.fork(1, 0) is Result.ID_TOO_LOW
-        with pytest.raises(QuireError) as raised:
-            session.allocate(2, 4, request_id="one")
-    assert (raised.value.reason, raised.value.request_id) == (Reason.STEP_MISMATCH, "one")
-
-
 def test_an_error_inside_a_session_is_not_hidden_by_a_failure_to_close(tmp_path: Path) -> None:
     with allocator_process(tmp_path) as process, Allocator(process.address) as client:
-        opened = client.session("p", SPEC, transport="calls")
+        opened = calls(client, "p", SPEC)
 
         def fail() -> None:
             with opened:
@@ -349,7 +341,7 @@ def test_many_sequences_come_in_pages(server: ScriptedServer) -> None:
 
 async def test_asyncio_has_sessions_of_both_kinds(allocator: str) -> None:
     async with AsyncAllocator(allocator) as client:
-        async with client.session("unary-async", SPEC, transport="calls") as session:
+        async with calls(client, "unary-async", SPEC) as session:
             assert (await session.allocate(1, 4)).ok
         stream = client.session("stream-async", SPEC)
         await stream.open()

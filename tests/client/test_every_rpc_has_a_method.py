@@ -18,6 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from quire import Allocator, AsyncAllocator, AsyncClient, Client, PoolSpec, Reason
 from quire.errors import FailedPreconditionError
 from quire.events import IndexCleared
+from quire.protocol.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -27,6 +28,7 @@ NAMES = {
     "GetServerInfo": "server_info",
     "GetStatus": "status",
     "OpenSession": "session",
+    "Apply": "step",
     "CloseSession": "close",
     "ForkBranch": "fork",
     "ExtendBranch": "extend",
@@ -36,17 +38,13 @@ NAMES = {
     "ListRequests": "requests",
     "CancelRequest": "cancel",
 }
-OF_A_SESSION = {"KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "CloseSession"}
+OF_A_SESSION = {"Apply", "CloseSession"}
 OF_A_BRANCH = {"ForkBranch", "ExtendBranch", "ScoreBranch", "ReleaseBranches"}
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "Session": ("pool", SPEC),
     "OpenSession": ("pool", SPEC),
-    "Allocate": (1, 4),
-    "Grow": (1, 4),
-    "Fork": (1, 2),
-    "Commit": (1, 4),
-    "Free": (1,),
+    "Apply": (StepBuilder(),),
     "DropCache": ("pool",),
     "MatchPrefix": ([],),
     "GetPool": ("pool",),
@@ -83,6 +81,8 @@ def server() -> Iterator[ScriptedServer]:
             running.answers[method.name] = partial(_answer_with, empty)
         summary = pb.PoolSummary(pool="pool", session_kind=pb.SESSION_KIND_UNARY)
         running.answers["GetPool"] = lambda *_: pb.GetPoolResponse(summary=summary)
+        running.answers["OpenSession"] = lambda *_: pb.OpenSessionResponse(session_id=bytes(16), next_step=1)
+        running.answers["Apply"] = lambda *_: pb.StepReply(session_id=bytes(16), number=1)
         running.answers["Generate"] = two_samples
         running.answers["WatchEvents"] = lambda *_: iter([pb.CacheEvent(cleared=pb.IndexCleared())])
         running.answers["Prefill"] = lambda *_: worker_pb.PrefillResponse(branch_id=bytes(16), ttl_ms=60_000)

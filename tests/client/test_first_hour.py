@@ -31,6 +31,7 @@ from quire.errors import UnimplementedError, UsageError
 from quire.session import Result
 from quire.v1 import worker_pb2 as worker_pb
 
+from tests.allocator.service.one_by_one import calls
 from tests.client.servers import allocator_process, parsed, quire, scripted_server, two_samples
 from tests.client.session_scene import SPEC, setting
 
@@ -136,7 +137,7 @@ def test_samples_in_a_pipe_come_line_by_line_with_their_number() -> None:
 def test_tables_in_a_pipe_cut_neither_numbers_nor_names(allocator: str) -> None:
     name = "a-pool-with-a-name-that-says-where-it-is/and-what-it-is-for/" + "x" * 60
     spec = PoolSpec.full_attention(block_count=1_234_567, block_size=16)
-    with Allocator(allocator) as client, client.session(name, spec, transport="calls") as session:
+    with Allocator(allocator) as client, calls(client, name, spec) as session:
         session.allocate(1, 320_016)
         shown = quire("pool", "list", "--allocator", allocator, COLUMNS="40").stdout
         assert all(part in shown for part in (name, "1,234,567", "1,214,566", "20,001", "unwritten")), shown

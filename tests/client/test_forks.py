@@ -15,6 +15,7 @@ HEAD = """
 import asyncio, gc, os, sys, threading
 from quire import Allocator, AsyncAllocator, PoolSpec, UnavailableError
 from quire.local import ServerProcess
+from quire.protocol.steps import StepBuilder
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
 address = sys.argv[1]
 pid = os.getpid()
@@ -30,26 +31,25 @@ def fork(leave=sys.exit):
 SCENES = {
     "a unary session": """
 with Allocator(address) as client, client.session("p", SPEC, transport="calls") as session:
-    session.allocate(1, 5)
+    session.step(StepBuilder().allocate(1, 5))
     fork()
-    assert session.grow(1, 40, timeout_s=10).ok
+    assert session.step(StepBuilder().grow(1, 40), timeout_s=10).grows[0].result
 """,
     "a session that a child tries to use": """
 def use(code):
     try:
-        session.grow(1, 20)
+        session.step(StepBuilder().grow(1, 20))
     except UnavailableError as error:
         assert "forked" in str(error)
         os._exit(0)
     os._exit(1)
 
 with Allocator(address) as client, client.session("p", SPEC, transport="calls") as session:
-    session.allocate(1, 5)
+    session.step(StepBuilder().allocate(1, 5))
     fork(use)
-    assert session.grow(1, 40, timeout_s=10).ok
+    assert session.step(StepBuilder().grow(1, 40), timeout_s=10).grows[0].result
 """,
     "a session and an engine for threads that a child tries to use": """
-from quire.protocol.steps import StepBuilder
 def use(code):
     for call in (lambda: session.submit(StepBuilder()).result(10), engine.turn, lambda: engine.admit([1])):
         try:
@@ -77,7 +77,8 @@ with Allocator(address) as client, client.session("p", SPEC, transport="calls") 
     with client.watch_events("p") as events:
         next(events), next(events)
         fork()
-        session.allocate(1, 16, [bytes(32)]), session.commit(1, 16, [bytes(32)])
+        session.step(StepBuilder().allocate(1, 16, [bytes(32)]))
+        session.step(StepBuilder().commit(1, 16, [bytes(32)]))
         assert next(events).digests == (bytes(32),)
 """,
     "an engine and a session for threads": """
@@ -93,7 +94,7 @@ with Allocator(address) as client:
 async def main():
     async with AsyncAllocator(address) as client:
         async with client.session("p", SPEC, transport="calls") as session, client.session("q", SPEC) as stream:
-            await session.allocate(1, 5)
+            await session.step(StepBuilder().allocate(1, 5))
             events = client.watch_events("p")
             await anext(events), await anext(events)
             waiting = [asyncio.create_task(anext(events))]
@@ -102,9 +103,10 @@ async def main():
             for _ in range(8):  # what ends a child's tasks does so in any order
                 fork()
             await asyncio.gather(*waiting[1:])
-            assert (await session.grow(1, 40, timeout_s=10)).ok
+            assert (await session.step(StepBuilder().grow(1, 40), timeout_s=10)).grows[0].result
             assert stream.connected
-            await session.allocate(2, 16, [bytes(32)]), await session.commit(2, 16, [bytes(32)])
+            await session.step(StepBuilder().allocate(2, 16, [bytes(32)]))
+            await session.step(StepBuilder().commit(2, 16, [bytes(32)]))
             assert (await waiting[0]).digests == (bytes(32),)
             assert {pool.pool for pool in await client.list_pools()} == {"p", "q"}
 

@@ -10,6 +10,7 @@ import pytest
 from quire import Allocator, AsyncAllocator, PoolSpec, QuireError, Reason
 from quire.local import ServerProcess
 
+from tests.allocator.service.one_by_one import calls
 from tests.client.servers import allocator_process
 
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
@@ -38,8 +39,8 @@ def client(allocator: ServerProcess) -> Iterator[Allocator]:
 
 def test_an_idle_session_for_threads_keeps_its_pool(client: Allocator) -> None:
     with (
-        client.session("kept", SPEC, transport="calls") as session,
-        client.session("left", SPEC, transport="calls", keep_alive=False) as left,
+        calls(client, "kept", SPEC) as session,
+        calls(client, "left", SPEC, keep_alive=False) as left,
     ):
         look_for(client, LEASES * LEASE_S)
         assert session.allocate(1, 4).ok
@@ -52,7 +53,7 @@ def test_an_idle_session_for_threads_keeps_its_pool(client: Allocator) -> None:
 async def test_an_idle_session_for_asyncio_keeps_its_pool(allocator: ServerProcess) -> None:
     async with (
         AsyncAllocator(allocator.address) as client,
-        client.session("kept", SPEC, transport="calls") as session,
+        calls(client, "kept", SPEC) as session,
     ):
         end = time.monotonic() + LEASES * LEASE_S
         while time.monotonic() < end:
@@ -62,13 +63,13 @@ async def test_an_idle_session_for_asyncio_keeps_its_pool(allocator: ServerProce
 
 def test_a_session_that_is_forgotten_warns_and_is_not_kept(client: Allocator) -> None:
     with pytest.warns(ResourceWarning, match="unclosed <CallSession of pool forgotten"):
-        client.session("forgotten", SPEC, transport="calls").open()
+        calls(client, "forgotten", SPEC).open()
     look_for(client, LEASES * LEASE_S)
     assert client.list_pools() == ()
 
 
 def test_a_grow_that_grants_nothing_has_a_row_for_each_group(client: Allocator) -> None:
-    with client.session("rows", SPEC, transport="calls") as session:
+    with calls(client, "rows", SPEC) as session:
         session.allocate(1, 3)
         assert session.grow(1, 4).tables == ((),)
         assert session.grow(1, 400).tables == ((),)

@@ -14,7 +14,7 @@ from quire.events import BlocksRemoved, BlocksStored, IndexCleared, SnapshotEnd
 from quire.hashing import block_digests, split_digests
 from quire.mirror import PrefixMirror
 from quire.protocol.steps import StepBuilder
-from quire.session import AsyncCallSession, Result
+from quire.session import Result
 from quire.streams import AsyncEventStream
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.ownership.directory import Directory
@@ -22,6 +22,8 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import index
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService, add_to_server
+
+from tests.allocator.service.one_by_one import OneByOne, calls
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -113,7 +115,7 @@ class RandomOwner:
         self.live: dict[int, tuple[str, list[bytes], int, int]] = {}  # namespace, digests, granted, committed
         self.last_id = 0
 
-    async def act(self, session: AsyncCallSession) -> None:
+    async def act(self, session: OneByOne) -> None:
         """One operation; most that are refused change nothing here either."""
         kind = self.random.choice(["allocate", "allocate", "commit", "commit", "commit", "grow", "fork", "free"])
         if kind == "allocate" or not self.live:
@@ -134,18 +136,18 @@ class RandomOwner:
             assert (await session.commit(sequence_id, until, filled)).ok
             self.live[sequence_id] = (namespace, digests, granted, until)
         elif kind == "fork":
-            if await session.fork(sequence_id, self.last_id + 1) is Result.OK:
+            if (await session.fork(sequence_id, self.last_id + 1)).result is Result.OK:
                 self.last_id += 1
                 self.live[self.last_id] = (namespace, digests, committed, committed)
         else:
             await self._free(session)
 
-    async def _free(self, session: AsyncCallSession) -> None:
+    async def _free(self, session: OneByOne) -> None:
         sequence_id = self.random.choice(list(self.live))
         await session.free(sequence_id)
         del self.live[sequence_id]
 
-    async def _allocate(self, session: AsyncCallSession) -> None:
+    async def _allocate(self, session: OneByOne) -> None:
         namespace, digests = self.random.choice(self.prompts)
         wanted = self.random.randint(1, len(digests) * self.size)
         made = await session.allocate(self.last_id + 1, wanted, digests, namespace)
@@ -162,7 +164,7 @@ class RandomOwner:
 async def test_a_watcher_ends_with_exactly_what_the_pool_can_hit(kind: str, seed: int) -> None:
     """However it is broken off and taken up again: by its own hand, by a cut connection, in or after a snapshot."""
     spec = POOLS[kind]
-    async with setting(spec) as scene, scene.client.session("a", spec, transport="calls") as session:
+    async with setting(spec) as scene, calls(scene.client, "a", spec) as session:
         owner, mirror = RandomOwner(seed, spec), PrefixMirror(spec)
         for _ in range(30):
             await owner.act(session)
@@ -189,7 +191,7 @@ async def test_a_watcher_ends_with_exactly_what_the_pool_can_hit(kind: str, seed
 
 
 async def test_after_a_cut_connection_no_second_snapshot_is_needed() -> None:
-    async with setting(POOLS["full"]) as scene, scene.client.session("a", scene.spec, transport="calls") as session:
+    async with setting(POOLS["full"]) as scene, calls(scene.client, "a", scene.spec) as session:
         owner, mirror = RandomOwner(7, scene.spec), PrefixMirror(scene.spec)
         async with scene.client.watch_events("a") as events:
             await catch_up(events, mirror, scene.pool.log)
@@ -237,7 +239,7 @@ async def test_a_new_session_of_the_pool_is_told_as_another_snapshot() -> None:
 
 async def test_a_watch_ends_with_not_found_when_its_pool_goes() -> None:
     async with setting(POOLS["full"]) as scene:
-        session = scene.client.session("a", scene.spec, transport="calls")
+        session = calls(scene.client, "a", scene.spec)
         await session.open()
         events = scene.client.watch_events("a")
         assert [type(await anext(events)) for _ in range(2)] == [IndexCleared, SnapshotEnd]
@@ -263,7 +265,7 @@ async def test_a_hit_is_as_long_as_every_group_can_serve(kind: str, lengths: tup
     spec = POOLS[kind]
     digests = block_digests(bytes(32), list(range(24)), 4)
     half = [*digests[:3], *block_digests(digests[2], [7] * 12, 4)]
-    async with setting(spec) as scene, scene.client.session("a", spec, transport="calls") as session:
+    async with setting(spec) as scene, calls(scene.client, "a", spec) as session:
         await session.allocate(1, 4, prompt_token_count=24)
         for number, digest in enumerate(digests, 1):
             await session.grow(1, 4 * number)

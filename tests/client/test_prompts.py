@@ -17,6 +17,7 @@ from quire.errors import InternalError
 from quire.hashing import block_digests, root_digest
 from quire.v1 import worker_pb2 as worker_pb
 
+from tests.allocator.service.one_by_one import calls
 from tests.client.servers import ScriptedServer, allocator_process, scripted_server
 
 SPEC = PoolSpec.full_attention(block_count=16, block_size=4, cache_layout="test", model_fingerprint=b"m")
@@ -118,8 +119,8 @@ def test_cached_says_what_this_workers_pool_would_serve_of_a_prompt(server: Scri
         allocator_process(tmp_path) as process,
         Allocator(process.address) as allocator,
         Client(server.address) as client,
-        allocator.session("mine", SPEC, transport="calls") as mine,
-        allocator.session("other", SPEC, transport="calls") as other,
+        calls(allocator, "mine", SPEC) as mine,
+        calls(allocator, "other", SPEC) as other,
     ):
         digests = client.digests(text, namespace="tenant")
         for session, count in ((mine, 2), (other, 3)):

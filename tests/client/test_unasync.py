@@ -109,5 +109,5 @@ async def test_a_session_of_calls_that_is_not_open_says_so() -> None:
     with quire.Allocator("127.0.0.1:1") as client:
         session = client.session("p", spec, transport="calls")
         with pytest.raises(quire.UnavailableError, match="the session of pool p is not open"):
-            session.allocate(1, 4)
+            session.step(quire.session.StepBuilder())
         session.close()

@@ -211,10 +211,6 @@ def pool_of_an_unknown_session(server: ScriptedServer) -> None:
     assert (only.session_kind, only.session_kind.name) == (99, "UNKNOWN_99")
 
 
-def unary_result(server: ScriptedServer) -> None:
-    assert Result(99).name == "UNKNOWN_99"
-
-
 def sample_that_ended_for_an_unknown_reason(server: ScriptedServer) -> None:
     last = worker_pb.GenerateResponse(text="a", finish_reason=UNKNOWN, usage=worker_pb.Usage())
     server.answers["Generate"] = lambda *_: iter([last])
@@ -239,10 +235,6 @@ ANSWERS: dict[str, Callable[[ScriptedServer], None]] = {
     "RequestInfo.wait_reason": requests_of_unknown_state,
     "RequestInfo.finish_reasons": requests_of_unknown_state,
     "GenerateResponse.finish_reason": sample_that_ended_for_an_unknown_reason,
-    **{
-        f"{name}.result": unary_result
-        for name in ("AllocateResponse", "GrowResponse", "ForkResponse", "CommitResponse", "FreeResponse")
-    },
 }
 
 

@@ -118,7 +118,9 @@ async def history(address: str) -> list[Any]:
                     if type(event).__name__ == "SnapshotEnd":
                         break
             seen.append(await client.drop_cache("streamed"))
-        async with client.session("called", SPEC, transport="calls", keep_alive=False):
+        async with client.session("called", SPEC, transport="calls", keep_alive=False) as called:
+            seen.append(await called.step(StepBuilder().allocate(1, 6, [d("a")]).allocate(2, 9)))
+            seen.append(await called.step(StepBuilder().commit(1, 6, [d("a")]).fork(1, 3).free(2)))
             seen.append((await client.get_pool("called")).session_kind)
     return seen
 
@@ -128,7 +130,14 @@ async def test_an_owner_and_a_reader_are_answered_as_without_unknown_fields() ->
         expected = await history(allocator.address)
         async with meddled(allocator) as (meddler, address):
             assert await history(address) == expected
-    assert {"SessionRequest", "SessionReply", "CacheEvent", "OpenSessionRequest", "GetPoolResponse"} <= meddler.seen
+    assert {
+        "SessionRequest",
+        "SessionReply",
+        "CacheEvent",
+        "OpenSessionRequest",
+        "Step",
+        "GetPoolResponse",
+    } <= meddler.seen
 
 
 async def test_an_unknown_field_of_a_specification_is_ignored_and_an_unknown_feature_is_not() -> None:

@@ -25,6 +25,7 @@ from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session import AsyncSession
 
+from tests.allocator.service.one_by_one import calls
 from tests.e2e.stack import server, started
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,7 +184,7 @@ async def session(stack: LocalStack) -> None:
 
 def unary(stack: LocalStack) -> None:
     client = Allocator(stack.allocator_address)
-    with client, client.session("readme/calls", SPEC, transport="calls") as running:
+    with client, calls(client, "readme/calls", SPEC) as running:
         assert running.session_id
 
 

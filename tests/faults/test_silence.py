@@ -12,6 +12,7 @@ from quire import Allocator, AsyncAllocator, PoolSpec
 from quire.errors import DeadlineExceededError, QuireError
 from quire.events import CacheEvent
 
+from tests.allocator.service.one_by_one import calls
 from tests.client.servers import endless, scripted_server
 from tests.faults.http2_proxy import Http2Proxy
 from tests.faults.scene import Place, Proxy
@@ -35,7 +36,7 @@ async def test_dead_connections_are_left_by_clients_of_either_kind_and_by_the_se
     await asyncio.gather(place.start(), proxy.start())
     proxy.target = place.address
     owner = Allocator(place.address)
-    session = owner.session("p", SPEC, transport="calls")
+    session = calls(owner, "p", SPEC)
     await asyncio.to_thread(session.open)
     client, watcher, threads = AsyncAllocator(proxy.address), AsyncAllocator(proxy.address), []
     heard: list[CacheEvent] = []
@@ -111,7 +112,7 @@ async def test_silence_behind_a_proxy_that_answers_pings_is_noticed(tmp_path: Pa
         session = client.session("q", SPEC)
         await session.open()
         threads_client = Allocator(proxy.address)
-        async with owner.session("p", SPEC, transport="calls"):
+        async with calls(owner, "p", SPEC):
             events = client.watch_events("p", on_wait=waits.append)
             threads_events = threads_client.watch_events("p", on_wait=waits.append)
 

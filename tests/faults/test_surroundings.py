@@ -21,6 +21,7 @@ from quire import Allocator, Client, PoolSpec
 from quire._serving.never_blocking import BYTES_MAX
 from quire.local import LocalStack
 
+from tests.allocator.service.one_by_one import calls
 from tests.e2e.stack import DEMO, eventually
 from tests.faults.conftest import WallClock
 from tests.faults.test_faults import RUNS
@@ -89,7 +90,7 @@ def dropped_line_count(metrics: str) -> float:
 def log_until_lines_are_dropped(client: Allocator, metrics: str) -> None:
     """Makes an allocator log more than may wait for its reader: a line of some 300 bytes for each call."""
     name = "p" * 128
-    with client.session(name, SPEC, transport="calls"):
+    with calls(client, name, SPEC):
         for _ in range(3 * BYTES_MAX // (256 * LINES_AT_ONCE)):
             for _ in range(LINES_AT_ONCE):
                 client.drop_cache(name)
@@ -109,7 +110,7 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
                 with Allocator(allocator["address"]) as client:
                     log_until_lines_are_dropped(client, allocator["metrics_address"])
                     for run in range(50 * RUNS):  # two lines each
-                        session = client.session(f"pool-{run}", SPEC, transport="calls", keep_alive=False)
+                        session = calls(client, f"pool-{run}", SPEC, keep_alive=False)
                         session.open()
                         assert session.allocate(1, 10).ok
                         session.close()
@@ -148,10 +149,10 @@ BESIDE = {
     "calls": """
 with Allocator(address) as client, client.session("p", SPEC, transport="calls") as session:
     for number in range(1, forks + 1):
-        assert session.allocate(number, 5).ok
+        assert session.step(StepBuilder().allocate(number, 5)).grows[0].result
         fork()
-        assert session.grow(number, 10, timeout_s=10).ok
-        session.free(number)
+        assert session.step(StepBuilder().grow(number, 10), timeout_s=10).grows[0].result
+        session.step(StepBuilder().free(number))
 """,
     "stream": """
 waits = []
@@ -190,7 +191,7 @@ def test_nothing_that_is_kept_alive_ends_where_the_wall_clock_jumps(
         LocalStack(DEMO, gateway_listen="127.0.0.1:0", allocator_arguments=["--lease", str(lease_s)]) as stack,
         Allocator(stack.allocator_address) as allocator,
         Client(stack.worker_address) as client,
-        allocator.session("p", SPEC, transport="calls") as session,
+        calls(allocator, "p", SPEC) as session,
         client.prefill("The for statement", ttl_s=lease_s) as branch,
     ):
         for number, seconds in enumerate((3_600, -3_600, 0), start=1):

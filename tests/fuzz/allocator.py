@@ -31,15 +31,16 @@ from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
-from quire_allocator.session.machine import SessionMachine, pool_digest
+from quire_allocator.session.machine import SessionMachine
+from quire_allocator.session.steps import pool_digest
 
 from tests.fuzz.look import deeply_seen_of, seen_of
 from tests.fuzz.messages import Malformer
-from tests.fuzz.requests import GROW, READING, Plausible, method_of, pool_of
+from tests.fuzz.requests import GROW, READING, Plausible, pool_of
 from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import Quiet
 
-UNARY = ("OpenSession", "KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "DropCache", "CloseSession")
+UNARY = ("OpenSession", "Apply", "DropCache", "CloseSession")
 INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # accepted requests, messages
 
 
@@ -271,10 +272,13 @@ class Episode:
         self._state = self._look()
 
     def _bad_unary(self) -> None:
-        right = self.plausible.unary(self.chance.choice(UNARY), self.unary_id, self._unary_pool(), self.spec)
-        method, bad = method_of(right), self._spoil(right)
+        method = self.chance.choice((*UNARY, *["Apply"] * len(UNARY)))
+        right = self.plausible.unary(method, self.directory.session(self.unary_id), self.spec)
+        bad = self._spoil(right)
         if bad is None:
             return
+        if isinstance(bad, pb.Step) and bad.number and self.chance.random() < 0.1:
+            bad.number -= 1  # the last step, with other content
         answer = self._call(method, bad)
         if method == "OpenSession" and answer is not None and bad.pool != "unary":  # type: ignore[attr-defined]
             self.sessions.drop(self.directory.pool(bad.pool))  # type: ignore[attr-defined]
@@ -392,10 +396,6 @@ class Episode:
         request = pb.OpenSessionRequest(version=2, request_id=request_id, pool="unary", spec=self.spec)
         return bytes(AllocatorService.OpenSession.__wrapped__(self.service, request, EVERYTHING).session_id)  # type: ignore[attr-defined]
 
-    def _unary_pool(self) -> Any:
-        return self.directory.session(self.unary_id).pool
-
     def _right_unary(self) -> None:
-        method = self.chance.choice(("Allocate", "Grow", "Fork", "Commit", "Free"))
-        request = self.plausible.unary(method, self.unary_id, self._unary_pool(), self.spec)
-        getattr(AllocatorService, method_of(request)).__wrapped__(self.service, request, EVERYTHING)
+        request = self.plausible.unary("Apply", self.directory.session(self.unary_id), self.spec)
+        AllocatorService.Apply.__wrapped__(self.service, request, EVERYTHING)  # type: ignore[attr-defined]

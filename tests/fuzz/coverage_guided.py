@@ -45,7 +45,7 @@ class Target:
             request: Message = (
                 plausible.reading(method)
                 if method in READING
-                else plausible.unary(method, episode.unary_id, episode._unary_pool(), episode.spec)
+                else plausible.unary(method, episode.directory.session(episode.unary_id), episode.spec)
             )
             found.append(bytes([number]) + request.SerializeToString())
         return found
@@ -56,7 +56,8 @@ class Target:
             if method == "Session":
                 self._send(packed.SessionRequest.FromString(data[1:]))
             else:
-                request: Message = getattr(pb, f"{method}Request").FromString(data[1:])
+                kind = pb.Step if method == "Apply" else getattr(pb, f"{method}Request")
+                request: Message = kind.FromString(data[1:])
                 if self.episode._call(method, request) is not None and method not in READING:
                     self.episode = self._new()
         except DecodeError:

@@ -7,7 +7,7 @@ from typing import Any
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.readers import index
 from quire_allocator.core.readers.usage import block_states
-from quire_allocator.session.machine import pool_digest
+from quire_allocator.session.steps import pool_digest
 
 
 def seen_of(owner: Ownership) -> tuple[Any, ...]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from typing import Any
 
 from google.protobuf.message import Message
 from quire.protocol.steps import StepBuilder
 from quire.session.ledger import Ledger
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
+from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.pool import Pool
 
 GROW = packed.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # of an unknown sequence
@@ -53,37 +53,38 @@ class Plausible:
             step.allocate(last, chance.randint(1, 30), self._prompt(), chance.choice(("", "tenant")))
         return step
 
-    def unary(self, method: str, session_id: bytes, pool: Pool, spec: pb.PoolSpec) -> Message:
-        """A request of a unary session on this pool."""
-        chance = self.chance
+    def unary(self, method: str, owner: Ownership, spec: pb.PoolSpec) -> Message:
+        """A request of this unary session."""
         if method == "OpenSession":
             return pb.OpenSessionRequest(version=2, request_id=self._request_id(), pool="unary", spec=spec)
         if method == "DropCache":
             digests = b"".join(self._prompt())
             return pb.DropCacheRequest(pool="unary", drop=pb.CacheDrop(namespace="tenant", digests=digests))
-        kind: Any = getattr(pb, f"{method}Request")
-        request = kind(session_id=session_id)
-        if method in ("KeepAlive", "CloseSession"):
-            return request
-        request.request_id = self._request_id()
+        if method == "CloseSession":
+            return pb.CloseSessionRequest(session_id=owner.session_id)
+        step = pb.Step(session_id=owner.session_id)
+        if self.chance.random() < 0.9:  # else it renews the lease
+            step.number = owner.steps.next_step
+            self._operation(owner.pool).fill(step)
+        return step
+
+    def _operation(self, pool: Pool) -> StepBuilder:
+        """A step of one operation."""
+        chance, step = self.chance, StepBuilder()
         living = list(pool.sequences) or [1]
-        sequence_id = chance.choice(living)
-        if len(living) > TEXTS_MAX and method in ("Allocate", "Fork"):
-            return pb.FreeRequest(session_id=session_id, request_id=request.request_id, sequence_id=sequence_id)
-        if method == "Fork":
-            request.parent_id, request.child_id = sequence_id, pool.last_sequence_id + 1
-            return request
-        request.sequence_id = pool.last_sequence_id + 1 if method == "Allocate" else sequence_id
+        sequence_id, new_id = chance.choice(living), pool.last_sequence_id + 1
         sequence = pool.sequences.get(sequence_id)
-        if method == "Allocate":
-            request.token_count, request.digests = chance.randint(1, 30), b"".join(self._prompt())
-            request.namespace = chance.choice(("", "tenant"))
-        elif method == "Grow":
-            request.token_count = max(1, (sequence.token_count if sequence else 0) + chance.randint(0, 3))
-        elif method == "Commit" and sequence is not None:
-            request.token_count = self._end(sequence.committed_token_count, sequence.token_count)
-            request.digests = b"".join(self._commit(pool, sequence_id, request.token_count))
-        return request
+        kind = chance.choice(("allocate", "grow", "fork", "commit", "free"))
+        if kind == "free" or (len(living) > TEXTS_MAX and kind in ("allocate", "fork")):
+            return step.free(sequence_id)
+        if kind == "fork":
+            return step.fork(sequence_id, new_id)
+        if kind == "allocate" or sequence is None:
+            return step.allocate(new_id, chance.randint(1, 30), self._prompt(), chance.choice(("", "tenant")))
+        if kind == "grow":
+            return step.grow(sequence_id, max(1, sequence.token_count + chance.randint(0, 3)))
+        count = self._end(sequence.committed_token_count, sequence.token_count)
+        return step.commit(sequence_id, count, self._commit(pool, sequence_id, count))
 
     def reading(self, method: str) -> Message:
         """Makes a request of any reader."""
@@ -115,7 +116,7 @@ class Plausible:
 
 def method_of(request: Message) -> str:
     """Returns the method that takes a request."""
-    return type(request).__name__.removesuffix("Request")
+    return "Apply" if isinstance(request, pb.Step) else type(request).__name__.removesuffix("Request")
 
 
 def pool_of(request: Message) -> str:

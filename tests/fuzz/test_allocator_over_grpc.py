@@ -8,12 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import server_pb2
 
-from tests.allocator.service.harness import EMPTY_REPORT, d, grows, running_allocator, spec
+from tests.allocator.service.harness import EMPTY_REPORT, commits, d, grows, running_allocator, spec
 from tests.fuzz.messages import Malformer
 from tests.fuzz.wire import ask, converse, in_a_thread, listen
 
@@ -28,15 +29,13 @@ class Scene:
         self.channel = channel
         request = pb.OpenSessionRequest(version=2, request_id="bystander", pool="bystander", spec=spec())
         self.bystander = self.call("OpenSession", request).session_id
-        allocate = pb.AllocateRequest(
-            session_id=self.bystander, request_id="1", sequence_id=1, token_count=9, digests=d("ab")
-        )
-        self.call("Allocate", allocate)
+        self.call("Apply", pb.Step(session_id=self.bystander, number=1, grows=grows((1, 9, d("ab")))))
         self.state = self.look()
 
     def call(self, method: str, request: Any) -> Any:
         """A right unary call."""
-        path, kind = f"/{SERVICE.full_name}/{method}", getattr(pb, f"{method}Response")
+        path = f"/{SERVICE.full_name}/{method}"
+        kind = GetMessageClass(SERVICE.methods_by_name[method].output_type)
         caller = self.channel.unary_unary(path, type(request).SerializeToString, kind.FromString)
         return caller(request, timeout=30)
 
@@ -68,12 +67,7 @@ def right_messages(scene: Scene, chance: random.Random) -> list[pb.SessionReques
 
 RIGHT: dict[str, Any] = {
     "OpenSession": pb.OpenSessionRequest(version=2, request_id="r", pool="other", spec=spec()),
-    "KeepAlive": pb.KeepAliveRequest(session_id=bytes(16)),
-    "Allocate": pb.AllocateRequest(session_id=bytes(16), request_id="r", sequence_id=2, token_count=3, digests=d("ab")),
-    "Grow": pb.GrowRequest(session_id=bytes(16), request_id="r", sequence_id=1, token_count=12),
-    "Fork": pb.ForkRequest(session_id=bytes(16), request_id="r", parent_id=1, child_id=2),
-    "Commit": pb.CommitRequest(session_id=bytes(16), request_id="r", sequence_id=1, token_count=4, digests=d("a")),
-    "Free": pb.FreeRequest(session_id=bytes(16), request_id="r", sequence_id=1),
+    "Apply": pb.Step(session_id=bytes(16), number=1, grows=grows((2, 3, d("ab"))), commits=commits((1, 4, d("a")))),
     "CloseSession": pb.CloseSessionRequest(session_id=bytes(16)),
     "DropCache": pb.DropCacheRequest(pool="other", drop=pb.CacheDrop(namespace="", digests=d("ab"))),
     "MatchPrefix": pb.MatchPrefixRequest(digests=d("ab")),

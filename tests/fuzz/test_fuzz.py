@@ -57,7 +57,7 @@ def late(check: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def too_late(_victim: object) -> None:
+def too_late(_column: object) -> None:
     raise Refusal("TOO_LARGE", "the answer is too long")  # of a finished operation
 
 
@@ -66,9 +66,9 @@ def forgetful(self: StagedReport, *_: Any) -> None:
 
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "commits are not counted": (step_checks, "check_commit", unchecked),
+    "commits are not counted": (step_checks, "_check_commit", unchecked),
     "a step number is used up by a refusal": (StepLog, "replay", late(StepLog.replay)),
-    "an allocation is refused after it was made": (translate, "victim", too_late),
+    "a step is refused after it was applied": (translate, "omit_zeros", too_late),
     "a chunk is refused by a crash": (StagedReport, "_add_sequence", forgetful),
 }
 

@@ -23,7 +23,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_worker.model.tokenizer import Tokenizer
 
-from tests.allocator.service.harness import EMPTY_REPORT, grows, spec
+from tests.allocator.service.harness import EMPTY_REPORT, commits, grows, spec
 from tests.e2e.stack import DEMO
 from tests.security.canaries import Canaries
 from tests.security.certificates import Certificates
@@ -155,20 +155,25 @@ def misuse_allocator(stub: Any, metadata: Any, outcome: Outcome, *, is_let_in: b
     outcome.refused(lambda: call("OpenSession", version=2, request_id="w", pool="p", spec=wrong))
     session = call("OpenSession", version=2, request_id="r", pool="p", spec=spec()).session_id
     outcome.canaries.add_bytes("unary session id", session)
-    of_session = {"session_id": session, "sequence_id": 1}
-    call("Allocate", **of_session, request_id="1", token_count=8, namespace=NAMESPACE, digests=digests)
-    for number, (method, fields) in enumerate(
-        (
-            ("Allocate", {"token_count": 4, "namespace": NAMESPACE, "digests": digests[:-1]}),
-            ("Allocate", {"token_count": 4, "namespace": NAMESPACE * 9, "digests": digests}),
-            ("Commit", {"token_count": 8, "digests": digests}),
-            ("Commit", {"token_count": 4, "digests": digests[:33]}),
-        )
+
+    def apply(**fields: Any) -> Any:
+        return stub.Apply(pb.Step(**{"session_id": session, **fields}), metadata=metadata, timeout=20)
+
+    right, long = grows((1, 8, digests)), grows((2, 4, digests))
+    right.namespaces.append(NAMESPACE)
+    long.namespaces.append(NAMESPACE * 9)
+    apply(number=1, grows=right)
+    for fields in (
+        {"grows": grows((2, 4, digests[:-1]))},
+        {"grows": long},
+        {"commits": commits((1, 8, digests))},
+        {"commits": commits((1, 4, digests[:33]))},
+        {"number": 1},
+        {"number": 7},
     ):
-        request = {**of_session, "request_id": f"bad {number}", **fields}
-        outcome.refused(lambda method=method, request=request: call(method, **request))  # type: ignore[misc]
+        outcome.refused(lambda fields=fields: apply(**{"number": 2, **fields}))  # type: ignore[misc]
     outcome.refused(lambda: call("MatchPrefix", digests=digests[:-1], namespace=NAMESPACE))
-    outcome.refused(lambda: call("KeepAlive", session_id=digests[:16]))
+    outcome.refused(lambda: apply(session_id=digests[:16]))
     call("CloseSession", session_id=session)
 
 

@@ -32,6 +32,7 @@ from quire.v1 import worker_pb2 as worker_pb
 from quire_allocator import limits as allocator_limits
 from quire_worker.sampling import params as worker_limits
 
+from tests.allocator.service.one_by_one import calls
 from tests.client.servers import allocator_process, secret_file
 from tests.security.certificates import Certificates
 from tests.security.deployment import TOKEN, Caller, Deployment, deployed
@@ -113,7 +114,7 @@ async def assert_others_are_served(deployment: Deployment) -> None:
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
     tls = deployment.certificates.client("honest")
     async with AsyncAllocator(deployment.allocator.address, token=TOKEN, tls=tls) as client:
-        session = client.session(f"honest-{next(NUMBERS)}", SPEC, transport="calls", keep_alive=False)
+        session = calls(client, f"honest-{next(NUMBERS)}", SPEC, keep_alive=False)
         await session.open()
         assert (await session.allocate(1, 4, namespace="honest")).ok
         await session.close()

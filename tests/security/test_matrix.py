@@ -17,14 +17,13 @@ from quire.v1 import server_pb2
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc
 
-from tests.allocator.service.harness import EMPTY_REPORT, d, grows, spec
+from tests.allocator.service.harness import EMPTY_REPORT, commits, d, grows, spec
 from tests.security.certificates import Certificates
 from tests.security.deployment import TOKEN, Caller, Deployment, deployed
 
 WAIT_S = 30.0
 NAMES = (f"fresh/{number}" for number in itertools.count())
 IDS = (f"request {number}" for number in itertools.count())
-SEQUENCES = itertools.count(100)
 
 # Callers: their certificate's options, or its fault.
 PERMITTED = {
@@ -56,10 +55,10 @@ class Scene:
         self._channels: dict[tuple[str, str], grpc.Channel] = {}
         opened = self.call("everything", "OpenSession", version=2, request_id="open", pool="a", spec=spec())
         self.session_id = opened.session_id
-        allocate = {"sequence_id": 1, "token_count": 5, "namespace": "red", "digests": d("a")}
-        self.call("everything", "Allocate", session_id=self.session_id, request_id="1", **allocate)
-        commit = {"sequence_id": 1, "token_count": 4, "digests": d("a")}
-        self.call("everything", "Commit", session_id=self.session_id, request_id="2", **commit)
+        red = grows((1, 5, d("a")))
+        red.namespaces.append("red")
+        self.apply("everything", number=1, grows=red)
+        self.apply("everything", number=2, commits=commits((1, 4, d("a"))))
 
     def channel(self, who: str, server: str = "allocator") -> grpc.Channel:
         address = getattr(self.deployment, server).address
@@ -70,6 +69,12 @@ class Scene:
         request = getattr(pb, f"{method}Request")(**fields)
         stub = getattr(pb_grpc.AllocatorServiceStub(self.channel(who)), method)
         return stub(request, metadata=self.callers[who].metadata, timeout=WAIT_S)
+
+    def apply(self, who: str, **fields: Any) -> pb.StepReply:
+        """A step on the session of pool `a`, unless another one is named."""
+        stub = pb_grpc.AllocatorServiceStub(self.channel(who))
+        step = pb.Step(**{"session_id": self.session_id, **fields})
+        return stub.Apply(step, metadata=self.callers[who].metadata, timeout=WAIT_S)
 
     def state(self) -> list[Any]:
         """Everything that a call could have changed in the pool that everybody is after, and the names of all pools."""
@@ -129,20 +134,14 @@ def unary(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
     return lambda scene, who: scene.call(who, method, **fields)
 
 
-def of_session(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
-    """A call on the session of pool `a`."""
-
-    def call(scene: Scene, who: str) -> Any:
-        request_type = getattr(pb, f"{method}Request")
-        names = request_type.DESCRIPTOR.fields_by_name
-        ids = {"request_id": next(IDS)} if "request_id" in names else {}
-        made = {key: next(SEQUENCES) if value is NEW else value for key, value in fields.items()}
-        return scene.call(who, method, session_id=scene.session_id, **ids, **made)
-
-    return call
+def apply(scene: Scene, who: str) -> Any:
+    """A step on the session of pool `a`, which has a sequence in `red`."""
+    number = scene.call("everything", "GetPool", pool="a").summary.last_step + 1
+    return scene.apply(who, number=number, grows=grows((1, 5, b"")))
 
 
-NEW = object()  # an id above all others
+def renew(scene: Scene, who: str) -> Any:
+    return scene.apply(who)
 
 
 def watch(scene: Scene, who: str) -> list[pb.CacheEvent]:
@@ -225,29 +224,13 @@ def open_and_close(scene: Scene, who: str) -> Any:
     return opened
 
 
-def free_a_child(scene: Scene, who: str) -> Any:
-    """Frees a sequence in `red`, which is still there if the caller may not."""
-    child = next(SEQUENCES)
-    fork = {"session_id": scene.session_id, "request_id": next(IDS), "parent_id": 1, "child_id": child}
-    scene.call("everything", "Fork", **fork)
-
-    def free(by: str) -> Any:
-        return scene.call(by, "Free", session_id=scene.session_id, request_id=next(IDS), sequence_id=child)
-
-    try:
-        return free(who)
-    except grpc.RpcError:
-        assert free("everything").result == pb.RESULT_OK
-        raise
-
-
 def close_another(scene: Scene, who: str) -> Any:
     """Closes another caller's session of a pool, which survives if the caller is not permitted."""
     opened = scene.call("everything", "OpenSession", version=2, request_id=next(IDS), pool=next(NAMES), spec=spec())
     try:
         return scene.call(who, "CloseSession", session_id=opened.session_id)
     except grpc.RpcError:
-        assert scene.call("everything", "KeepAlive", session_id=opened.session_id).lease_ms
+        assert scene.apply("everything", session_id=opened.session_id).free_block_count
         scene.call("everything", "CloseSession", session_id=opened.session_id)
         raise
 
@@ -303,12 +286,8 @@ UNKNOWN = Reason.BRANCH_UNKNOWN  # also for existing ones, for callers without t
 CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None]] = {
     "Session": (session, OWNING, None),
     "OpenSession": (open_and_close, OWNING, None),
-    "KeepAlive": (of_session("KeepAlive"), OWNING, None),
-    "Allocate": (of_session("Allocate", sequence_id=NEW, token_count=1, namespace="red"), OWNING, USING),
-    "Grow": (of_session("Grow", sequence_id=1, token_count=4), OWNING, USING),
-    "Fork": (of_session("Fork", parent_id=1, child_id=NEW), OWNING, USING),
-    "Commit": (of_session("Commit", sequence_id=1, token_count=4), OWNING, USING),
-    "Free": (free_a_child, OWNING, USING),
+    "Apply": (apply, OWNING, USING),
+    "renewal of a lease": (renew, OWNING, USING),
     "CloseSession": (close_another, OWNING, None),
     "DropCache": (unary("DropCache", pool="a", drop=pb.CacheDrop(namespace="red")), OWNING, USING),
     "MatchPrefix": (unary("MatchPrefix", namespace="red", digests=d("a")), None, USING),

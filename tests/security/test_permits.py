@@ -15,10 +15,11 @@ from quire.session.owner import Phase, PoolOwner, Verdict
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.session.machine import SessionMachine, pool_digest
+from quire_allocator.session.machine import SessionMachine
 from quire_allocator.session.registry import SessionRegistry
+from quire_allocator.session.steps import pool_digest
 
-from tests.allocator.service.harness import RunningAllocator, UnaryOwner, d, running_allocator
+from tests.allocator.service.harness import RunningAllocator, UnaryOwner, d, refused, running_allocator
 from tests.allocator.session.test_machine import run
 from tests.simulation.histories import pool_spec
 from tests.simulation.world import Quiet
@@ -219,8 +220,8 @@ async def a_red_and_a_blue_prefix(allocator: RunningAllocator, pool: str) -> Non
     opened = await UnaryOwner.open(allocator, pool, block_count=32)
     for number, namespace in ((1, "red"), (2, "blue")):
         digests = d(namespace[:2])
-        await opened.call("Allocate", sequence_id=number, token_count=9, namespace=namespace, digests=digests)
-        await opened.call("Commit", sequence_id=number, token_count=8, digests=digests)
+        await opened.allocate(sequence_id=number, token_count=9, namespace=namespace, digests=digests)
+        await opened.commit(sequence_id=number, token_count=8, digests=digests)
 
 
 async def test_a_reader_is_shown_its_own_namespaces_and_pools_only() -> None:
@@ -251,12 +252,54 @@ async def test_a_watcher_is_told_of_its_own_namespaces_only() -> None:
         assert (await watch.read()).HasField("snapshot_end")
         allocator.service.authorize = lambda _context: EVERYTHING
         session = allocator.service.directory.pool("a").session_id
+        same = UnaryOwner(allocator, session)
+        same.next_step = allocator.service.directory.pool("a").steps.next_step
         for number, namespace in ((3, "blue"), (4, "red")):
-            same = UnaryOwner(allocator, session)
-            fields = {"sequence_id": number, "request_id": f"later {number}"}
-            await same.call("Allocate", **fields, token_count=5, namespace=namespace)
-            fields["request_id"] += "'"
-            await same.call("Commit", **fields, token_count=4, digests=d("x"))
+            await same.allocate(number, 5, namespace=namespace)
+            await same.commit(number, 4, d("x"))
         event = await watch.read()
         assert (event.stored.namespace, event.cursor) == ("red", 4)
         watch.cancel()
+
+
+# -- unary sessions ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_unary_step_makes_no_sequence_in_another_namespace_and_drops_nothing_of_it() -> None:
+    async with running_allocator() as allocator:
+        allocator.service.authorize = lambda _context: RED
+        owner = await UnaryOwner.open(allocator)
+        step = StepBuilder().allocate(1, 4, namespace="red").allocate(2, 4, namespace="blue")
+        assert [grown.result for grown in (await owner.step(step)).grows] == [Result.OK, Result.FORBIDDEN]
+        for drop in (StepBuilder().drop("blue"), StepBuilder().drop()):
+            with refused(Reason.NAMESPACE_FORBIDDEN):
+                await owner.step(drop)
+        assert (await owner.free(1)).ok
+
+
+async def test_who_opened_a_unary_session_may_not_use_the_sequences_that_another_caller_made_in_it() -> None:
+    async with running_allocator() as allocator:
+        allocator.service.authorize = lambda _context: RED
+        owner = await UnaryOwner.open(allocator)
+        allocator.service.authorize = lambda _context: BOTH
+        await owner.allocate(1, 4, namespace="blue")
+        allocator.service.authorize = lambda _context: RED
+        for call in (lambda: owner.fork(1, 2), lambda: owner.free(1), lambda: owner.commit(1, 4, d("a"))):
+            with refused(Reason.NAMESPACE_FORBIDDEN):
+                await call()
+
+
+async def test_a_caller_goes_on_with_a_unary_session_only_if_it_may_use_the_namespaces_of_its_sequences() -> None:
+    async with running_allocator() as allocator:
+        await a_red_and_a_blue_prefix(allocator, "a")
+        pool = allocator.service.directory.pool("a")
+        owner = UnaryOwner(allocator, pool.session_id)
+        owner.next_step = pool.steps.next_step
+        allocator.service.authorize = lambda _context: RED
+        for call in (owner.renew, lambda: owner.free(1)):
+            with refused(Reason.NAMESPACE_FORBIDDEN):
+                await call()
+        allocator.service.authorize = lambda _context: BOTH
+        assert (await owner.free(2)).ok
+        allocator.service.authorize = lambda _context: RED
+        assert (await owner.free(1)).ok

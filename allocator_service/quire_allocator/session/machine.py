@@ -18,23 +18,21 @@ is called.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import cast
+from collections.abc import Callable, Hashable
 
 from quire.protocol.features import FEATURES
 from quire.protocol.permissions import EVERYTHING, Permissions
-from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, STATE_DIGEST_STEPS, SequenceRow, in_turn, state_digest
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Ownership
-from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import PoolSpec
 from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.session.staged_report import StagedReport
-from quire_allocator.wire import authorization, step_apply, step_checks, translate
+from quire_allocator.session.steps import answer_step, pool_digest
+from quire_allocator.wire import authorization, translate
 from quire_allocator.wire.step_columns import StepColumns
 from quire_allocator.wire.translate import require
 
@@ -83,7 +81,7 @@ class SessionMachine:
         self._directory = sessions.directory
         self._on_end = on_end
         self._permissions = permissions
-        self._is_restricted = not permissions.namespaces.are_all  # asked once a stream, not in each step
+        self._restricted = None if permissions.namespaces.are_all else permissions  # asked once a stream
         self._spec: PoolSpec | None = None
         self._report: StagedReport | None = None
         self._report_heard = 0.0
@@ -267,43 +265,14 @@ class SessionMachine:
         return []
 
     def _step(self, owner: Ownership, step: packed.Step, now: float) -> packed.SessionReply:
-        session_id, number, ack = (
-            step.session_id,
-            step.number,
-            step.ack,
-        )  # each read once: an access costs
+        session_id = step.session_id  # read once: an access costs
         require(
             bool(session_id) and session_id == owner.session_id,
             "session_id is not that of this stream: it is in Resumed or Ready",
             "SESSION_UNKNOWN",
+            "session_id",
         )
-        if ack >= number:
-            raise Refusal("MALFORMED", f"ack must be below the number of its step, {number}, not {ack}")
-        kept = owner.steps.replay(number, step)
-        if kept is not None:
-            return cast("packed.SessionReply", kept)
-        columns = step_checks.check_step(owner.pool, step)
-        if self._is_restricted:
-            for drop in columns.drops:
-                authorization.require_drop(self._permissions, drop)
-            columns.forbidden = authorization.forbidden_rows(self._permissions, owner.pool, columns)
-        answer = packed.SessionReply()
-        reply = answer.step_reply
-        reply.session_id, reply.number = session_id, number
-        if owner.untold_drops:
-            reply.outside_drops.extend(map(translate.cache_drop_message, owner.untold_drops))
-
-        def operate() -> None:
-            step_apply.apply_step(owner.pool, columns, reply)
-            if not number % STATE_DIGEST_STEPS:
-                reply.state_digest = digest_after(owner.pool, number)
-
-        self._sessions.apply(owner, operate, now)
-        owner.untold_drops.clear()
-        owner.steps.record(step, answer)
-        owner.steps.forget(ack)
-        self._sessions.publish(owner, ack)
-        self.applied = columns
+        answer, self.applied = answer_step(self._sessions, owner, step, self._restricted, now)
         return answer
 
 
@@ -312,25 +281,3 @@ def _expect(request: packed.SessionRequest, kind: str, expected: str) -> None:
     sent = request.WhichOneof("message")
     if sent != kind:
         raise Refusal("MALFORMED", f"the message is {sent or 'empty'}; expected is {expected}")
-
-
-def pool_digest(pool: Pool) -> bytes:
-    """Returns the digest of a pool's whole state, which the owner compares with its own after a report."""
-    return state_digest(_rows(pool, pool.sequences))
-
-
-def digest_after(pool: Pool, number: int) -> bytes:
-    """Returns the digest of the part of a pool's state that is due at step `number`, for the owner to compare."""
-    return state_digest(_rows(pool, in_turn(list(pool.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
-
-
-def _rows(pool: Pool, sequence_ids: Iterable[int]) -> Iterator[SequenceRow]:
-    for sequence_id in sequence_ids:
-        sequence = pool.sequences[sequence_id]
-        yield (
-            sequence_id,
-            sequence.token_count,
-            sequence.committed_token_count,
-            sequence.namespace.name,
-            pool.tables(sequence),
-        )

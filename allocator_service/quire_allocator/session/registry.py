@@ -126,10 +126,6 @@ class SessionRegistry:
         Raises:
             Refusal: LIMIT, many earlier drops are not reported to the owner yet; POOL_QUARANTINED.
         """
-        if owner.unary:
-            dropped = self.apply_drop(owner, drop, now)
-            self.publish(owner)
-            return dropped
         if drop not in owner.untold_drops:
             drops = [*owner.untold_drops, drop]
             digests = sum([len(untold.digests) // DIGEST_BYTES for untold in drops])
@@ -141,7 +137,7 @@ class SessionRegistry:
 
     def apply_drop(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
         """Drops cached blocks, as a part of the owner's next step."""
-        owner.pool.log.step = 0 if owner.unary else owner.steps.next_step
+        owner.pool.log.step = owner.steps.next_step
         return self.apply(owner, lambda: drop_cached(owner.pool, *drop), now)
 
     def check_quarantine(self, name: str, now: float) -> None:
@@ -172,10 +168,10 @@ class SessionRegistry:
         self.directory.remove(owner)
         self.observer.dropped(owner)
 
-    def publish(self, owner: Ownership, acknowledged: int = 0) -> None:
-        """Shows watchers the changes of steps up to number `acknowledged`. Unary sessions have no steps, so their
-        changes show at once."""
-        if owner.pool.log.publish(acknowledged):
+    def publish(self, owner: Ownership, acknowledged: int) -> None:
+        """Shows watchers the changes of steps up to number `acknowledged`; of a unary session those of every step,
+        because no later report can lack them: its pool is lost with the allocator."""
+        if owner.pool.log.publish(owner.steps.next_step if owner.unary else acknowledged):
             self.observer.published(owner)
 
     def expire(self, now: float) -> None:

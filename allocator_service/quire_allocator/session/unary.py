@@ -1,34 +1,33 @@
-"""Unary sessions: owners that make one call for each operation, instead of streaming steps.
+"""Unary sessions: owners that make one call for each step, instead of streaming steps.
 
 Lifecycle of a unary session:
 
     1. open   `open` has taken a pool, which starts empty; a repeated request id takes nothing anew
     2. gone   `close` gave the pool back, or its lease ended
 
-While it is open, `once` applies each request once: a repeated one gets its kept answer. Both renew the lease, and a
-refused request does not. Times are seconds of a monotonic clock.
+While it is open, `apply` takes its steps one by one: the last one, repeated, gets its kept reply. Both renew the lease,
+and a refused call does not. Times are seconds of a monotonic clock.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+import time
+from typing import TYPE_CHECKING
 
-from google.protobuf.message import Message
 from quire.protocol.permissions import Permissions
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.registry import SessionRegistry
+from quire_allocator.session.steps import answer_step
 from quire_allocator.wire import authorization, translate
+from quire_allocator.wire.step_columns import StepColumns
 from quire_allocator.wire.translate import require
 
 if TYPE_CHECKING:
     from quire_allocator.metrics.counters import Counters
-
-ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 class UnarySessions:
@@ -69,39 +68,29 @@ class UnarySessions:
         """
         owner = self._directory.session(session_id)
         authorization.require_owning(permissions, owner.name)
-        require(owner.unary, f"pool {owner.name} is owned over the Session stream: calls cannot change it", "FENCED")
+        require(owner.unary, f"pool {owner.name} is owned over the Session stream: a call cannot change it", "FENCED")
         return owner
 
-    def once(
-        self,
-        request: Any,
-        permissions: Permissions,
-        operation: str,
-        operate: Callable[[Ownership], ResponseT],
-        now: float,
-    ) -> ResponseT:
-        """Applies `operate` to the session that a request names, or returns the kept answer to the same request.
+    def apply(self, step: packed.Step, permissions: Permissions, now: float) -> packed.StepReply:
+        """Applies a step to the session that it names, or returns the kept reply to the last one, repeated.
 
         Raises:
-            Refusal: those of `find`; NAMESPACE_FORBIDDEN; MALFORMED; STEP_MISMATCH, another request had this id;
-                POOL_QUARANTINED; those of `operate`.
+            Refusal: those of `find` and of `answer_step`; NAMESPACE_FORBIDDEN, also where a live sequence, of another
+                caller, is in a namespace that this one may not use.
         """
-        owner = self.find(request.session_id, permissions)
-        authorization.require_operation(permissions, owner.pool, request)
-        request_id = translate.request_id(request.request_id)
-        # The type is part of the content: a Fork and a Grow with equal numbers are equal bytes.
-        content = type(request).__name__.encode() + request.SerializeToString(deterministic=True)
-        sha256 = hashlib.sha256(content).digest()
-        kept = owner.answers.replay(request_id, sha256)
-        if kept is not None:
-            self._directory.renew(owner, now)
-            return cast("ResponseT", kept)
-        response = self._sessions.apply(owner, lambda: operate(owner), now)
+        owner = self.find(step.session_id, permissions)
+        authorization.require_sequences(permissions, owner.pool)  # a call of anybody who may own the pool
+        if not step.number:
+            reply = _renewal(owner, step)
+        else:
+            started = time.perf_counter()
+            restricted = None if permissions.namespaces.are_all else permissions
+            answer, applied = answer_step(self._sessions, owner, step, restricted, now)
+            reply = answer.step_reply
+            if applied is not None:
+                self._counters.of(owner.name).observe_step(applied, reply, time.perf_counter() - started)
         self._directory.renew(owner, now)
-        self._sessions.publish(owner)
-        owner.answers.record(request_id, sha256, response, size=response.ByteSize())
-        self._counters.of(owner.name).count(operation, response.result)  # type: ignore[attr-defined]
-        return response
+        return reply
 
     def close(self, session_id: bytes, permissions: Permissions) -> None:
         """Gives a pool back; a session that is gone already is no error.
@@ -116,3 +105,14 @@ class UnarySessions:
                 raise
         else:
             self._sessions.drop(owner)
+
+
+def _renewal(owner: Ownership, step: packed.Step) -> packed.StepReply:
+    """Returns the answer to a step that only renews the lease.
+
+    Raises:
+        Refusal: MALFORMED, it has operations.
+    """
+    are_none = not StepColumns(step).operation_count
+    require(are_none, f"number must be {owner.steps.next_step}, that of the next step, not 0", field="number")
+    return packed.StepReply(session_id=owner.session_id, free_block_count=owner.pool.blocks.free_count)

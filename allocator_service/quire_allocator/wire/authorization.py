@@ -1,15 +1,14 @@
 """Checks a caller's permissions for each request of the protocol. Pure: no function here changes anything.
 
-Namespaces come into a stream in three places: with the live sequences of a session that is resumed, with a report, and
-with a grow that makes a sequence. Each of these is checked here. All live sequences of an open stream are therefore in
-permitted namespaces, and operations on them need no check. A fork is in its parent's namespace, and a grow never makes
-a sequence with the id of one of its step's forks.
+Namespaces come into a session in three places: with the live sequences of a session that another stream or caller
+continues, with a report, and with a grow that makes a sequence. Each of these is checked here. All live sequences of an
+open session are therefore in permitted namespaces, and operations on them need no check. A fork is in its parent's
+namespace, and a grow never makes a sequence with the id of one of its step's forks.
 """
 
 from __future__ import annotations
 
 from itertools import repeat
-from typing import Any
 
 from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
@@ -63,21 +62,6 @@ def require_drop(permissions: Permissions, drop: CacheDrop) -> None:
         require(
             are_all, "the certificate does not permit every namespace: name one that it permits", "NAMESPACE_FORBIDDEN"
         )
-
-
-def require_operation(permissions: Permissions, pool: Pool, request: Any) -> None:
-    """Refuses a unary operation in a namespace that is not permitted. A sequence that is not live is let through: the
-    operation itself answers NOT_FOUND.
-
-    Raises:
-        Refusal: NAMESPACE_FORBIDDEN.
-    """
-    if isinstance(request, pb.AllocateRequest):
-        require_namespace(permissions, request.namespace)
-        return
-    sequence = pool.sequences.get(request.parent_id if isinstance(request, pb.ForkRequest) else request.sequence_id)
-    if sequence is not None:
-        require_namespace(permissions, sequence.namespace.name)
 
 
 def require_sequences(permissions: Permissions, pool: Pool) -> None:

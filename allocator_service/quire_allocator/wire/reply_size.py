@@ -20,7 +20,6 @@ NUMBER_BYTES = 4  # a block id, or an entry of a packed array
 COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination once more among the blocks
 SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
 TAKEOVER_BYTES = 4 * NUMBER_BYTES  # sequence, group, index
-TABLE_BYTES = 16  # protobuf's overhead for one table
 # Result, matched, pending, junction, number of stops, shortfall, index, and 12 bytes for a victim.
 GROW_BYTES = 10 * NUMBER_BYTES
 
@@ -41,18 +40,6 @@ def check(answer_bytes: int) -> None:
         )
 
 
-def grow_answer_bytes_max(pool: Pool, sequence_id: int, token_count: int) -> int:
-    """Bounds the answer to one unary allocate or grow."""
-    added = _entries(pool, token_count, _held_token_count(pool, sequence_id))
-    told = NUMBER_BYTES * (STOPS_MAX if pool.coordinator.settles else 0)
-    return NUMBER_BYTES * added + told + len(pool.spec.groups) * (COPY_BYTES + TABLE_BYTES)
-
-
-def commit_answer_bytes_max(pool: Pool, digest_count: int) -> int:
-    """Bounds the answer to one unary commit: each digest may lead to a swap in each group."""
-    return digest_count * len(pool.spec.groups) * SWAP_BYTES
-
-
 def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = False) -> int:
     """Bounds the reply to a step whose columns agree in length. Unless `exact`, the bound is cheaper and coarser where
     even that fits."""
@@ -60,7 +47,7 @@ def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = Fals
     grows = len(columns.grow_sequences)
     fixed = columns.operation_count  # 1 byte for each result
     if columns.digest_count:
-        fixed += commit_answer_bytes_max(pool, columns.digest_count)
+        fixed += columns.digest_count * groups * SWAP_BYTES  # each may lead to a swap in each group
     if pool.spec.append_only and grows:
         fixed += min(len(pool.sequences), TAKEOVERS_EXAMINED_MAX) * groups * TAKEOVER_BYTES
     if pool.admission.limits_cache:

@@ -6,7 +6,6 @@ says so in its `Result`.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from itertools import repeat
 from typing import cast
@@ -114,12 +113,6 @@ def _grow(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
         reply.copy_destinations = pack_uint32([copy.destination for copy in copies])
     if not is_plain:
         _describe(columns, others, reply)
-
-
-def grow_one(pool: Pool, sequence_id: int, token_count: int) -> GrowResult:
-    """Grows one live sequence."""
-    grants, others = pool.grow_many(array("Q", [sequence_id]), [token_count])
-    return others[0][1] if others else GrowResult(Result.OK, 0, 0, grants.tables())
 
 
 def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int, GrowResult]]]:

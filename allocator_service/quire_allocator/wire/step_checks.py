@@ -56,17 +56,20 @@ def _check_commits(pool: Pool, columns: StepColumns) -> None:
     if len(set(sequences)) != count:
         ordered = sorted(sequences)
         twice = next(sequence for sequence, following in pairwise(ordered) if sequence == following)
-        raise Refusal("MALFORMED", f"commits: sequence {twice} occurs twice; a step commits each once")
+        raise Refusal(
+            "MALFORMED", f"commits: sequence {twice} occurs twice; a step commits each once", field="commits.sequences"
+        )
     dealt = map(len, columns.commit_digests) if columns.commit_digests else repeat(0)
     for sequence, token_count, size in zip(sequences, columns.commit_token_counts, dealt):
         columns.digest_count += size // DIGEST_BYTES
-        check_commit(pool, sequence, token_count, size // DIGEST_BYTES)
+        _check_commit(pool, sequence, token_count, size // DIGEST_BYTES)
 
 
 def _check_forks(columns: StepColumns) -> None:
     children, parents = len(columns.children), len(columns.parents)
     if children != parents:
-        raise Refusal("MALFORMED", f"forks: {children:,} children for {parents:,} parents; each fork has one of both")
+        text = f"forks: {children:,} children for {parents:,} parents; each fork has one of both"
+        raise Refusal("MALFORMED", text, field="forks.children")
 
 
 def _check_grows(columns: StepColumns) -> None:
@@ -75,7 +78,9 @@ def _check_grows(columns: StepColumns) -> None:
         if not token_count:
             place = columns.grow_token_counts.index(0)
             raise Refusal(
-                "MALFORMED", f"grows: token_count of sequence {columns.grow_sequences[place]} must be at least 1, not 0"
+                "MALFORMED",
+                f"grows: token_count of sequence {columns.grow_sequences[place]} must be at least 1, not 0",
+                field="grows.token_counts",
             )
         tokens += token_count
     count = len(columns.grow_sequences)
@@ -90,7 +95,7 @@ def _check_grows(columns: StepColumns) -> None:
     columns.grow_namespaces = _namespaces(columns, count)
 
 
-def check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int) -> None:
+def _check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int) -> None:
     """Refuses a commit that does not carry one digest for each digest block that it fills, or that goes back.
 
     Raises:
@@ -104,12 +109,14 @@ def check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int)
         raise Refusal(
             "MALFORMED",
             f"commit of sequence {sequence}: token_count {token_count} is below the {committed} committed before",
+            field="commits.token_counts",
         )
     filled = token_count // pool.digest_tokens - committed // pool.digest_tokens
     if filled != digest_count:
         raise Refusal(
             "MALFORMED",
             f"commit of sequence {sequence}: {digest_count} digests for {filled} full blocks; one for each",
+            field="commits.digest_counts",
         )
 
 
@@ -118,22 +125,16 @@ def _check_sequence_count(pool: Pool, columns: StepColumns) -> None:
         return
     new = len(columns.children) + sum(sequence > pool.last_sequence_id for sequence in columns.grow_sequences)
     freed = sum(sequence in pool.sequences for sequence in set(columns.frees))
-    check_sequence_count(len(pool.sequences) - freed + new, limits.SEQUENCES_MAX)
-
-
-def check_sequence_count(count: int, most: int) -> None:
-    """Refuses more live sequences than a pool may have at most.
-
-    Raises:
-        Refusal: LIMIT.
-    """
-    if count > most:
-        raise Refusal("LIMIT", f"a pool has at most {most:,} live sequences, and this would be {count:,}: free some")
+    count = len(pool.sequences) - freed + new
+    if count > limits.SEQUENCES_MAX:
+        text = f"a pool has at most {limits.SEQUENCES_MAX:,} live sequences, and this would be {count:,}: free some"
+        raise Refusal("LIMIT", text)
 
 
 def _check_optional(values: Sequence[int], count: int, phase: str, name: str) -> None:
     if values and len(values) != count:
-        raise Refusal("MALFORMED", f"{phase}: {len(values):,} {name} for {count:,} operations; as many, or none")
+        text = f"{phase}: {len(values):,} {name} for {count:,} operations; as many, or none"
+        raise Refusal("MALFORMED", text, field=f"{phase}.{name}")
 
 
 def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Sequence[bytes]:
@@ -141,13 +142,13 @@ def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Se
     if not counts and not data:
         return ()
     if counts and len(counts) != operations:
-        raise Refusal(
-            "MALFORMED", f"{phase}: {len(counts):,} digest_counts for {operations:,} operations; as many, or none"
-        )
+        text = f"{phase}: {len(counts):,} digest_counts for {operations:,} operations; as many, or none"
+        raise Refusal("MALFORMED", text, field=f"{phase}.digest_counts")
     translate.digests(data)
     if len(data) != DIGEST_BYTES * sum(counts):
         has = len(data) // DIGEST_BYTES
-        raise Refusal("MALFORMED", f"{phase}: digest_counts add up to {sum(counts):,}, and there are {has:,} digests")
+        text = f"{phase}: digest_counts add up to {sum(counts):,}, and there are {has:,} digests"
+        raise Refusal("MALFORMED", text, field=f"{phase}.digest_counts")
     if not data:
         return ()
     if len(counts) == 1:
@@ -168,7 +169,7 @@ def _namespaces(columns: StepColumns, count: int) -> Sequence[str]:
     _check_optional(indices, count, "grows", "namespace_indices")
     if indices and max(indices) >= max(1, len(names)):
         text = f"grows: namespace_index {max(indices)} is not below the {len(names):,} namespaces of the step"
-        raise Refusal("MALFORMED", text)
+        raise Refusal("MALFORMED", text, field="grows.namespace_indices")
     if not names:
         return ()
     return [names[index] for index in indices] if indices else [names[0]] * count

@@ -144,6 +144,7 @@ class StepColumns:
                 "MALFORMED",
                 f"{phase}: {len(sequences):,} bytes of sequences and {len(token_counts):,} of token_counts; "
                 "each operation has 8 and 4",
+                field=f"{phase}.token_counts",
             )
         return self._column(sequences, _ID_BYTES, phase), self._column(token_counts, _NUMBER_BYTES, phase)
 
@@ -153,5 +154,6 @@ class StepColumns:
             return _NONE
         self.size_max += len(data)
         if len(data) % width:
-            raise Refusal("MALFORMED", f"{name} must be a multiple of {width} bytes, not {len(data):,}")
+            text = f"{name} must be a multiple of {width} bytes, not {len(data):,}"
+            raise Refusal("MALFORMED", text, field=name.replace(": ", "."))
         return unpack_uint64(data) if width == _ID_BYTES else unpack_uint32(data)

@@ -28,14 +28,10 @@ from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import (
     DIGEST_BYTES,
     RETENTIONS,
-    CommitResult,
     GroupKind,
     GroupSpec,
-    GrowResult,
     PoolSpec,
     Quota,
-    Result,
-    Victim,
 )
 
 QUOTED_CHARACTERS_MAX: Final = 64  # of a name that a caller sent, in a message
@@ -151,7 +147,8 @@ def request_id(text: str) -> str:
 def digests(data: bytes) -> bytes:
     """Returns concatenated digests, or refuses them as MALFORMED."""
     if len(data) % DIGEST_BYTES:
-        raise Refusal("MALFORMED", f"digests must be a multiple of {DIGEST_BYTES} bytes, not {len(data):,}")
+        text = f"digests must be a multiple of {DIGEST_BYTES} bytes, not {len(data):,}"
+        raise Refusal("MALFORMED", text, field="digests")
     return data
 
 
@@ -285,49 +282,6 @@ def block_table(blocks: array[int]) -> pb.BlockTable:
     return pb.BlockTable(blocks=pack_uint32(blocks))
 
 
-def victim(victim: Victim | None) -> pb.Victim | None:
-    """Returns the message that names the sequence to preempt; None where preempting would not help."""
-    return pb.Victim(sequence_id=victim.sequence_id, token_count=victim.token_count) if victim is not None else None
-
-
-def result(result: Result) -> pb.Result.ValueType:
-    """Returns the same number with the type that messages have."""
-    return cast("pb.Result.ValueType", int(result))
-
-
-def allocate_response(grown: GrowResult) -> pb.AllocateResponse:
-    """Returns the answer to a unary Allocate."""
-    return pb.AllocateResponse(
-        result=result(grown.result),
-        matched_token_count=grown.matched_token_count,
-        pending_token_count=grown.pending_token_count,
-        junction_token_count=grown.junction_token_count,
-        stops=grown.stops,
-        tables=[block_table(blocks) for blocks in grown.blocks],
-        copy_sources=[copy.source for copy in grown.copies],
-        copy_destinations=[copy.destination for copy in grown.copies],
-        shortfall=grown.shortfall,
-        victim=victim(grown.victim),
-    )
-
-
-def grow_response(grown: GrowResult) -> pb.GrowResponse:
-    """Returns the answer to a unary Grow."""
-    return pb.GrowResponse(
-        result=result(grown.result),
-        tables=[block_table(blocks) for blocks in grown.blocks],
-        copy_sources=[copy.source for copy in grown.copies],
-        copy_destinations=[copy.destination for copy in grown.copies],
-        shortfall=grown.shortfall,
-        victim=victim(grown.victim),
-    )
-
-
-def commit_response(done: CommitResult) -> pb.CommitResponse:
-    """Returns the answer to a unary Commit."""
-    return pb.CommitResponse(
-        result=result(done.result),
-        swap_groups=[swap.group for swap in done.swaps],
-        swap_indices=[swap.position for swap in done.swaps],
-        swap_blocks=[swap.block for swap in done.swaps],
-    )
+def omit_zeros(values: list[int]) -> list[int]:
+    """Returns the values, or an empty array if all are 0."""
+    return values if any(values) else []

@@ -162,7 +162,7 @@ class Allocator(Connected):
         """Returns a session that owns a pool from its `open`, or the beginning of `with`, until its `close`.
 
         Over "stream", steps are numbered messages on a connection of its own, and the pool outlives the allocator: see
-        docs/session.md. Over "calls" each operation is a unary call on this client's connection.
+        docs/session.md. Over "calls" each step is a unary call on this client's connection.
 
         Args:
             pool: its name.
@@ -171,7 +171,7 @@ class Allocator(Connected):
             **options: over "stream" `window` (steps that may be unanswered at a time, 1 to 8), `on_wait` (gets the
                 reason whenever attaching has to be tried again) and, for asyncio only, `ahead_tokens` (room that a
                 decoding sequence should have beyond its next token). Over "calls" `keep_alive` (renews the lease in
-                the background; else only calls renew it) and `request_id` (of the opening: repeated with the same one
+                the background; else only steps renew it) and `request_id` (of the opening: repeated with the same one
                 it takes the same session again).
 
         Raises:
@@ -190,8 +190,8 @@ class Allocator(Connected):
     ) -> Engine:
         """Returns an engine that owns a pool from its `open`, or the beginning of `with`, until its `close`.
 
-        Over "stream" a turn is one step, and the pool outlives the allocator. Over "calls" each operation is a unary
-        call, and the pool is lost with the allocator. See docs/engine.md.
+        A turn is one step. Over "stream" the pool outlives the allocator. Over "calls" each step is a unary call, and
+        the pool is lost with the allocator. See docs/engine.md.
 
         Args:
             pool: its name.

@@ -12,7 +12,7 @@ from quire import types, views
 from quire.errors import InvalidArgumentError, Reason
 from quire.protocol.features import APPEND_ONLY, FIRST_BLOCK_ID, TELLS_REMOVED
 from quire.protocol.limits import PROTOCOL_VERSION, REQUEST_ID_CHARACTERS_MAX
-from quire.protocol.outcomes import NULL_BLOCK, Copy, Result, Swap, Victim
+from quire.protocol.outcomes import NULL_BLOCK
 from quire.protocol.packing import unpack_uint32
 from quire.protocol.steps import cache_drop, concatenated
 from quire.v1 import allocator_pb2 as pb
@@ -226,82 +226,6 @@ def open_request(pool: str, spec: types.PoolSpec, request_id: str | None) -> pb.
     """Asks for a pool."""
     request = operation(pb.OpenSessionRequest(version=PROTOCOL_VERSION, spec=pool_spec_message(spec)), request_id)
     return fill(request, request.request_id, reason=Reason.MALFORMED, pool=pool)
-
-
-def allocate_request(
-    session_id: bytes,
-    request_id: str | None,
-    *,
-    digests: bytes | Iterable[bytes],
-    namespace: str,
-    **counts: int,
-) -> pb.AllocateRequest:
-    """Asks for a new sequence."""
-    request = pb.AllocateRequest(session_id=session_id, digests=concatenated(digests), namespace=namespace)
-    return operation(request, request_id, **counts)
-
-
-def grow_request(session_id: bytes, request_id: str | None, sequence_id: int, token_count: int) -> pb.GrowRequest:
-    """Asks for a longer sequence."""
-    request = pb.GrowRequest(session_id=session_id)
-    return operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
-
-
-def fork_request(session_id: bytes, request_id: str | None, parent_id: int, child_id: int) -> pb.ForkRequest:
-    """Asks for a copy of a sequence."""
-    request = pb.ForkRequest(session_id=session_id)
-    return operation(request, request_id, parent_id=parent_id, child_id=child_id)
-
-
-def commit_request(
-    session_id: bytes, request_id: str | None, *, digests: bytes | Iterable[bytes], **counts: int
-) -> pb.CommitRequest:
-    """Makes the request that reports computed tokens."""
-    return operation(pb.CommitRequest(session_id=session_id, digests=concatenated(digests)), request_id, **counts)
-
-
-def free_request(session_id: bytes, request_id: str | None, sequence_id: int) -> pb.FreeRequest:
-    """Makes the request that drops a sequence."""
-    return operation(pb.FreeRequest(session_id=session_id), request_id, sequence_id=sequence_id)
-
-
-def allocation(message: pb.AllocateResponse, group_count: int) -> types.Allocation:
-    """Returns what an allocate did in a pool of so many groups."""
-    return types.Allocation(
-        result=Result(message.result),
-        matched_token_count=message.matched_token_count,
-        tables=_tables(message.tables) or ((),) * group_count,
-        copies=_copies(message),
-        shortfall=message.shortfall,
-        pending_token_count=message.pending_token_count,
-        victim=_victim(message),
-        junction_token_count=message.junction_token_count,
-        stops=tuple(message.stops),
-    )
-
-
-def growth(message: pb.GrowResponse, group_count: int) -> types.Growth:
-    """Returns what a grow did in a pool of so many groups; where it granted nothing, their rows are empty."""
-    tables = _tables(message.tables) or ((),) * group_count
-    return types.Growth(Result(message.result), tables, _copies(message), message.shortfall, _victim(message))
-
-
-def _copies(message: pb.AllocateResponse | pb.GrowResponse) -> tuple[Copy, ...]:
-    return tuple(map(Copy, message.copy_sources, message.copy_destinations))
-
-
-def _victim(message: pb.AllocateResponse | pb.GrowResponse) -> Victim | None:
-    victim = message.victim
-    return Victim(victim.sequence_id, victim.token_count) if message.HasField("victim") else None
-
-
-def commit_outcome(sequence_id: int, message: pb.CommitResponse) -> types.CommitOutcome:
-    """Returns what a commit did."""
-    swaps = (
-        Swap(sequence_id, group, index, block)
-        for group, index, block in zip(message.swap_groups, message.swap_indices, message.swap_blocks, strict=True)
-    )
-    return types.CommitOutcome(Result(message.result), tuple(swaps))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -185,6 +185,12 @@ def read_reply(step: packed.Step, reply: packed.StepReply, group_count: int) -> 
     )
 
 
+def highest_created(step: packed.Step, outcome: StepOutcome, before: int) -> int:
+    """Returns the highest id of a sequence that was ever created, after a step; `before` is the one before it."""
+    forked = [child for child, done in zip(unpack_uint64(step.forks.children), outcome.forks, strict=True) if done]
+    return max([before, *forked, *(grown.sequence_id for grown in outcome.grows if grown.result)])
+
+
 def read_drop(drop: pb.CacheDrop) -> CacheDrop:
     """Returns what was to be forgotten."""
     namespace = drop.namespace if drop.HasField("namespace") else None

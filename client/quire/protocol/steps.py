@@ -6,7 +6,7 @@ The wire carries structs of arrays; `StepBuilder` and `read_reply` are the only 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from quire.hashing import DIGEST_BYTES, FOREIGN_DIGEST_BYTES
 from quire.protocol.packing import pack_column, pack_uint32, pack_uint64
@@ -30,6 +30,7 @@ class StepBuilder:
     """Collects the operations of one step. They are applied phase by phase: commits, frees, drops, forks, grows.
 
     Digests are given concatenated, or as a sequence of 32 bytes each. Numbers are checked when the message is made.
+    Each method returns the builder itself: `StepBuilder().free(1).allocate(2, 64)`.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class StepBuilder:
 
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes | Sequence[bytes] = b"", keep_token_count: int = 0
-    ) -> None:
+    ) -> Self:
         """Notes that tokens up to `token_count` are computed; one digest for each digest block that this fills.
 
         With `keep_token_count`, blocks that are not needed to hold so many tokens, nor `token_count`, are given back:
@@ -68,24 +69,28 @@ class StepBuilder:
         self._commit_token_counts.append(token_count)
         self._commit_digests.append(concatenated(digests))
         self._keep_token_counts.append(keep_token_count)
+        return self
 
-    def free(self, sequence_id: int) -> None:
+    def free(self, sequence_id: int) -> Self:
         """Drops a sequence and all that it holds."""
         self._frees.append(sequence_id)
+        return self
 
     def drop(
         self, namespace: str | None = None, digests: bytes | Sequence[bytes] = b"", kept_digest_count: int = 0
-    ) -> None:
+    ) -> Self:
         """Forgets cached blocks: all of a namespace, or of the pool without one. With `digests` of a prefix from the
         root, only those behind the kept ones, and with full attention all that continue them. Blocks that live
         sequences hold after this step's frees stay."""
         self._drops.append(cache_drop(namespace, digests, kept_digest_count))
+        return self
 
-    def fork(self, parent_id: int, child_id: int) -> None:
+    def fork(self, parent_id: int, child_id: int) -> Self:
         """Creates a sequence that shares what its parent has committed; ids only rise. It may grow in the same step, or
         once it was answered that it exists; a grow of what could not be forked answers NOT_FOUND."""
         self._parents.append(parent_id)
         self._children.append(child_id)
+        return self
 
     def allocate(
         self,
@@ -98,7 +103,7 @@ class StepBuilder:
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
-    ) -> None:
+    ) -> Self:
         """Creates a sequence for `token_count` tokens that shares the published part of `digests`; ids only rise.
 
         Args:
@@ -117,12 +122,13 @@ class StepBuilder:
         row, count = len(self._grows), len(data) // DIGEST_BYTES
         self._new.append(_New(row, count, index, prompt_token_count, priority, defer_token_count, is_return))
         self._new_digests.append(data)
-        self.grow(sequence_id, token_count)
+        return self.grow(sequence_id, token_count)
 
-    def grow(self, sequence_id: int, token_count: int) -> None:
+    def grow(self, sequence_id: int, token_count: int) -> Self:
         """Makes room for `token_count` tokens of a live sequence."""
         self._grows.append(sequence_id)
         self._grow_token_counts.append(token_count)
+        return self
 
     def names_no_newer(self, created: int) -> bool:
         """Tells whether nothing is to be created, and no sequence grows whose id is higher than the highest so far."""

@@ -1517,11 +1517,17 @@ class OpenSessionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    NEXT_STEP_FIELD_NUMBER: _builtins.int
+    LAST_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
-    """Id of the session, 16 bytes; every later call carries it."""
+    """Id of the session, 16 bytes; every step carries it."""
+    next_step: _builtins.int
+    """Number that the next step must carry: 1 in a new session."""
+    last_sequence_id: _builtins.int
+    """Highest sequence id that was ever created; a new sequence needs a higher one."""
     lease_ms: _builtins.int
     """Milliseconds without a call after which the pool is dropped."""
     @_builtins.property
@@ -1536,490 +1542,24 @@ class OpenSessionResponse(_message.Message):
         self,
         *,
         session_id: _builtins.bytes = ...,
+        next_step: _builtins.int = ...,
+        last_sequence_id: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         limits: _server_pb2.Limits | None = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "lease_ms", b"lease_ms", "limits", b"limits", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "last_sequence_id", b"last_sequence_id", "lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenSessionResponse: _TypeAlias = OpenSessionResponse  # noqa: Y015
 
 @_typing.final
-class KeepAliveRequest(_message.Message):
-    """KeepAliveRequest: renews a lease."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.bytes
-    """The session."""
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___KeepAliveRequest: _TypeAlias = KeepAliveRequest  # noqa: Y015
-
-@_typing.final
-class KeepAliveResponse(_message.Message):
-    """KeepAliveResponse: the lease as renewed."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LEASE_MS_FIELD_NUMBER: _builtins.int
-    lease_ms: _builtins.int
-    """Milliseconds without a call after which the pool is dropped."""
-    def __init__(
-        self,
-        *,
-        lease_ms: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___KeepAliveResponse: _TypeAlias = KeepAliveResponse  # noqa: Y015
-
-@_typing.final
-class AllocateRequest(_message.Message):
-    """AllocateRequest: a new sequence."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
-    DEFER_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    IS_RETURN_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.bytes
-    """The session."""
-    request_id: _builtins.str
-    """Id chosen by the caller, 1 to 64 characters. The server keeps the answers to the last 1,024 requests of all
-    operations, fewer where they are large (16 MiB in all), and no longer than the session. The same id with other
-    content, or for another operation, fails with FAILED_PRECONDITION / STEP_MISMATCH. The id of a refused request may
-    be used again.
-    """
-    sequence_id: _builtins.int
-    """Id of the new sequence, higher than every earlier one."""
-    token_count: _builtins.int
-    """Tokens that it must be able to hold, at least 1. One answer can list some 500,000 blocks, all groups together; a
-    request that needs more fails with RESOURCE_EXHAUSTED / TOO_LARGE: allocate fewer and grow.
-    """
-    digests: _builtins.bytes
-    """Digests of its full blocks in order, 32 bytes each; the blocks of a matching prefix are shared."""
-    namespace: _builtins.str
-    """Namespace that it shares prefixes in, at most 128 bytes."""
-    prompt_token_count: _builtins.int
-    """As in GrowPhase."""
-    priority: _builtins.int
-    defer_token_count: _builtins.int
-    is_return: _builtins.bool
-    """Whether this is a preempted request that returns; see `returns` in GrowPhase."""
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.bytes = ...,
-        request_id: _builtins.str = ...,
-        sequence_id: _builtins.int = ...,
-        token_count: _builtins.int = ...,
-        digests: _builtins.bytes = ...,
-        namespace: _builtins.str = ...,
-        prompt_token_count: _builtins.int = ...,
-        priority: _builtins.int = ...,
-        defer_token_count: _builtins.int = ...,
-        is_return: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_count", b"defer_token_count", "digests", b"digests", "is_return", b"is_return", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AllocateRequest: _TypeAlias = AllocateRequest  # noqa: Y015
-
-@_typing.final
-class Victim(_message.Message):
-    """Victim: a live sequence whose preemption costs least."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.int
-    """Its id."""
-    token_count: _builtins.int
-    """Tokens that it would have to compute again."""
-    def __init__(
-        self,
-        *,
-        sequence_id: _builtins.int = ...,
-        token_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Victim: _TypeAlias = Victim  # noqa: Y015
-
-@_typing.final
-class AllocateResponse(_message.Message):
-    """AllocateResponse: what was done."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RESULT_FIELD_NUMBER: _builtins.int
-    MATCHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    TABLES_FIELD_NUMBER: _builtins.int
-    SHORTFALL_FIELD_NUMBER: _builtins.int
-    COPY_SOURCES_FIELD_NUMBER: _builtins.int
-    COPY_DESTINATIONS_FIELD_NUMBER: _builtins.int
-    PENDING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    VICTIM_FIELD_NUMBER: _builtins.int
-    JUNCTION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    STOPS_FIELD_NUMBER: _builtins.int
-    result: Global___Result.ValueType
-    """OK, NO_SPACE, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA."""
-    matched_token_count: _builtins.int
-    """Leading tokens that need not be computed."""
-    shortfall: _builtins.int
-    """Blocks missing where the result is NO_SPACE, too many where it is QUOTA or PASS_TOO_LONG."""
-    pending_token_count: _builtins.int
-    """Tokens of its prefix, after the matched ones, that other sequences are computing."""
-    junction_token_count: _builtins.int
-    """The junction, as in StepReply, where the result is OK or PENDING."""
-    @_builtins.property
-    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
-        """The whole table of each group."""
-
-    @_builtins.property
-    def copy_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Copies to run before writing, as in StepReply (only in pools with STATE groups)."""
-
-    @_builtins.property
-    def copy_destinations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def victim(self) -> Global___Victim:
-        """Where the result is NO_SPACE and preempting anybody would help."""
-
-    @_builtins.property
-    def stops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The stops, as in StepReply, where the result is OK."""
-
-    def __init__(
-        self,
-        *,
-        result: Global___Result.ValueType = ...,
-        matched_token_count: _builtins.int = ...,
-        tables: _abc.Iterable[Global___BlockTable] | None = ...,
-        shortfall: _builtins.int = ...,
-        copy_sources: _abc.Iterable[_builtins.int] | None = ...,
-        copy_destinations: _abc.Iterable[_builtins.int] | None = ...,
-        pending_token_count: _builtins.int = ...,
-        victim: Global___Victim | None = ...,
-        junction_token_count: _builtins.int = ...,
-        stops: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["victim", b"victim"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "junction_token_count", b"junction_token_count", "matched_token_count", b"matched_token_count", "pending_token_count", b"pending_token_count", "result", b"result", "shortfall", b"shortfall", "stops", b"stops", "tables", b"tables", "victim", b"victim"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AllocateResponse: _TypeAlias = AllocateResponse  # noqa: Y015
-
-@_typing.final
-class GrowRequest(_message.Message):
-    """GrowRequest: a longer sequence."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.bytes
-    """The session."""
-    request_id: _builtins.str
-    """As in AllocateRequest."""
-    sequence_id: _builtins.int
-    """A live sequence."""
-    token_count: _builtins.int
-    """Tokens that it must be able to hold; a number that it can hold already changes nothing. A request whose answer
-    would be too large is refused as for Allocate.
-    """
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.bytes = ...,
-        request_id: _builtins.str = ...,
-        sequence_id: _builtins.int = ...,
-        token_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GrowRequest: _TypeAlias = GrowRequest  # noqa: Y015
-
-@_typing.final
-class GrowResponse(_message.Message):
-    """GrowResponse: what was done."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RESULT_FIELD_NUMBER: _builtins.int
-    TABLES_FIELD_NUMBER: _builtins.int
-    COPY_SOURCES_FIELD_NUMBER: _builtins.int
-    COPY_DESTINATIONS_FIELD_NUMBER: _builtins.int
-    SHORTFALL_FIELD_NUMBER: _builtins.int
-    VICTIM_FIELD_NUMBER: _builtins.int
-    result: Global___Result.ValueType
-    """OK, NO_SPACE, NOT_FOUND, TOO_LONG, PASS_TOO_LONG or QUOTA."""
-    shortfall: _builtins.int
-    """Blocks missing where the result is NO_SPACE, too many where it is QUOTA or PASS_TOO_LONG."""
-    @_builtins.property
-    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
-        """Per group the last entries of its table, replacing what stood there."""
-
-    @_builtins.property
-    def copy_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Copies to run before writing, as in StepReply."""
-
-    @_builtins.property
-    def copy_destinations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def victim(self) -> Global___Victim:
-        """Where the result is NO_SPACE and preempting anybody would help."""
-
-    def __init__(
-        self,
-        *,
-        result: Global___Result.ValueType = ...,
-        tables: _abc.Iterable[Global___BlockTable] | None = ...,
-        copy_sources: _abc.Iterable[_builtins.int] | None = ...,
-        copy_destinations: _abc.Iterable[_builtins.int] | None = ...,
-        shortfall: _builtins.int = ...,
-        victim: Global___Victim | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["victim", b"victim"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "result", b"result", "shortfall", b"shortfall", "tables", b"tables", "victim", b"victim"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GrowResponse: _TypeAlias = GrowResponse  # noqa: Y015
-
-@_typing.final
-class ForkRequest(_message.Message):
-    """ForkRequest: a copy of a sequence."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    PARENT_ID_FIELD_NUMBER: _builtins.int
-    CHILD_ID_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.bytes
-    """The session."""
-    request_id: _builtins.str
-    """As in AllocateRequest."""
-    parent_id: _builtins.int
-    """A live sequence."""
-    child_id: _builtins.int
-    """Id of the new one, higher than every earlier one."""
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.bytes = ...,
-        request_id: _builtins.str = ...,
-        parent_id: _builtins.int = ...,
-        child_id: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "parent_id", b"parent_id", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ForkRequest: _TypeAlias = ForkRequest  # noqa: Y015
-
-@_typing.final
-class ForkResponse(_message.Message):
-    """ForkResponse: what was done."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RESULT_FIELD_NUMBER: _builtins.int
-    result: Global___Result.ValueType
-    """OK, NOT_FOUND, EXISTS, ID_TOO_LOW or UNCOMMITTED."""
-    def __init__(
-        self,
-        *,
-        result: Global___Result.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ForkResponse: _TypeAlias = ForkResponse  # noqa: Y015
-
-@_typing.final
-class CommitRequest(_message.Message):
-    """CommitRequest: tokens that have been computed."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    KEEP_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.bytes
-    """The session."""
-    request_id: _builtins.str
-    """As in AllocateRequest."""
-    sequence_id: _builtins.int
-    """A live sequence."""
-    token_count: _builtins.int
-    """Tokens computed so far."""
-    digests: _builtins.bytes
-    """Digests of the blocks that became full, 32 bytes each."""
-    keep_token_count: _builtins.int
-    """As in CommitPhase."""
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.bytes = ...,
-        request_id: _builtins.str = ...,
-        sequence_id: _builtins.int = ...,
-        token_count: _builtins.int = ...,
-        digests: _builtins.bytes = ...,
-        keep_token_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "keep_token_count", b"keep_token_count", "request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CommitRequest: _TypeAlias = CommitRequest  # noqa: Y015
-
-@_typing.final
-class CommitResponse(_message.Message):
-    """CommitResponse: what was done."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RESULT_FIELD_NUMBER: _builtins.int
-    SWAP_GROUPS_FIELD_NUMBER: _builtins.int
-    SWAP_INDICES_FIELD_NUMBER: _builtins.int
-    SWAP_BLOCKS_FIELD_NUMBER: _builtins.int
-    result: Global___Result.ValueType
-    """OK, NOT_FOUND or TOO_LONG."""
-    @_builtins.property
-    def swap_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As in StepReply."""
-
-    @_builtins.property
-    def swap_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def swap_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        result: Global___Result.ValueType = ...,
-        swap_groups: _abc.Iterable[_builtins.int] | None = ...,
-        swap_indices: _abc.Iterable[_builtins.int] | None = ...,
-        swap_blocks: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CommitResponse: _TypeAlias = CommitResponse  # noqa: Y015
-
-@_typing.final
-class FreeRequest(_message.Message):
-    """FreeRequest: a sequence to drop."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.bytes
-    """The session."""
-    request_id: _builtins.str
-    """As in AllocateRequest."""
-    sequence_id: _builtins.int
-    """A live sequence."""
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.bytes = ...,
-        request_id: _builtins.str = ...,
-        sequence_id: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FreeRequest: _TypeAlias = FreeRequest  # noqa: Y015
-
-@_typing.final
-class FreeResponse(_message.Message):
-    """FreeResponse: what was done."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RESULT_FIELD_NUMBER: _builtins.int
-    result: Global___Result.ValueType
-    """OK or NOT_FOUND."""
-    def __init__(
-        self,
-        *,
-        result: Global___Result.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FreeResponse: _TypeAlias = FreeResponse  # noqa: Y015
-
-@_typing.final
 class DropCacheRequest(_message.Message):
-    """DropCacheRequest: what to forget. What the owner of a stream is still to be told of earlier ones has at most 16 drops
-    and 1,024 digests; RESOURCE_EXHAUSTED / LIMIT beyond.
+    """DropCacheRequest: what to forget. What the owner is still to be told of earlier ones has at most 16 drops and 1,024
+    digests; RESOURCE_EXHAUSTED / LIMIT beyond.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2678,10 +2218,11 @@ Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
 @_typing.final
 class CacheEvent(_message.Message):
     """CacheEvent: one change of a pool's prefix index, in a namespace that the caller may use. Watchers get a change when
-    the owner has acknowledged the step that made it. A snapshot names everything that can be hit. It may name blocks
-    that a later `stored` names again, and blocks that are gone already and whose `removed` is still to come. A watcher
-    that applies `stored` and `removed` in order has the exact index from `snapshot_end` on. While nothing happens,
-    `progress` comes every 5 s: a watcher that hears nothing for longer has lost its connection.
+    the owner has acknowledged the step that made it, and at once where its session is unary. A snapshot names everything
+    that can be hit. It may name blocks that a later `stored` names again, and blocks that are gone already and whose
+    `removed` is still to come. A watcher that applies `stored` and `removed` in order has the exact index from
+    `snapshot_end` on. While nothing happens, `progress` comes every 5 s: a watcher that hears nothing for longer has lost
+    its connection.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2699,7 +2240,7 @@ class CacheEvent(_message.Message):
     cursor: _builtins.int
     """Position to resume a watch from; the same for all messages of a snapshot."""
     pool: _builtins.str
-    """The pool, its session and the step that made the change (0 in a snapshot, and for unary sessions)."""
+    """The pool, its session and the step that made the change (0 in a snapshot)."""
     session_id: _builtins.bytes
     step: _builtins.int
     @_builtins.property

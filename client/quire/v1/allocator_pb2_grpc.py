@@ -47,35 +47,10 @@ class AllocatorServiceStub:
                 request_serializer=quire_dot_v1_dot_allocator__pb2.OpenSessionRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_allocator__pb2.OpenSessionResponse.FromString,
                 _registered_method=True)
-        self.KeepAlive = channel.unary_unary(
-                '/quire.v1.AllocatorService/KeepAlive',
-                request_serializer=quire_dot_v1_dot_allocator__pb2.KeepAliveRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_allocator__pb2.KeepAliveResponse.FromString,
-                _registered_method=True)
-        self.Allocate = channel.unary_unary(
-                '/quire.v1.AllocatorService/Allocate',
-                request_serializer=quire_dot_v1_dot_allocator__pb2.AllocateRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_allocator__pb2.AllocateResponse.FromString,
-                _registered_method=True)
-        self.Grow = channel.unary_unary(
-                '/quire.v1.AllocatorService/Grow',
-                request_serializer=quire_dot_v1_dot_allocator__pb2.GrowRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_allocator__pb2.GrowResponse.FromString,
-                _registered_method=True)
-        self.Fork = channel.unary_unary(
-                '/quire.v1.AllocatorService/Fork',
-                request_serializer=quire_dot_v1_dot_allocator__pb2.ForkRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_allocator__pb2.ForkResponse.FromString,
-                _registered_method=True)
-        self.Commit = channel.unary_unary(
-                '/quire.v1.AllocatorService/Commit',
-                request_serializer=quire_dot_v1_dot_allocator__pb2.CommitRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_allocator__pb2.CommitResponse.FromString,
-                _registered_method=True)
-        self.Free = channel.unary_unary(
-                '/quire.v1.AllocatorService/Free',
-                request_serializer=quire_dot_v1_dot_allocator__pb2.FreeRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_allocator__pb2.FreeResponse.FromString,
+        self.Apply = channel.unary_unary(
+                '/quire.v1.AllocatorService/Apply',
+                request_serializer=quire_dot_v1_dot_allocator__pb2.Step.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_allocator__pb2.StepReply.FromString,
                 _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/quire.v1.AllocatorService/CloseSession',
@@ -130,57 +105,18 @@ class AllocatorServiceServicer:
 
     def OpenSession(self, request, context):
         """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
-        its operations are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while
-        another owner's lease lives.
+        its steps are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while another
+        owner's lease lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def KeepAlive(self, request, context):
-        """KeepAlive: renews the lease, as every unary call does, and says how long it lasts. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Allocate(self, request, context):
-        """Allocate: creates a sequence with blocks for `token_count` tokens. It shares the longest published prefix that
-        `digests` name; only the blocks after that prefix are granted. Where not all of this is possible, nothing is done.
-        Idempotent by `request_id`.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Grow(self, request, context):
-        """Grow: grants blocks to a live sequence until it can hold `token_count` tokens. If the block of its next token is
-        shared, the answer replaces that block and carries the copy to run before writing. Where not all of this is
-        possible, nothing is done. Idempotent by `request_id`.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Fork(self, request, context):
-        """Fork: creates a sequence that shares every computed block of its parent, the half-filled last one included. A fork
-        never needs space. Idempotent by `request_id`.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Commit(self, request, context):
-        """Commit: tells the allocator that the first `token_count` tokens have been computed. It publishes the blocks that
-        became full under their digests; they can be hit from now on. Idempotent by `request_id`.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Free(self, request, context):
-        """Free: drops a sequence. Published blocks that no other sequence holds stay cached until they are evicted.
-        Idempotent by `request_id`.
+    def Apply(self, request, context):
+        """Apply: applies one step to the pool of a unary session, and renews its lease. Idempotent by the step's number: the
+        reply to the last step is kept until the next one is applied. An owner whose call had no answer repeats the step as
+        it was, and sends no other before. What a step publishes can be hit and watched at once. A step without number and
+        operations renews the lease and does nothing else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -257,35 +193,10 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_v1_dot_allocator__pb2.OpenSessionRequest.FromString,
                     response_serializer=quire_dot_v1_dot_allocator__pb2.OpenSessionResponse.SerializeToString,
             ),
-            'KeepAlive': grpc.unary_unary_rpc_method_handler(
-                    servicer.KeepAlive,
-                    request_deserializer=quire_dot_v1_dot_allocator__pb2.KeepAliveRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_allocator__pb2.KeepAliveResponse.SerializeToString,
-            ),
-            'Allocate': grpc.unary_unary_rpc_method_handler(
-                    servicer.Allocate,
-                    request_deserializer=quire_dot_v1_dot_allocator__pb2.AllocateRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_allocator__pb2.AllocateResponse.SerializeToString,
-            ),
-            'Grow': grpc.unary_unary_rpc_method_handler(
-                    servicer.Grow,
-                    request_deserializer=quire_dot_v1_dot_allocator__pb2.GrowRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_allocator__pb2.GrowResponse.SerializeToString,
-            ),
-            'Fork': grpc.unary_unary_rpc_method_handler(
-                    servicer.Fork,
-                    request_deserializer=quire_dot_v1_dot_allocator__pb2.ForkRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_allocator__pb2.ForkResponse.SerializeToString,
-            ),
-            'Commit': grpc.unary_unary_rpc_method_handler(
-                    servicer.Commit,
-                    request_deserializer=quire_dot_v1_dot_allocator__pb2.CommitRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_allocator__pb2.CommitResponse.SerializeToString,
-            ),
-            'Free': grpc.unary_unary_rpc_method_handler(
-                    servicer.Free,
-                    request_deserializer=quire_dot_v1_dot_allocator__pb2.FreeRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_allocator__pb2.FreeResponse.SerializeToString,
+            'Apply': grpc.unary_unary_rpc_method_handler(
+                    servicer.Apply,
+                    request_deserializer=quire_dot_v1_dot_allocator__pb2.Step.FromString,
+                    response_serializer=quire_dot_v1_dot_allocator__pb2.StepReply.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -390,7 +301,7 @@ class AllocatorService:
             _registered_method=True)
 
     @staticmethod
-    def KeepAlive(request,
+    def Apply(request,
             target,
             options=(),
             channel_credentials=None,
@@ -403,144 +314,9 @@ class AllocatorService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/quire.v1.AllocatorService/KeepAlive',
-            quire_dot_v1_dot_allocator__pb2.KeepAliveRequest.SerializeToString,
-            quire_dot_v1_dot_allocator__pb2.KeepAliveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Allocate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.AllocatorService/Allocate',
-            quire_dot_v1_dot_allocator__pb2.AllocateRequest.SerializeToString,
-            quire_dot_v1_dot_allocator__pb2.AllocateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Grow(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.AllocatorService/Grow',
-            quire_dot_v1_dot_allocator__pb2.GrowRequest.SerializeToString,
-            quire_dot_v1_dot_allocator__pb2.GrowResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Fork(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.AllocatorService/Fork',
-            quire_dot_v1_dot_allocator__pb2.ForkRequest.SerializeToString,
-            quire_dot_v1_dot_allocator__pb2.ForkResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Commit(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.AllocatorService/Commit',
-            quire_dot_v1_dot_allocator__pb2.CommitRequest.SerializeToString,
-            quire_dot_v1_dot_allocator__pb2.CommitResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Free(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.AllocatorService/Free',
-            quire_dot_v1_dot_allocator__pb2.FreeRequest.SerializeToString,
-            quire_dot_v1_dot_allocator__pb2.FreeResponse.FromString,
+            '/quire.v1.AllocatorService/Apply',
+            quire_dot_v1_dot_allocator__pb2.Step.SerializeToString,
+            quire_dot_v1_dot_allocator__pb2.StepReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,32 +59,14 @@ class AllocatorServiceStub:
     """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]
     """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
-    its operations are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while
-    another owner's lease lives.
+    its steps are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while another
+    owner's lease lives.
     """
-    KeepAlive: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]
-    """KeepAlive: renews the lease, as every unary call does, and says how long it lasts. Idempotent."""
-    Allocate: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.AllocateRequest, _allocator_pb2.AllocateResponse]
-    """Allocate: creates a sequence with blocks for `token_count` tokens. It shares the longest published prefix that
-    `digests` name; only the blocks after that prefix are granted. Where not all of this is possible, nothing is done.
-    Idempotent by `request_id`.
-    """
-    Grow: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GrowRequest, _allocator_pb2.GrowResponse]
-    """Grow: grants blocks to a live sequence until it can hold `token_count` tokens. If the block of its next token is
-    shared, the answer replaces that block and carries the copy to run before writing. Where not all of this is
-    possible, nothing is done. Idempotent by `request_id`.
-    """
-    Fork: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ForkRequest, _allocator_pb2.ForkResponse]
-    """Fork: creates a sequence that shares every computed block of its parent, the half-filled last one included. A fork
-    never needs space. Idempotent by `request_id`.
-    """
-    Commit: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CommitRequest, _allocator_pb2.CommitResponse]
-    """Commit: tells the allocator that the first `token_count` tokens have been computed. It publishes the blocks that
-    became full under their digests; they can be hit from now on. Idempotent by `request_id`.
-    """
-    Free: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.FreeRequest, _allocator_pb2.FreeResponse]
-    """Free: drops a sequence. Published blocks that no other sequence holds stay cached until they are evicted.
-    Idempotent by `request_id`.
+    Apply: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.Step, _allocator_pb2.StepReply]
+    """Apply: applies one step to the pool of a unary session, and renews its lease. Idempotent by the step's number: the
+    reply to the last step is kept until the next one is applied. An owner whose call had no answer repeats the step as
+    it was, and sends no other before. What a step publishes can be hit and watched at once. A step without number and
+    operations renews the lease and does nothing else.
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]
     """CloseSession: gives the pool back; the allocator drops its tables and its prefix index. Idempotent: closing an
@@ -130,32 +112,14 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
-    its operations are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while
-    another owner's lease lives.
+    its steps are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while another
+    owner's lease lives.
     """
-    KeepAlive: _aio.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]  # type: ignore[assignment]
-    """KeepAlive: renews the lease, as every unary call does, and says how long it lasts. Idempotent."""
-    Allocate: _aio.UnaryUnaryMultiCallable[_allocator_pb2.AllocateRequest, _allocator_pb2.AllocateResponse]  # type: ignore[assignment]
-    """Allocate: creates a sequence with blocks for `token_count` tokens. It shares the longest published prefix that
-    `digests` name; only the blocks after that prefix are granted. Where not all of this is possible, nothing is done.
-    Idempotent by `request_id`.
-    """
-    Grow: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GrowRequest, _allocator_pb2.GrowResponse]  # type: ignore[assignment]
-    """Grow: grants blocks to a live sequence until it can hold `token_count` tokens. If the block of its next token is
-    shared, the answer replaces that block and carries the copy to run before writing. Where not all of this is
-    possible, nothing is done. Idempotent by `request_id`.
-    """
-    Fork: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ForkRequest, _allocator_pb2.ForkResponse]  # type: ignore[assignment]
-    """Fork: creates a sequence that shares every computed block of its parent, the half-filled last one included. A fork
-    never needs space. Idempotent by `request_id`.
-    """
-    Commit: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CommitRequest, _allocator_pb2.CommitResponse]  # type: ignore[assignment]
-    """Commit: tells the allocator that the first `token_count` tokens have been computed. It publishes the blocks that
-    became full under their digests; they can be hit from now on. Idempotent by `request_id`.
-    """
-    Free: _aio.UnaryUnaryMultiCallable[_allocator_pb2.FreeRequest, _allocator_pb2.FreeResponse]  # type: ignore[assignment]
-    """Free: drops a sequence. Published blocks that no other sequence holds stay cached until they are evicted.
-    Idempotent by `request_id`.
+    Apply: _aio.UnaryUnaryMultiCallable[_allocator_pb2.Step, _allocator_pb2.StepReply]  # type: ignore[assignment]
+    """Apply: applies one step to the pool of a unary session, and renews its lease. Idempotent by the step's number: the
+    reply to the last step is kept until the next one is applied. An owner whose call had no answer repeats the step as
+    it was, and sends no other before. What a step publishes can be hit and watched at once. A step without number and
+    operations renews the lease and does nothing else.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """CloseSession: gives the pool back; the allocator drops its tables and its prefix index. Idempotent: closing an
@@ -210,68 +174,20 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.OpenSessionResponse, _abc.Awaitable[_allocator_pb2.OpenSessionResponse]]:
         """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
-        its operations are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while
-        another owner's lease lives.
+        its steps are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while another
+        owner's lease lives.
         """
 
     @_abc_1.abstractmethod
-    def KeepAlive(
+    def Apply(
         self,
-        request: _allocator_pb2.KeepAliveRequest,
+        request: _allocator_pb2.Step,
         context: _ServicerContext,
-    ) -> _typing.Union[_allocator_pb2.KeepAliveResponse, _abc.Awaitable[_allocator_pb2.KeepAliveResponse]]:
-        """KeepAlive: renews the lease, as every unary call does, and says how long it lasts. Idempotent."""
-
-    @_abc_1.abstractmethod
-    def Allocate(
-        self,
-        request: _allocator_pb2.AllocateRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_allocator_pb2.AllocateResponse, _abc.Awaitable[_allocator_pb2.AllocateResponse]]:
-        """Allocate: creates a sequence with blocks for `token_count` tokens. It shares the longest published prefix that
-        `digests` name; only the blocks after that prefix are granted. Where not all of this is possible, nothing is done.
-        Idempotent by `request_id`.
-        """
-
-    @_abc_1.abstractmethod
-    def Grow(
-        self,
-        request: _allocator_pb2.GrowRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_allocator_pb2.GrowResponse, _abc.Awaitable[_allocator_pb2.GrowResponse]]:
-        """Grow: grants blocks to a live sequence until it can hold `token_count` tokens. If the block of its next token is
-        shared, the answer replaces that block and carries the copy to run before writing. Where not all of this is
-        possible, nothing is done. Idempotent by `request_id`.
-        """
-
-    @_abc_1.abstractmethod
-    def Fork(
-        self,
-        request: _allocator_pb2.ForkRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_allocator_pb2.ForkResponse, _abc.Awaitable[_allocator_pb2.ForkResponse]]:
-        """Fork: creates a sequence that shares every computed block of its parent, the half-filled last one included. A fork
-        never needs space. Idempotent by `request_id`.
-        """
-
-    @_abc_1.abstractmethod
-    def Commit(
-        self,
-        request: _allocator_pb2.CommitRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_allocator_pb2.CommitResponse, _abc.Awaitable[_allocator_pb2.CommitResponse]]:
-        """Commit: tells the allocator that the first `token_count` tokens have been computed. It publishes the blocks that
-        became full under their digests; they can be hit from now on. Idempotent by `request_id`.
-        """
-
-    @_abc_1.abstractmethod
-    def Free(
-        self,
-        request: _allocator_pb2.FreeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_allocator_pb2.FreeResponse, _abc.Awaitable[_allocator_pb2.FreeResponse]]:
-        """Free: drops a sequence. Published blocks that no other sequence holds stay cached until they are evicted.
-        Idempotent by `request_id`.
+    ) -> _typing.Union[_allocator_pb2.StepReply, _abc.Awaitable[_allocator_pb2.StepReply]]:
+        """Apply: applies one step to the pool of a unary session, and renews its lease. Idempotent by the step's number: the
+        reply to the last step is kept until the next one is applied. An owner whose call had no answer repeats the step as
+        it was, and sends no other before. What a step publishes can be hit and watched at once. A step without number and
+        operations renews the lease and does nothing else.
         """
 
     @_abc_1.abstractmethod

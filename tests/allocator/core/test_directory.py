@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_allocator.core.ownership.directory import OWNED_RETRY_S_MAX, OWNED_RETRY_S_MIN, Directory, Ownership
-from quire_allocator.core.ownership.replay import ANSWER_BYTES_KEPT_MAX, ANSWERS_KEPT_MAX, AnswerLog, StepLog
+from quire_allocator.core.ownership.replay import StepLog
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 
@@ -313,23 +313,6 @@ def test_a_step_log_replays_exactly_the_last_unacknowledged_steps_of_its_window(
         else:
             with refused("STEP_GAP"):
                 log.replay(number, "anything")
-
-
-def test_an_answer_log_repeats_answers_refuses_other_content_and_forgets_the_oldest() -> None:
-    log = AnswerLog()
-    log.record("first", b"request", "answer", size=6)
-    assert log.replay("first", b"request") == "answer"
-    assert log.replay("second", b"request") is None
-    with refused("STEP_MISMATCH"):
-        log.replay("first", b"other")
-    for number in range(ANSWERS_KEPT_MAX):
-        log.record(str(number), b"request", number, size=1)
-    assert log.replay("first", b"other") is None
-    assert log.replay("0", b"request") == 0
-    assert log.kept_bytes == ANSWERS_KEPT_MAX
-    log.record("large", b"request", "large", size=ANSWER_BYTES_KEPT_MAX - 1)
-    assert (log.replay("1022", b"request"), log.replay("1023", b"request")) == (None, 1023)
-    assert log.kept_bytes == ANSWER_BYTES_KEPT_MAX
 
 
 # -- everything together -----------------------------------------------------------------------------------------------

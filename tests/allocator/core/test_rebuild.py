@@ -24,8 +24,8 @@ from quire_allocator.core.rebuild.rebuild import Rebuild
 from quire_allocator.core.rebuild.report import Report, ReportedSequence, ReportedStretch
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
-from quire_allocator.session.machine import pool_digest
 from quire_allocator.session.staged_report import StagedReport
+from quire_allocator.session.steps import pool_digest
 from quire_allocator.wire import step_apply, step_checks, translate
 
 from tests.allocator.core.pools import grow, stops_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import struct
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +16,17 @@ from grpc import aio
 from quire._serving.calls import CallInterceptor
 from quire.errors import Reason, code_of, from_rpc_error
 from quire.protocol.limits import MESSAGE_BYTES_MAX
+from quire.protocol.outcomes import StepOutcome, read_reply
+from quire.protocol.steps import StepBuilder
 from quire.session.call_status import Ending
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.ownership.directory import BLOCKS_OF_CALLER_MAX, Directory
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService, add_to_server
+
+from tests.allocator.service.one_by_one import OneByOne
 
 MESSAGE_OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -118,26 +122,48 @@ def refused(reason: Reason, message: str = "") -> Iterator[pytest.ExceptionInfo[
     assert (error.reason, error.code) == (reason, code_of(reason)), error
 
 
-class UnaryOwner:
-    """A unary session; request ids are made up unless given."""
+class UnaryOwner(OneByOne):
+    """A unary session; remembers its session and numbers its steps. It checks no ids: the allocator has to."""
 
-    def __init__(self, allocator: RunningAllocator, session_id: bytes) -> None:
+    def __init__(self, allocator: RunningAllocator, session_id: bytes, group_count: int = 1) -> None:
+        super().__init__(self)
         self._stub = allocator.stub
-        self._ids = itertools.count(1)
+        self._group_count = group_count
         self.session_id = session_id
+        self.next_step = 1
 
     @classmethod
     async def open(cls, allocator: RunningAllocator, pool: str = "a", **shape: int) -> UnaryOwner:
         """Takes a pool."""
         request = pb.OpenSessionRequest(version=2, request_id=f"open {pool}", pool=pool, spec=spec(**shape))
-        return cls(allocator, (await allocator.stub.OpenSession(request)).session_id)
+        opened = await allocator.stub.OpenSession(request)
+        return cls(allocator, opened.session_id, len(request.spec.groups))
 
-    async def call(self, method: str, **fields: Any) -> Any:
-        """Calls a method of this session."""
-        request_type = getattr(pb, f"{method}Request")
-        if "request_id" in request_type.DESCRIPTOR.fields_by_name:
-            fields.setdefault("request_id", f"request {next(self._ids)}")
-        return await getattr(self._stub, method)(request_type(session_id=self.session_id, **fields))
+    def message(self, number: int | None = None, **phases: Any) -> pb.Step:
+        """A step as a message, by default the next one."""
+        number = self.next_step if number is None else number
+        return pb.Step(session_id=self.session_id, number=number, **phases)
+
+    async def step(self, operations: StepBuilder) -> StepOutcome:
+        """The next step."""
+        step = packed.Step.FromString(self.message().SerializeToString())
+        operations.fill(step)
+        reply = await self.apply(pb.Step.FromString(step.SerializeToString()))
+        return read_reply(step, packed.StepReply.FromString(reply.SerializeToString()), self._group_count)
+
+    async def apply(self, step: pb.Step) -> pb.StepReply:
+        """Any step."""
+        reply = await self._stub.Apply(step)
+        self.next_step = max(self.next_step, reply.number + 1)
+        return reply
+
+    async def renew(self) -> pb.StepReply:
+        """A step without number and operations."""
+        return await self._stub.Apply(pb.Step(session_id=self.session_id))
+
+    async def close(self) -> None:
+        """Gives the pool back."""
+        await self._stub.CloseSession(pb.CloseSessionRequest(session_id=self.session_id))
 
 
 class StreamOwner:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +12,6 @@ from quire.protocol.limits import MESSAGE_BYTES_MAX
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
-from quire_allocator.core.ownership import replay
 from quire_allocator.core.readers import invariants, usage
 from quire_allocator.wire import reply_size, step_apply, step_checks
 
@@ -47,14 +45,14 @@ async def test_a_unary_answer_too_large_to_send_is_refused_before_anything_is_do
     async with running_allocator(check_invariants=False) as allocator:
         owner = await UnaryOwner.open(allocator, block_count=EVERY_BLOCK, block_size=1)
         with refused(Reason.TOO_LARGE):
-            await owner.call("Allocate", sequence_id=1, token_count=EVERY_BLOCK)
-        await owner.call("Allocate", sequence_id=1, token_count=400_000)
+            await owner.allocate(sequence_id=1, token_count=EVERY_BLOCK)
+        await owner.allocate(sequence_id=1, token_count=400_000)
         with refused(Reason.TOO_LARGE):
-            await owner.call("Grow", sequence_id=1, token_count=EVERY_BLOCK)
+            await owner.grow(sequence_id=1, token_count=EVERY_BLOCK)
         sequence = allocator.service.directory.pool("a").pool.sequences[1]
         assert sequence.token_count == 400_000
-        assert (await owner.call("Allocate", sequence_id=2, token_count=EVERY_BLOCK + 1)).result == pb.RESULT_TOO_LONG
-        await owner.call("CloseSession")
+        assert (await owner.allocate(sequence_id=2, token_count=EVERY_BLOCK + 1)).result == pb.RESULT_TOO_LONG
+        await owner.close()
 
 
 async def test_a_step_whose_reply_would_be_too_large_is_refused_whole() -> None:
@@ -114,33 +112,6 @@ def test_a_reply_is_never_larger_than_foreseen(groups: int) -> None:
         invariants.check(pool)
 
 
-# -- the log of answers ------------------------------------------------------------------------------------------------
-
-
-async def test_a_prompt_is_not_kept_for_its_repetition(allocator: RunningAllocator) -> None:
-    owner = await UnaryOwner.open(allocator)
-    request = {"request_id": "r", "sequence_id": 1, "token_count": 8, "digests": d("a") * 10_000}
-    first = await owner.call("Allocate", **request)
-    assert await owner.call("Allocate", **request) == first
-    with refused(Reason.STEP_MISMATCH):
-        await owner.call("Allocate", **{**request, "token_count": 9})
-    assert allocator.service.directory.pool("a").answers.kept_bytes == first.ByteSize()
-
-
-async def test_large_answers_are_forgotten_before_small_ones_would_be(
-    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner = await UnaryOwner.open(allocator, block_count=64)
-    monkeypatch.setattr(replay, "ANSWER_BYTES_KEPT_MAX", 250)  # an answer of 16 blocks has some 70 bytes
-    calls = [
-        functools.partial(owner.call, "Allocate", request_id=str(i), sequence_id=i, token_count=64) for i in range(1, 5)
-    ]
-    first, *others = [await call() for call in calls]
-    assert [await call() for call in calls[1:]] == others
-    assert first.result == pb.RESULT_OK
-    assert (await calls[0]()).result == pb.RESULT_EXISTS
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -182,11 +153,10 @@ async def test_a_large_pool_is_read_in_answers_that_fit() -> None:
     block_count = limits.BLOCKS_MAX
     async with running_allocator(check_invariants=False) as allocator:
         owner = await UnaryOwner.open(allocator, block_count=block_count, block_size=1)
-        await owner.call("Allocate", sequence_id=4, token_count=5)
+        await owner.allocate(sequence_id=4, token_count=5)
         for token_count in (400_000, 800_000, EVERY_BLOCK):
-            method = "Allocate" if token_count == 400_000 else "Grow"
-            await owner.call(method, sequence_id=5, token_count=token_count)
-        await owner.call("Allocate", sequence_id=9, token_count=7)
+            await owner.grow(5, token_count)  # the first of them creates it
+        await owner.allocate(sequence_id=9, token_count=7)
         async with AsyncAllocator(allocator.address) as client:
             seen = await client.get_pool_blocks("a")
         pool = allocator.service.directory.pool("a").pool
@@ -195,7 +165,7 @@ async def test_a_large_pool_is_read_in_answers_that_fit() -> None:
         for sequence in seen.sequences:
             (table,) = pool.tables(pool.sequences[sequence.sequence_id])
             assert sequence.tables == (tuple(table),)
-        await owner.call("CloseSession")
+        await owner.close()
 
 
 async def test_tables_of_several_groups_and_block_states_are_put_together_again(
@@ -203,7 +173,7 @@ async def test_tables_of_several_groups_and_block_states_are_put_together_again(
 ) -> None:
     owner = await UnaryOwner.open(allocator, block_count=300, block_size=1, group_count=2)
     for sequence_id in (1, 2, 7):
-        await owner.call("Allocate", sequence_id=sequence_id, token_count=11 * sequence_id)
+        await owner.allocate(sequence_id=sequence_id, token_count=11 * sequence_id)
     async with AsyncAllocator(allocator.address) as client:
         whole = await client.get_pool_blocks("a")
         for states_max, sequence_bytes_max in ((7, 1 << 19), (1 << 20, 40), (7, 40), (200, 1), (3, 300)):
@@ -219,11 +189,11 @@ async def test_a_sequence_that_goes_while_it_is_read_harms_nobody(
     monkeypatch.setattr(limits, "SEQUENCE_BYTES_PER_ANSWER_MAX", 16)
     owner = await UnaryOwner.open(allocator, block_count=20, block_size=1)
     for sequence_id in (1, 2):
-        await owner.call("Allocate", sequence_id=sequence_id, token_count=9)
+        await owner.allocate(sequence_id=sequence_id, token_count=9)
     request = pb.GetPoolRequest(pool="a", view=pb.POOL_VIEW_BLOCKS, after_sequence_id=0, first_entry=4)
     (first,) = (await allocator.stub.GetPool(request)).sequences
     assert (first.sequence_id, first.first_entry, len(first.tables[0].blocks), first.continues) == (1, 4, 16, True)
-    await owner.call("Free", sequence_id=1)
+    await owner.free(sequence_id=1)
     (second,) = (await allocator.stub.GetPool(request)).sequences
     assert (second.sequence_id, second.first_entry) == (2, 0)
 

@@ -40,7 +40,7 @@ async def opened(
 ) -> UnaryOwner:
     pool = pb.PoolSpec(block_count=block_count, groups=groups, **fields)  # type: ignore[arg-type]
     request = pb.OpenSessionRequest(version=2, request_id="open", pool="a", spec=pool)
-    return UnaryOwner(allocator, (await allocator.stub.OpenSession(request)).session_id)
+    return UnaryOwner(allocator, (await allocator.stub.OpenSession(request)).session_id, len(groups))
 
 
 async def summary(allocator: RunningAllocator) -> pb.PoolSummary:
@@ -49,8 +49,8 @@ async def summary(allocator: RunningAllocator) -> pb.PoolSummary:
 
 async def test_a_hybrid_pool_gives_back_what_fell_out_and_leaves_null_entries(allocator: RunningAllocator) -> None:
     owner = await opened(allocator, FULL, SLIDING, SLIDING)
-    await owner.call("Allocate", sequence_id=1, token_count=112)
-    await owner.call("Commit", sequence_id=1, token_count=112, digests=d("abcdefg"))
+    await owner.allocate(sequence_id=1, token_count=112)
+    await owner.commit(sequence_id=1, token_count=112, digests=d("abcdefg"))
     # 7 blocks of full attention; token 112 reads from 112 - 31 = 81 on: blocks 5 and 6 of each sliding group.
     seen = await allocator.stub.GetPool(pb.GetPoolRequest(pool="a", view=pb.POOL_VIEW_BLOCKS))
     full, *sliding = tables_in(seen.sequences[0].tables)
@@ -63,38 +63,38 @@ async def test_a_hybrid_pool_gives_back_what_fell_out_and_leaves_null_entries(al
 
 async def test_groups_out_of_order_keep_their_own_tables(allocator: RunningAllocator) -> None:
     owner = await opened(allocator, SLIDING, FULL, SLIDING)
-    allocated = await owner.call("Allocate", sequence_id=1, token_count=48)
-    await owner.call("Commit", sequence_id=1, token_count=48, digests=d("abc"))
+    allocated = await owner.allocate(sequence_id=1, token_count=48)
+    await owner.commit(sequence_id=1, token_count=48, digests=d("abc"))
     seen = await allocator.stub.GetPool(pb.GetPoolRequest(pool="a", view=pb.POOL_VIEW_BLOCKS))
     tables = tables_in(seen.sequences[0].tables)
     assert [table.count(NULL) for table in tables] == [1, 0, 1]
-    assert [table[1:] for table in tables] == [table[1:] for table in tables_in(allocated.tables)]
+    assert [table[1:] for table in tables] == [list(table[1:]) for table in allocated.tables]
 
 
 async def test_a_state_hit_is_answered_with_the_copy_of_its_checkpoint(allocator: RunningAllocator) -> None:
     owner = await opened(allocator, FULL, STATE)
-    first = await owner.call("Allocate", sequence_id=1, token_count=32, digests=d("ab"))
-    assert [len(table) for table in tables_in(first.tables)] == [2, 1]
-    await owner.call("Commit", sequence_id=1, token_count=32, digests=d("ab"))
-    hit = await owner.call("Allocate", sequence_id=2, token_count=40, digests=d("ab"))
+    first = await owner.allocate(sequence_id=1, token_count=32, digests=d("ab"))
+    assert [len(table) for table in first.tables] == [2, 1]
+    await owner.commit(sequence_id=1, token_count=32, digests=d("ab"))
+    hit = await owner.allocate(sequence_id=2, token_count=40, digests=d("ab"))
     assert hit.matched_token_count == 32
-    (checkpoint,), (running,) = tables_in(first.tables)[1], tables_in(hit.tables)[1]
-    assert (list(hit.copy_sources), list(hit.copy_destinations)) == ([checkpoint], [running])
+    (checkpoint,), (running,) = first.tables[1], hit.tables[1]
+    assert hit.copies == ((checkpoint, running),)
 
 
 async def test_waste_is_that_of_the_first_group_that_holds_tokens(allocator: RunningAllocator) -> None:
     owner = await opened(allocator, pb.GroupSpec(kind=pb.GROUP_KIND_STATE, block_size=256), FULL)
-    await owner.call("Allocate", sequence_id=1, token_count=20)
-    await owner.call("Commit", sequence_id=1, token_count=20, digests=d("a"))
+    await owner.allocate(sequence_id=1, token_count=20)
+    await owner.commit(sequence_id=1, token_count=20, digests=d("a"))
     assert (await summary(allocator)).unwritten_slot_count == 12
 
 
 async def test_a_state_with_uncommitted_tokens_cannot_be_forked(allocator: RunningAllocator) -> None:
     owner = await opened(allocator, FULL, STATE)
-    await owner.call("Allocate", sequence_id=1, token_count=20)
-    assert (await owner.call("Fork", parent_id=1, child_id=2)).result == pb.RESULT_UNCOMMITTED
-    await owner.call("Commit", sequence_id=1, token_count=20, digests=d("a"))
-    assert (await owner.call("Fork", parent_id=1, child_id=2)).result == pb.RESULT_OK
+    await owner.allocate(sequence_id=1, token_count=20)
+    assert (await owner.fork(parent_id=1, child_id=2)).result == pb.RESULT_UNCOMMITTED
+    await owner.commit(sequence_id=1, token_count=20, digests=d("a"))
+    assert (await owner.fork(parent_id=1, child_id=2)).result == pb.RESULT_OK
 
 
 async def test_a_prompt_whose_prefix_is_being_computed_is_told_and_may_wait(allocator: RunningAllocator) -> None:
@@ -133,17 +133,17 @@ async def test_a_namespace_cannot_hold_more_than_its_quota(allocator: RunningAll
     quotas = [pb.Quota(namespace="small", held_blocks_max=2), pb.Quota(namespace="*", held_blocks_max=4)]
     owner = await opened(allocator, FULL, quotas=quotas)
     small = {"namespace": "small", "token_count": 48}
-    refusal = await owner.call("Allocate", sequence_id=1, **small)
+    refusal = await owner.allocate(sequence_id=1, **small)
     assert (refusal.result, refusal.shortfall) == (pb.RESULT_QUOTA, 1)
-    assert (await owner.call("Allocate", sequence_id=1, namespace="other", token_count=64)).result == pb.RESULT_OK
+    assert (await owner.allocate(sequence_id=1, namespace="other", token_count=64)).result == pb.RESULT_OK
 
 
 async def test_usage_tells_where_the_memory_goes(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator, block_count=16)
-    await owner.call("Allocate", sequence_id=1, token_count=12, namespace="n")
-    await owner.call("Commit", sequence_id=1, token_count=9, digests=d("ab"))
-    await owner.call("Fork", parent_id=1, child_id=2)
-    await owner.call("Allocate", sequence_id=3, token_count=4)
+    await owner.allocate(sequence_id=1, token_count=12, namespace="n")
+    await owner.commit(sequence_id=1, token_count=9, digests=d("ab"))
+    await owner.fork(parent_id=1, child_id=2)
+    await owner.allocate(sequence_id=3, token_count=4)
     seen = await allocator.stub.GetPool(pb.GetPoolRequest(pool="a", view=pb.POOL_VIEW_USAGE))
     # The parent was granted 12 tokens and has 9, the fork's half-filled block has room for 3, the last one for 4.
     assert seen.summary.unwritten_slot_count == 3 + 3 + 4

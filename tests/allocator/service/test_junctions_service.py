@@ -16,6 +16,7 @@ from quire.session import Result
 from quire.v1 import allocator_pb2 as pb
 
 from tests.allocator.service.harness import RunningAllocator, d, refused, running_allocator
+from tests.allocator.service.one_by_one import calls
 
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16)
 SLIDING = GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=64)
@@ -43,7 +44,7 @@ def step_of(*operations: tuple[str, tuple[object, ...], dict[str, object]]) -> S
 
 
 async def test_by_unary_calls_the_second_prompt_is_told_and_the_third_hits(client: AsyncAllocator) -> None:
-    async with client.session("a", PoolSpec(64, (FULL, STATE)), transport="calls") as session:
+    async with calls(client, "a", PoolSpec(64, (FULL, STATE))) as session:
         seen = []
         for number, letters in enumerate(("abcdwx", "abcdyz", "abcduv"), 1):
             done = await session.allocate(number, 96, d(letters))
@@ -62,8 +63,8 @@ async def test_a_router_is_told_of_a_pool_that_serves_nothing_yet_but_its_juncti
     client: AsyncAllocator,
 ) -> None:
     async with (
-        client.session("a", PoolSpec(64, (FULL, STATE)), transport="calls") as bare,
-        client.session("b", PoolSpec(64, (FULL, STATE)), transport="calls") as ready,
+        calls(client, "a", PoolSpec(64, (FULL, STATE))) as bare,
+        calls(client, "b", PoolSpec(64, (FULL, STATE))) as ready,
     ):
         for session in (bare, ready):
             await session.allocate(1, 80)
@@ -112,7 +113,7 @@ async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that
 async def test_a_prompt_whose_passes_will_not_fit_is_refused_before_it_begins(client: AsyncAllocator) -> None:
     for block_count in range(38, 43):
         spec = PoolSpec(block_count, (FULL, SLIDING), chunk_token_count_max=128)
-        async with client.session(f"announced-{block_count}", spec, transport="calls") as session:
+        async with calls(client, f"announced-{block_count}", spec) as session:
             # 32 blocks of full attention, and 13 of a window of 64 with passes of 128: 45.
             assert (await session.allocate(1, 16, prompt_token_count=512)).result is Result.TOO_LONG
 
@@ -122,7 +123,7 @@ async def test_a_pass_that_is_too_long_says_by_how_much_and_a_smaller_one_is_gra
 ) -> None:
     letters = [chr(33 + number) for number in range(32)]
     digests = b"".join(letter.encode().ljust(32, b".") for letter in letters)
-    async with client.session("a", PoolSpec(40, (FULL, SLIDING)), transport="calls") as session:
+    async with calls(client, "a", PoolSpec(40, (FULL, SLIDING))) as session:
         assert (await session.allocate(1, 512)).result is Result.PASS_TOO_LONG
         assert (await session.allocate(1, 16, prompt_token_count=512)).ok
         await session.commit(1, 16, digests[:32])

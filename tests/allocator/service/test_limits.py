@@ -21,7 +21,7 @@ from grpc import StatusCode, aio
 from quire.errors import from_rpc_error, retry_after_s_of
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits, server
-from quire_allocator.core.ownership import directory, replay
+from quire_allocator.core.ownership import directory
 
 from tests.allocator.service import boundary_limit_cases as boundary_cases
 from tests.allocator.service import drop_limit_cases as drop_cases
@@ -29,7 +29,7 @@ from tests.allocator.service import limit_cases as cases
 from tests.allocator.service.harness import RunningAllocator, UnaryOwner, running_allocator
 
 TESTS = Path(__file__).resolve().parents[2]
-MODULES: tuple[ModuleType, ...] = (limits, quire.protocol.limits, directory, replay)
+MODULES: tuple[ModuleType, ...] = (limits, quire.protocol.limits, directory)
 
 
 class Edge(NamedTuple):
@@ -55,7 +55,6 @@ EDGES: list[Edge] = [
     Edge("ANSWER_BYTES_MAX", cases.allocation_with_an_answer_of_bytes, "TOO_LARGE"),
     Edge("OPERATIONS_PER_STEP_MAX", cases.step_of_operations, "TOO_LARGE"),
     Edge("SEQUENCES_MAX", cases.sequences_of_a_stream, "LIMIT"),
-    Edge("SEQUENCES_MAX", cases.sequences_of_a_unary_session, "LIMIT", small=20),
     Edge("SEQUENCES_MAX", cases.reported_sequences, "TOO_LARGE", small=20),
     Edge("LAST_STEP_MAX", cases.reported_last_step),
     Edge("LAST_STEP_MAX", cases.reported_last_sequence_id),
@@ -85,11 +84,9 @@ EDGES: list[Edge] = [
     Edge("MESSAGE_BYTES_MAX", cases.message_of_bytes, None, StatusCode.RESOURCE_EXHAUSTED),
     Edge("PROTOCOL_VERSION", cases.version, "VERSION"),
     Edge("NAMESPACE_BYTES_MAX", cases.namespace_of_a_step),
-    Edge("NAMESPACE_BYTES_MAX", cases.namespace_of_a_unary_session),
     Edge("NAMESPACE_BYTES_MAX", cases.namespace_of_a_match),
     Edge("NAMESPACE_BYTES_MAX", cases.namespace_of_a_quota),
     Edge("NAMESPACE_BYTES_MAX", cases.namespace_of_a_report),
-    Edge("REQUEST_ID_CHARACTERS_MAX", cases.request_id),
     Edge("REQUEST_ID_CHARACTERS_MAX", cases.request_id_of_opening),
     Edge("BLOCKS_OF_CALLER_MAX", cases.blocks_of_all_pools, "LIMIT"),
 ]
@@ -132,8 +129,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "allocator/service/test_answers.py",
         "test_tables_of_several_groups_and_block_states",
     ),
-    "ANSWERS_KEPT_MAX": ("allocator/service/test_request_ids.py", "test_an_answer_is_kept_for_the_last_1024_requests"),
-    "ANSWER_BYTES_KEPT_MAX": ("allocator/core/test_directory.py", "test_an_answer_log_repeats_answers_refuses_other"),
     "OWNED_RETRY_S_MIN": ("allocator/core/test_directory.py", "test_who_waits_for_a_pool_is_told_to_look_again_when"),
     "OWNED_RETRY_S_MAX": ("allocator/core/test_directory.py", "test_who_waits_for_a_pool_is_told_to_look_again_when"),
     "HEARTBEAT_S": (
@@ -187,7 +182,7 @@ async def test_every_limit_is_kept_to_the_number(edge: Edge, monkeypatch: pytest
     async with running_allocator(pools_max=limits.POOLS_MAX, check_invariants=False) as allocator:
         bystander = await UnaryOwner.open(allocator, "bystander") if edge.limit != "POOLS_MAX" else None
         if bystander is not None:
-            await bystander.call("Allocate", sequence_id=1, token_count=6)
+            await bystander.allocate(sequence_id=1, token_count=6)
         before: list[Any] = []
         with pytest.raises(aio.AioRpcError) as caught, cases.remembering(lambda: before.append(seen(allocator))):
             await edge.use(allocator, number + 1)

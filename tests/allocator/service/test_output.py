@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from quire import Allocator, PoolSpec, _certs
 
+from tests.allocator.service.one_by_one import calls
+
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
 WAIT_S = 30.0
 
@@ -82,7 +84,7 @@ def test_an_allocator_whose_output_nobody_takes_serves_on_and_ends_when_told(nam
     with OUTPUTS[name]() as output, serving(tmp_path, stdout=output, stderr=output) as (process, ready):
         with Allocator(ready["address"]) as client:
             for number in range(300):  # two lines each, of some 150 bytes: more than a pipe holds
-                with client.session(f"pool-{number}", SPEC, transport="calls", keep_alive=False) as session:
+                with calls(client, f"pool-{number}", SPEC, keep_alive=False) as session:
                     assert session.allocate(1, 10, timeout_s=WAIT_S).ok
         if name != "unread":
             assert dropped(ready["metrics_address"]) >= 600

@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire import Allocator
 from quire._transport.address import canonical, is_local, split
 from quire.errors import Reason, UsageError, from_rpc_error
+from quire.protocol.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.metrics.collector import METRIC_NAMES
@@ -313,13 +314,12 @@ def test_every_metric_is_exported_and_counts(plain: Running) -> None:
             pb.OpenSessionRequest(version=2, request_id="open", pool="m", spec=spec()), timeout=WAIT_S
         )
         session = opened.session_id
-        stub.Allocate(pb.AllocateRequest(session_id=session, request_id="1", sequence_id=1, token_count=6))
-        stub.Commit(pb.CommitRequest(session_id=session, request_id="2", sequence_id=1, token_count=6, digests=d("a")))
-        stub.Fork(pb.ForkRequest(session_id=session, request_id="3", parent_id=1, child_id=2))
-        stub.Grow(pb.GrowRequest(session_id=session, request_id="4", sequence_id=1, token_count=7))
-        stub.Free(pb.FreeRequest(session_id=session, request_id="5", sequence_id=9))
-        back = {"sequence_id": 3, "token_count": 5, "digests": d("a"), "is_return": True}
-        stub.Allocate(pb.AllocateRequest(session_id=session, request_id="6", **back))
+        steps = [StepBuilder().allocate(1, 6), StepBuilder().commit(1, 6, d("a")).fork(1, 2)]
+        steps += [StepBuilder().grow(1, 7).free(9), StepBuilder().allocate(3, 5, d("a"), is_return=True)]
+        for number, operations in enumerate(steps, 1):
+            step = pb.Step(session_id=session, number=number)
+            operations.fill(step)
+            stub.Apply(step)
         status, body = scrape(plain.metrics_address)
         stub.CloseSession(pb.CloseSessionRequest(session_id=session))
     assert status == 200
@@ -342,7 +342,7 @@ def test_every_metric_is_exported_and_counts(plain: Running) -> None:
     assert [samples["prefix_tokens_total", outcome] for outcome in ("queried", "hit", "returned_hit")] == [6, 0, 4]
     assert samples["operations_total", "OK", "grow"] == 3
     assert samples["operations_total", "NOT_FOUND", "free"] == 1
-    assert samples["rpc_total", "OK", "Fork"] == 1
+    assert samples["rpc_total", "OK", "Apply"] == samples["steps_total",] == 4
 
 
 def test_only_the_metrics_path_is_served(plain: Running) -> None:

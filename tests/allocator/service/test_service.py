@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
 from grpc import aio
 from quire.errors import RETRY_AFTER_S_MAX, Reason, from_rpc_error
+from quire.protocol.steps import StepBuilder
+from quire.session import Result
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 
@@ -15,12 +18,14 @@ from tests.allocator.service.harness import (
     RunningAllocator,
     StreamOwner,
     UnaryOwner,
+    commits,
     d,
     refused,
     running_allocator,
     spec,
     tables_in,
 )
+from tests.allocator.service.one_by_one import Done
 
 
 @pytest.fixture
@@ -62,7 +67,7 @@ async def test_a_silent_session_expires_and_its_pool_can_be_taken(allocator: Run
     assert (await summary(allocator)).lease_remaining_ms == pytest.approx(100, abs=1)
     allocator.pass_time(0.2)
     with refused(Reason.SESSION_UNKNOWN):
-        await owner.call("KeepAlive")
+        await owner.renew()
     with refused(Reason.POOL_UNKNOWN):
         await summary(allocator)
     await UnaryOwner.open(allocator)
@@ -71,22 +76,22 @@ async def test_a_silent_session_expires_and_its_pool_can_be_taken(allocator: Run
 async def test_every_call_of_the_owner_renews_the_lease_and_reading_does_not(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     allocator.pass_time(9)
-    assert (await owner.call("KeepAlive")).lease_ms == 10_000
+    assert await owner.renew() == pb.StepReply(session_id=owner.session_id, free_block_count=8)
     allocator.pass_time(9)
-    await owner.call("Allocate", sequence_id=1, token_count=1)
+    await owner.allocate(sequence_id=1, token_count=1)
     allocator.pass_time(9)
     assert (await summary(allocator)).sequence_count == 1
     allocator.pass_time(1)
     with refused(Reason.SESSION_UNKNOWN):
-        await owner.call("Grow", sequence_id=1, token_count=2)
+        await owner.grow(sequence_id=1, token_count=2)
 
 
 async def test_closing_a_session_drops_its_pool_and_may_be_repeated(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
-    await owner.call("CloseSession")
-    await owner.call("CloseSession")
+    await owner.close()
+    await owner.close()
     with refused(Reason.SESSION_UNKNOWN):
-        await owner.call("Allocate", sequence_id=1, token_count=1)
+        await owner.allocate(sequence_id=1, token_count=1)
     assert list((await allocator.stub.ListPools(pb.ListPoolsRequest())).pools) == []
     again = await UnaryOwner.open(allocator)
     assert again.session_id != owner.session_id
@@ -95,9 +100,9 @@ async def test_closing_a_session_drops_its_pool_and_may_be_repeated(allocator: R
 async def test_a_streams_session_takes_no_unary_call_not_even_closing(allocator: RunningAllocator) -> None:
     stream = await StreamOwner.ready(allocator)
     intruder = UnaryOwner(allocator, stream.session_id)
-    for method, fields in (("Free", {"sequence_id": 1}), ("KeepAlive", {}), ("CloseSession", {})):
+    for call in (partial(intruder.free, 1), intruder.renew, intruder.close):
         with refused(Reason.FENCED):
-            await intruder.call(method, **fields)
+            await call()
     assert (await stream.step()).number == 1
 
 
@@ -115,7 +120,7 @@ async def test_a_draining_allocator_opens_nothing_but_serves_what_is_open(alloca
     allocator.service.drain()
     with refused(Reason.DRAINING):
         await UnaryOwner.open(allocator, "b")
-    assert (await owner.call("Allocate", sequence_id=1, token_count=1)).result == pb.RESULT_OK
+    assert (await owner.allocate(sequence_id=1, token_count=1)).result == pb.RESULT_OK
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -123,76 +128,57 @@ async def test_a_draining_allocator_opens_nothing_but_serves_what_is_open(alloca
 
 async def test_a_sequence_lives_through_all_operations(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator, group_count=2, block_count=12)
-    allocated = await owner.call("Allocate", sequence_id=1, token_count=6, digests=d("a"))
+    allocated = await owner.allocate(sequence_id=1, token_count=6, digests=d("a"))
     assert (allocated.result, allocated.matched_token_count) == (pb.RESULT_OK, 0)
-    assert tables_in(allocated.tables) == [[0, 2], [1, 3]]
-    committed = await owner.call("Commit", sequence_id=1, token_count=6, digests=d("a"))
-    assert committed == pb.CommitResponse()
-    assert await owner.call("Fork", parent_id=1, child_id=2) == pb.ForkResponse()
-    grown = await owner.call("Grow", sequence_id=2, token_count=9)
-    assert tables_in(grown.tables) == [[4, 6], [5, 7]]
-    assert (list(grown.copy_sources), list(grown.copy_destinations)) == ([2, 3], [4, 5])
-    assert await owner.call("Free", sequence_id=1) == pb.FreeResponse()
-    hit = await owner.call("Allocate", sequence_id=3, token_count=5, digests=d("a"))
+    assert allocated.tables == ((0, 2), (1, 3))
+    committed = await owner.commit(sequence_id=1, token_count=6, digests=d("a"))
+    assert (committed.result, committed.swaps) == (pb.RESULT_OK, ())
+    assert (await owner.fork(parent_id=1, child_id=2)).ok
+    grown = await owner.grow(sequence_id=2, token_count=9)
+    assert grown.tables == ((4, 6), (5, 7))
+    assert grown.copies == ((2, 4), (3, 5))
+    assert (await owner.free(sequence_id=1)).ok
+    hit = await owner.allocate(sequence_id=3, token_count=5, digests=d("a"))
     assert hit.matched_token_count == 4
-    twin = await owner.call("Allocate", sequence_id=4, token_count=4, digests=d("a"))
-    assert tables_in(twin.tables) == [[8], [9]]
-    swapped = await owner.call("Commit", sequence_id=4, token_count=4, digests=d("a"))
-    assert list(zip(swapped.swap_groups, swapped.swap_indices, swapped.swap_blocks, strict=True)) == [
-        (0, 0, 0),
-        (1, 0, 1),
-    ]
+    twin = await owner.allocate(sequence_id=4, token_count=4, digests=d("a"))
+    assert twin.tables == ((8,), (9,))
+    swapped = await owner.commit(sequence_id=4, token_count=4, digests=d("a"))
+    assert swapped.swaps == ((4, 0, 0, 0), (4, 1, 0, 1))
 
 
 async def test_what_an_operation_cannot_do_is_a_result_and_no_error(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
-    await owner.call("Allocate", sequence_id=1, token_count=24)
-    calls: list[tuple[str, dict[str, int], int, int]] = [
-        ("Allocate", {"sequence_id": 1, "token_count": 1}, pb.RESULT_EXISTS, 0),
-        ("Allocate", {"sequence_id": 2, "token_count": 33}, pb.RESULT_TOO_LONG, 0),
-        ("Allocate", {"sequence_id": 2, "token_count": 12}, pb.RESULT_NO_SPACE, 1),
-        ("Grow", {"sequence_id": 2, "token_count": 1}, pb.RESULT_NOT_FOUND, 0),
-        ("Grow", {"sequence_id": 1, "token_count": 33}, pb.RESULT_TOO_LONG, 0),
-        ("Commit", {"sequence_id": 2, "token_count": 1}, pb.RESULT_NOT_FOUND, 0),
-        ("Commit", {"sequence_id": 1, "token_count": 25}, pb.RESULT_TOO_LONG, 0),
-        ("Fork", {"parent_id": 2, "child_id": 3}, pb.RESULT_NOT_FOUND, 0),
-        ("Allocate", {"sequence_id": 0, "token_count": 1}, pb.RESULT_ID_TOO_LOW, 0),
-        ("Fork", {"parent_id": 1, "child_id": 1}, pb.RESULT_EXISTS, 0),
-        ("Fork", {"parent_id": 1, "child_id": 0}, pb.RESULT_ID_TOO_LOW, 0),
-        ("Free", {"sequence_id": 2}, pb.RESULT_NOT_FOUND, 0),
+    await owner.allocate(sequence_id=1, token_count=24)
+    steps: list[tuple[StepBuilder, Result]] = [
+        (StepBuilder().allocate(2, 33), Result.TOO_LONG),
+        (StepBuilder().allocate(2, 12), Result.NO_SPACE),
+        (StepBuilder().grow(0, 1), Result.NOT_FOUND),
+        (StepBuilder().grow(1, 33), Result.TOO_LONG),
+        (StepBuilder().commit(2, 1), Result.NOT_FOUND),
+        (StepBuilder().commit(1, 25), Result.TOO_LONG),
+        (StepBuilder().fork(2, 3), Result.NOT_FOUND),
+        (StepBuilder().fork(1, 1), Result.EXISTS),
+        (StepBuilder().fork(1, 0), Result.ID_TOO_LOW),
+        (StepBuilder().free(2), Result.NOT_FOUND),
     ]
     before = await blocks_view(allocator)
-    for method, fields, result, shortfall in calls:
-        answer = await owner.call(method, **fields)
-        assert answer.result == result, method
-        assert getattr(answer, "shortfall", 0) == shortfall, method
-    assert await blocks_view(allocator) == before
-
-
-async def test_the_number_of_live_sequences_is_limited(
-    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "SEQUENCES_MAX", 2)
-    owner = await UnaryOwner.open(allocator)
-    for sequence_id in (1, 2):
-        await owner.call("Allocate", sequence_id=sequence_id, token_count=1)
-    with refused(Reason.LIMIT):
-        await owner.call("Allocate", sequence_id=3, token_count=1)
-    with refused(Reason.LIMIT):
-        await owner.call("Fork", parent_id=1, child_id=3)
-    await owner.call("Free", sequence_id=1)
-    assert (await owner.call("Fork", parent_id=2, child_id=3)).result == pb.RESULT_OK
+    for number, (step, result) in enumerate(steps):
+        done = Done(await owner.step(step))
+        assert done.result is result, number
+        assert result is not Result.NO_SPACE or done.shortfall == 1
+    seen = await blocks_view(allocator)
+    assert (seen.block_states, seen.sequences) == (before.block_states, before.sequences)
 
 
 async def test_a_commit_that_goes_back_is_refused_with_both_numbers(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
-    await owner.call("Allocate", sequence_id=1, token_count=8)
-    await owner.call("Commit", sequence_id=1, token_count=6, digests=d("a"))
+    await owner.allocate(sequence_id=1, token_count=8)
+    await owner.commit(sequence_id=1, token_count=6, digests=d("a"))
     with refused(Reason.MALFORMED, "commit of sequence 1: token_count 3 is below the 6 committed before"):
-        await owner.call("Commit", sequence_id=1, token_count=3)
+        await owner.commit(sequence_id=1, token_count=3)
     with refused(Reason.MALFORMED, "commit of sequence 1: 0 digests for 1 full blocks"):
-        await owner.call("Commit", sequence_id=1, token_count=8)
-    assert (await owner.call("Commit", sequence_id=1, token_count=9)).result == pb.RESULT_TOO_LONG
+        await owner.commit(sequence_id=1, token_count=8)
+    assert (await owner.commit(sequence_id=1, token_count=9)).result == pb.RESULT_TOO_LONG
 
 
 async def test_a_refused_call_renews_no_lease(allocator: RunningAllocator) -> None:
@@ -200,26 +186,26 @@ async def test_a_refused_call_renews_no_lease(allocator: RunningAllocator) -> No
     lease_end = allocator.service.directory.pool("a").lease_end
     allocator.clock.now += 5.0
     with refused(Reason.MALFORMED):
-        await owner.call("Allocate", sequence_id=1, token_count=1, digests=b"short")
-    with refused(Reason.MALFORMED):
-        await owner.call("Allocate", sequence_id=1, token_count=1, request_id="r" * 100)
+        await owner.apply(owner.message(grows=pb.GrowPhase(digests=b"short")))
+    with refused(Reason.STEP_GAP):
+        await owner.apply(owner.message(7))
     assert allocator.service.directory.pool("a").lease_end == lease_end
-    await owner.call("Allocate", sequence_id=1, token_count=1)
+    await owner.allocate(sequence_id=1, token_count=1)
     assert allocator.service.directory.pool("a").lease_end == lease_end + 5.0
 
 
 async def test_a_defect_quarantines_the_one_pool_and_spares_the_others(allocator: RunningAllocator) -> None:
     broken, sound = await UnaryOwner.open(allocator, "a"), await UnaryOwner.open(allocator, "b")
-    await broken.call("Allocate", sequence_id=1, token_count=6)
+    await broken.allocate(sequence_id=1, token_count=6)
     allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # the defect
     with refused(Reason.POOL_QUARANTINED):
-        await broken.call("Grow", sequence_id=1, token_count=7)
+        await broken.grow(sequence_id=1, token_count=7)
     assert "a" not in allocator.service.counters._pools, "its counters go with it"
     with refused(Reason.SESSION_UNKNOWN):
-        await broken.call("Grow", sequence_id=1, token_count=7)
-    assert (await sound.call("Allocate", sequence_id=1, token_count=6)).result == pb.RESULT_OK
+        await broken.grow(sequence_id=1, token_count=7)
+    assert (await sound.allocate(sequence_id=1, token_count=6)).result == pb.RESULT_OK
     again = await UnaryOwner.open(allocator, "a")
-    assert (await again.call("Allocate", sequence_id=1, token_count=6)).result == pb.RESULT_OK
+    assert (await again.allocate(sequence_id=1, token_count=6)).result == pb.RESULT_OK
 
 
 async def test_a_pool_that_breaks_a_third_time_is_opened_again_only_ten_minutes_later(
@@ -229,7 +215,7 @@ async def test_a_pool_that_breaks_a_third_time_is_opened_again_only_ten_minutes_
         broken = await UnaryOwner.open(allocator, "a")
         allocator.service.directory.pool("a").pool.blocks.cached_count += 1
         with refused(Reason.POOL_QUARANTINED):
-            await broken.call("Allocate", sequence_id=1, token_count=6)
+            await broken.allocate(sequence_id=1, token_count=6)
     with pytest.raises(aio.AioRpcError) as caught:
         await UnaryOwner.open(allocator, "a")
     error = from_rpc_error(caught.value)
@@ -242,34 +228,46 @@ async def test_a_pool_that_breaks_a_third_time_is_opened_again_only_ten_minutes_
 
 # -- malformed input ---------------------------------------------------------------------------------------------------
 
-MALFORMED: list[tuple[str, dict[str, Any]]] = [
-    ("Allocate", {"sequence_id": 2}),
-    ("Allocate", {"sequence_id": 2, "token_count": 1, "digests": b"x" * 33}),
-    ("Allocate", {"sequence_id": 2, "token_count": 1, "namespace": "n" * 129}),
-    ("Allocate", {"sequence_id": 2, "token_count": 1, "namespace": "é" * 65}),
-    ("Allocate", {"sequence_id": 2, "token_count": 1, "request_id": ""}),
-    ("Allocate", {"sequence_id": 2, "token_count": 1, "request_id": "r" * 65}),
-    ("Grow", {"sequence_id": 1}),
-    ("Commit", {"sequence_id": 1, "token_count": 6, "digests": b"x" * 31}),
-    ("Commit", {"sequence_id": 1, "token_count": 8}),
-    ("Commit", {"sequence_id": 1, "token_count": 7, "digests": d("a")}),
-    ("Commit", {"sequence_id": 1, "token_count": 3}),
-    ("Free", {"sequence_id": 1, "request_id": ""}),
-    ("Fork", {"parent_id": 1, "child_id": 2, "request_id": "r" * 65}),
+
+def one_grow(sequence_id: int = 2, token_count: int = 1, **columns: Any) -> dict[str, Any]:
+    sequences, token_counts = [sequence_id], [token_count]
+    return {"grows": pb.GrowPhase(sequences=sequences, token_counts=token_counts, **columns)}
+
+
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    (one_grow(token_count=0), "grows.token_counts"),
+    (one_grow(digest_counts=[1], digests=b"x" * 33), "digests"),
+    (one_grow(digest_counts=[2], digests=b"x" * 32), "grows.digest_counts"),
+    (one_grow(namespaces=["n" * 129]), "namespace"),
+    (one_grow(namespaces=["é" * 65]), "namespace"),
+    (one_grow(namespaces=["n"], namespace_indices=[1]), "grows.namespace_indices"),
+    (one_grow(priorities=b"123"), "grows.priorities"),
+    (one_grow(priorities=[1, 2]), "grows.priorities"),
+    ({"grows": pb.GrowPhase(sequences=[2])}, "grows.token_counts"),
+    ({"commits": commits((1, 6, b"x" * 31))}, "digests"),
+    ({"commits": commits((1, 8, b""))}, "commits.digest_counts"),
+    ({"commits": commits((1, 7, d("a")))}, "commits.digest_counts"),
+    ({"commits": commits((1, 3, b""))}, "commits.token_counts"),
+    ({"commits": commits((1, 5, b""), (1, 6, b""))}, "commits.sequences"),
+    ({"forks": pb.ForkPhase(parents=[1])}, "forks.children"),
+    ({"ack": 3}, "ack"),
+    ({"number": 0, "frees": pb.FreePhase(sequences=[1])}, "number"),
 ]
 
 
-@pytest.mark.parametrize(("method", "fields"), MALFORMED, ids=range(len(MALFORMED)))
-async def test_a_malformed_operation_changes_nothing(
-    allocator: RunningAllocator, method: str, fields: dict[str, Any]
+@pytest.mark.parametrize(("fields", "field"), MALFORMED, ids=range(len(MALFORMED)))
+async def test_a_malformed_step_changes_nothing_and_its_number_may_be_used_again(
+    allocator: RunningAllocator, fields: dict[str, Any], field: str
 ) -> None:
     owner = await UnaryOwner.open(allocator)
-    await owner.call("Allocate", sequence_id=1, token_count=8)
-    await owner.call("Commit", sequence_id=1, token_count=4, digests=d("a"))
+    await owner.allocate(sequence_id=1, token_count=8)
+    await owner.commit(sequence_id=1, token_count=4, digests=d("a"))
     before = await blocks_view(allocator)
-    with refused(Reason.MALFORMED):
-        await owner.call(method, **fields)
+    with refused(Reason.MALFORMED) as caught:
+        await owner.apply(owner.message(**fields))
+    assert from_rpc_error(caught.value).field == field
     assert await blocks_view(allocator) == before
+    assert (await owner.commit(sequence_id=1, token_count=8, digests=d("ab")[32:])).ok
 
 
 @pytest.mark.parametrize("name", ["", "a b", "ä", "x" * 129, "a\n"])
@@ -294,12 +292,12 @@ async def test_a_repeated_opening_with_another_specification_is_refused(allocato
 async def test_pools_are_listed_by_name_with_counts_that_add_up(allocator: RunningAllocator) -> None:
     stream = await StreamOwner.ready(allocator, "b")
     owner = await UnaryOwner.open(allocator, "a")
-    await owner.call("Allocate", sequence_id=1, token_count=8)
-    await owner.call("Commit", sequence_id=1, token_count=8, digests=d("ab"))
-    await owner.call("Free", sequence_id=1)
-    await owner.call("Allocate", sequence_id=2, token_count=6, digests=d("a"))
-    await owner.call("Commit", sequence_id=2, token_count=6)
-    await owner.call("Fork", parent_id=2, child_id=3)
+    await owner.allocate(sequence_id=1, token_count=8)
+    await owner.commit(sequence_id=1, token_count=8, digests=d("ab"))
+    await owner.free(sequence_id=1)
+    await owner.allocate(sequence_id=2, token_count=6, digests=d("a"))
+    await owner.commit(sequence_id=2, token_count=6)
+    await owner.fork(parent_id=2, child_id=3)
     first, second = (await allocator.stub.ListPools(pb.ListPoolsRequest())).pools
     assert [first.pool, second.pool] == ["a", "b"]
     assert [first.session_kind, second.session_kind] == [pb.SESSION_KIND_UNARY, pb.SESSION_KIND_STREAM]
@@ -315,9 +313,9 @@ async def test_the_blocks_view_shows_states_and_sequences_and_the_summary_alone_
     allocator: RunningAllocator,
 ) -> None:
     owner = await UnaryOwner.open(allocator)
-    await owner.call("Allocate", sequence_id=3, token_count=6, namespace="blue")
-    await owner.call("Commit", sequence_id=3, token_count=5, digests=d("a"))
-    await owner.call("Fork", parent_id=3, child_id=7)
+    await owner.allocate(sequence_id=3, token_count=6, namespace="blue")
+    await owner.commit(sequence_id=3, token_count=5, digests=d("a"))
+    await owner.fork(parent_id=3, child_id=7)
     seen = await blocks_view(allocator)
     assert seen.block_states == bytes([3, 3, 0, 0, 0, 0, 0, 0])
     assert not seen.truncated
@@ -335,7 +333,7 @@ async def test_many_sequences_are_read_page_by_page(
     monkeypatch.setattr(limits, "SEQUENCE_BYTES_PER_ANSWER_MAX", 30)
     owner = await UnaryOwner.open(allocator)
     for sequence_id in range(1, 9):
-        await owner.call("Allocate", sequence_id=sequence_id, token_count=1)
+        await owner.allocate(sequence_id=sequence_id, token_count=1)
     read: list[int] = []
     pages = 0
     while True:
@@ -351,8 +349,8 @@ async def test_many_sequences_are_read_page_by_page(
 async def test_a_prefix_is_matched_over_all_pools_longest_first(allocator: RunningAllocator) -> None:
     for pool, letters in (("a", "ab"), ("b", "abc"), ("c", "ab"), ("d", "x")):
         owner = await UnaryOwner.open(allocator, pool)
-        await owner.call("Allocate", sequence_id=1, token_count=4 * len(letters))
-        await owner.call("Commit", sequence_id=1, token_count=4 * len(letters), digests=d(letters))
+        await owner.allocate(sequence_id=1, token_count=4 * len(letters))
+        await owner.commit(sequence_id=1, token_count=4 * len(letters), digests=d(letters))
     found = (await allocator.stub.MatchPrefix(pb.MatchPrefixRequest(digests=d("abcd")))).matches
     assert [(match.pool, match.matched_token_count) for match in found] == [("b", 12), ("a", 8), ("c", 8)]
     other = pb.MatchPrefixRequest(digests=d("abcd"), namespace="blue")
@@ -363,10 +361,10 @@ async def test_a_prefix_is_matched_over_all_pools_longest_first(allocator: Runni
 
 async def test_calls_are_counted_by_method_and_code(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
-    await owner.call("Allocate", sequence_id=1, token_count=1)
+    await owner.allocate(sequence_id=1, token_count=1)
     with refused(Reason.MALFORMED):
-        await owner.call("Allocate", sequence_id=2)
+        await owner.allocate(sequence_id=2, token_count=0)
     rpcs = allocator.service.counters.rpcs
-    assert rpcs["Allocate", "OK"] == 1
-    assert rpcs["Allocate", "INVALID_ARGUMENT"] == 1
+    assert rpcs["Apply", "OK"] == 1
+    assert rpcs["Apply", "INVALID_ARGUMENT"] == 1
     assert dict(allocator.service.counters.of("a").operations) == {("grow", pb.RESULT_OK): 1}

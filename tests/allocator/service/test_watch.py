@@ -94,8 +94,8 @@ def keep_two_events(allocator: RunningAllocator, pool: str = "a") -> None:
 
 async def filled(allocator: RunningAllocator, letters: str = "ab") -> UnaryOwner:
     owner = await UnaryOwner.open(allocator)
-    await owner.call("Allocate", sequence_id=1, token_count=4 * len(letters))
-    await owner.call("Commit", sequence_id=1, token_count=4 * len(letters), digests=d(letters))
+    await owner.allocate(sequence_id=1, token_count=4 * len(letters))
+    await owner.commit(sequence_id=1, token_count=4 * len(letters), digests=d(letters))
     return owner
 
 
@@ -111,14 +111,14 @@ async def test_changes_follow_in_order_with_parent_block_size_and_session(alloca
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
-    await owner.call("Grow", sequence_id=1, token_count=12)
-    await owner.call("Commit", sequence_id=1, token_count=12, digests=d("abc")[64:])
+    await owner.grow(sequence_id=1, token_count=12)
+    await owner.commit(sequence_id=1, token_count=12, digests=d("abc")[64:])
     event = await watch.next()
     assert event.session_id == owner.session_id
     assert (event.stored.parent_digest, event.stored.digests) == (d("ab")[32:], d("abc")[64:])
     assert (event.stored.block_size, event.stored.first_position, list(event.groups)) == (4, 2, [0])
-    await owner.call("Free", sequence_id=1)
-    await owner.call("Allocate", sequence_id=2, token_count=24)  # 6 of 8 blocks: the deepest one is evicted
+    await owner.free(sequence_id=1)
+    await owner.allocate(sequence_id=2, token_count=24)  # 6 of 8 blocks: the deepest one is evicted
     assert (await watch.next()).removed.digests == d("abc")[64:]
 
 
@@ -128,11 +128,11 @@ async def test_a_digest_that_a_second_block_carries_is_neither_stored_nor_remove
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
-    await owner.call("Allocate", sequence_id=2, token_count=8)
-    await owner.call("Commit", sequence_id=2, token_count=8, digests=d("ab"))
-    await owner.call("Free", sequence_id=1)
-    await owner.call("Allocate", sequence_id=3, token_count=4)
-    await owner.call("Commit", sequence_id=3, token_count=4, digests=d("z"))
+    await owner.allocate(sequence_id=2, token_count=8)
+    await owner.commit(sequence_id=2, token_count=8, digests=d("ab"))
+    await owner.free(sequence_id=1)
+    await owner.allocate(sequence_id=3, token_count=4)
+    await owner.commit(sequence_id=3, token_count=4, digests=d("z"))
     assert (await watch.next()).stored.digests == d("z")
 
 
@@ -175,8 +175,8 @@ async def test_a_watch_resumes_where_it_ended(allocator: RunningAllocator) -> No
     watch = Watch(allocator)
     await watch.until("snapshot_end")
     watch.call.cancel()
-    await owner.call("Allocate", sequence_id=2, token_count=4)
-    await owner.call("Commit", sequence_id=2, token_count=4, digests=d("z"))
+    await owner.allocate(sequence_id=2, token_count=4)
+    await owner.commit(sequence_id=2, token_count=4, digests=d("z"))
     again = Watch(allocator, watch.session_id, watch.cursor)
     assert (await again.next()).stored.digests == d("z")
 
@@ -185,8 +185,8 @@ async def test_a_cursor_that_is_not_kept_any_more_starts_over(allocator: Running
     owner = await filled(allocator, "a")
     keep_two_events(allocator)
     for sequence_id, letter in enumerate("wxyz", 2):
-        await owner.call("Allocate", sequence_id=sequence_id, token_count=4)
-        await owner.call("Commit", sequence_id=sequence_id, token_count=4, digests=d(letter))
+        await owner.allocate(sequence_id=sequence_id, token_count=4)
+        await owner.commit(sequence_id=sequence_id, token_count=4, digests=d(letter))
     watch = Watch(allocator, owner.session_id, 1)
     await watch.until("snapshot_end")
     assert watch.log[0] == "cleared"
@@ -201,8 +201,8 @@ async def test_a_watcher_that_falls_behind_is_dropped_with_a_reason(allocator: R
     digests = d("a") * 4096
     # Enough to fill every buffer on the way to a watcher that does not read: its handler waits, the steps do not.
     for sequence_id in range(1, 50):
-        await owner.call("Allocate", sequence_id=sequence_id, token_count=4 * 4096, namespace=str(sequence_id))
-        await owner.call("Commit", sequence_id=sequence_id, token_count=4 * 4096, digests=digests)
+        await owner.allocate(sequence_id=sequence_id, token_count=4 * 4096, namespace=str(sequence_id))
+        await owner.commit(sequence_id=sequence_id, token_count=4 * 4096, digests=digests)
     with refused(Reason.WATCHER_SLOW):
         while isinstance(event := await watch.call.read(), pb.CacheEvent):
             assert event.stored.digests
@@ -217,9 +217,9 @@ async def test_a_watcher_far_behind_is_served_in_turns_until_it_has_caught_up(
     watch = Watch(allocator)
     await watch.until("snapshot_end")
     for sequence_id, letters in enumerate("cdefghij", 2):  # each evicts the blocks of the one before
-        await owner.call("Allocate", sequence_id=sequence_id, token_count=4, digests=d(letters))
-        await owner.call("Commit", sequence_id=sequence_id, token_count=4, digests=d(letters))
-        await owner.call("Free", sequence_id=sequence_id)
+        await owner.allocate(sequence_id=sequence_id, token_count=4, digests=d(letters))
+        await owner.commit(sequence_id=sequence_id, token_count=4, digests=d(letters))
+        await owner.free(sequence_id=sequence_id)
     log = allocator.service.directory.pool("a").pool.log
     assert log.last_cursor > 2 * limits.EVENTS_PER_TURN_MAX
     while watch.cursor < log.last_cursor:
@@ -244,7 +244,7 @@ async def test_a_watch_ends_with_its_pool(allocator: RunningAllocator) -> None:
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
-    await owner.call("CloseSession")
+    await owner.close()
     with refused(Reason.POOL_UNKNOWN):
         await watch.call.read()
 
@@ -255,7 +255,7 @@ async def test_a_watch_ends_when_its_pool_is_quarantined(allocator: RunningAlloc
     await watch.until("snapshot_end")
     allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # the defect
     with refused(Reason.POOL_QUARANTINED):
-        await owner.call("Grow", sequence_id=1, token_count=9)
+        await owner.grow(sequence_id=1, token_count=9)
     with refused(Reason.POOL_UNKNOWN):
         await watch.call.read()
 
@@ -302,8 +302,8 @@ async def test_a_watch_of_a_quiet_pool_is_told_that_nothing_happens(
 async def test_a_long_stretch_comes_in_pieces_that_fit_a_message(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator, block_count=20_000)
     digests = b"".join(i.to_bytes(32, "little") for i in range(10_000))
-    await owner.call("Allocate", sequence_id=1, token_count=40_000)
-    await owner.call("Commit", sequence_id=1, token_count=40_000, digests=digests)
+    await owner.allocate(sequence_id=1, token_count=40_000)
+    await owner.commit(sequence_id=1, token_count=40_000, digests=digests)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
     assert watch.log == ["cleared", "stored", "stored", "stored", "snapshot_end"]
@@ -316,16 +316,16 @@ async def test_a_watcher_knows_what_can_be_hit_after_any_history(allocator: Runn
     window = pb.GroupSpec(kind=pb.GROUP_KIND_SLIDING_WINDOW, block_size=4, window=6)
     pool = pb.PoolSpec(block_count=24, groups=[*spec().groups, window])
     opened = await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="open", pool="a", spec=pool))
-    owner, chance = UnaryOwner(allocator, opened.session_id), random.Random(seed)
+    owner, chance = UnaryOwner(allocator, opened.session_id, group_count=2), random.Random(seed)
     watch = Watch(allocator)
     for sequence_id in range(1, 60):
         letters = "".join(chance.choice("ab") for _ in range(chance.randint(1, 5)))
         length = 4 * len(letters) + 1
-        grown = await owner.call("Allocate", sequence_id=sequence_id, token_count=length, digests=d(letters))
+        grown = await owner.allocate(sequence_id=sequence_id, token_count=length, digests=d(letters))
         if grown.result == pb.RESULT_OK:
             new = d(letters)[grown.matched_token_count * 8 :]
-            await owner.call("Commit", sequence_id=sequence_id, token_count=length, digests=new)
-            await owner.call("Free", sequence_id=sequence_id)
+            await owner.commit(sequence_id=sequence_id, token_count=length, digests=new)
+            await owner.free(sequence_id=sequence_id)
         if chance.random() < 0.1:  # continue from the cursor, with another call
             while watch.log[-1:] != ["snapshot_end"] and "snapshot_end" not in watch.log:
                 await watch.next()

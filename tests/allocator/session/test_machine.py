@@ -92,7 +92,7 @@ def test_every_64th_answer_carries_a_digest_and_one_that_differs_leads_to_a_repo
 def test_of_a_large_pool_each_digest_covers_a_part_and_what_differs_is_found_in_a_while(
     sessions: SessionRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("quire_allocator.session.machine", "quire.session.ledger"):
+    for module in ("quire_allocator.session.steps", "quire.session.ledger"):
         monkeypatch.setattr(f"{module}.STATE_DIGEST_ENTRIES_MAX", 300)  # two sequences of nine
     side = owner()
     machine = attached(sessions, side)

@@ -17,7 +17,6 @@ from tests.allocator.service.harness import (
     EMPTY_REPORT,
     RunningAllocator,
     StreamOwner,
-    UnaryOwner,
     commits,
     d,
     grows,
@@ -25,7 +24,6 @@ from tests.allocator.service.harness import (
     running_allocator,
     spec,
     state,
-    tables_in,
 )
 
 
@@ -269,46 +267,6 @@ async def test_a_pool_that_goes_while_metrics_are_read_leaves_no_counters(
     metrics = {metric.name: metric for metric in AllocatorCollector(service.directory, service.counters).collect()}
     assert [sample.value for sample in metrics["quire_allocator_steps"].samples] == [0]
     assert "a" not in service.counters._pools
-
-
-# -- stream and unary --------------------------------------------------------------------------------------------------
-
-
-async def test_a_stream_and_a_unary_session_give_equal_results(allocator: RunningAllocator) -> None:
-    stream = await StreamOwner.ready(allocator, "stream", group_count=2, block_count=16)
-    unary = await UnaryOwner.open(allocator, "unary", group_count=2, block_count=16)
-
-    async def grow(sequence_id: int, token_count: int, letters: str = "") -> None:
-        reply = await stream.step(grows=grows((sequence_id, token_count, d(letters))))
-        method, new = ("Allocate", {"digests": d(letters)}) if letters else ("Grow", {})
-        answer = await unary.call(method, sequence_id=sequence_id, token_count=token_count, **new)
-        assert [answer.result] == (list(reply.grow_results) or [pb.RESULT_OK])
-        assert [block for table in tables_in(answer.tables) for block in table] == list(reply.blocks)
-        assert answer.shortfall == sum(reply.grow_shortfalls)
-        if letters:
-            assert answer.matched_token_count == sum(reply.matched_token_counts)
-        else:
-            assert (answer.copy_sources, answer.copy_destinations) == (reply.copy_sources, reply.copy_destinations)
-
-    async def commit(sequence_id: int, token_count: int, letters: str) -> None:
-        reply = await stream.step(commits=commits((sequence_id, token_count, d(letters))))
-        answer = await unary.call("Commit", sequence_id=sequence_id, token_count=token_count, digests=d(letters))
-        assert [answer.result] == (list(reply.commit_results) or [pb.RESULT_OK])
-        assert (answer.swap_groups, answer.swap_indices) == (reply.swap_groups, reply.swap_indices)
-        assert answer.swap_blocks == reply.swap_blocks
-
-    await grow(1, 6, "a")
-    await grow(2, 6, "a")
-    await commit(1, 6, "a")
-    await commit(2, 5, "a")  # swaps
-    await stream.step(forks=pb.ForkPhase(parents=[1], children=[3]))
-    await unary.call("Fork", parent_id=1, child_id=3)
-    await grow(3, 9)  # copies
-    await stream.step(frees=pb.FreePhase(sequences=[1]))
-    await unary.call("Free", sequence_id=1)
-    await grow(4, 8, "ab")  # hits
-    await grow(5, 24, "x")  # does not fit
-    assert await state(allocator, "stream") == await state(allocator, "unary")
 
 
 @pytest.mark.skipif(IS_COMPILED, reason="constants of extension modules cannot be replaced")

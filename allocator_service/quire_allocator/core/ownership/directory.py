@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 from quire_allocator.core.drop import CacheDrop
-from quire_allocator.core.ownership.replay import AnswerLog, StepLog
+from quire_allocator.core.ownership.replay import StepLog
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
@@ -40,8 +40,8 @@ class Ownership:
         pool: of no blocks while only claimed: memory is taken by `open`, never by an attach alone.
         caller: what its share of pools and blocks is counted under.
         session_id: 16 bytes; empty while only claimed, and after quarantine.
-        steps, answers: replay of a stream's steps, of a unary session's requests.
-        change_count: steps and requests that were applied.
+        steps: replay of its steps.
+        change_count: steps that were applied.
         untold_drops: drops by other callers since the owner's last step.
     """
 
@@ -57,7 +57,6 @@ class Ownership:
     caller: Hashable = None
     session_id: bytes = b""
     steps: StepLog = field(default_factory=lambda: StepLog(1, 1))
-    answers: AnswerLog = field(default_factory=AnswerLog)
     change_count: int = 0
     untold_drops: list[CacheDrop] = field(default_factory=list)
 

@@ -1,9 +1,9 @@
-"""A session without a stream: each operation is a unary call."""
+"""A session without a stream: each step is a unary call."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
@@ -11,9 +11,11 @@ from quire import types
 from quire._keep_alive import KeptByTask, warn_unclosed
 from quire._transport import messages
 from quire._transport.channel import AsyncLink
-from quire.errors import QuireError, UnavailableError
+from quire.errors import AnswersMissedError, InternalError, QuireError, UnavailableError
 from quire.protocol.features import check_served
-from quire.protocol.outcomes import Result
+from quire.protocol.outcomes import StepOutcome, highest_created, read_reply
+from quire.protocol.steps import StepBuilder
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 
@@ -21,9 +23,8 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 class AsyncCallSession:
     """Owns one pool without a stream; `async with` takes it, and gives it back at the end.
 
-    The allocator drops the pool after `lease_ms` without a call, which a task of its own sees to by default. Each
-    operation takes a `request_id`, a new one by default: repeated with the same id and content it returns the first
-    answer and does nothing, as long as that is one of the last 1,024, and they are no more than 16 MiB.
+    Steps are numbered, one is under way at a time, and each is applied once. The allocator drops the pool after
+    `lease_ms` without a call, which a task of its own sees to by default.
 
     Made by `session(..., transport="calls")` of an allocator's client.
 
@@ -47,7 +48,14 @@ class AsyncCallSession:
         self._group_count = len(spec.groups)
         self._link = link
         self._stub = pb_grpc.AllocatorServiceStub(link.channel)
+        self._apply = link.channel.unary_unary(
+            "/quire.v1.AllocatorService/Apply", packed.Step.SerializeToString, packed.StepReply.FromString
+        )
         self._session_id: bytes | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._last_step = 0
+        self._last_sequence_id = 0
+        self._unanswered: packed.Step | None = None  # it may have been applied
         self._is_closed = False
         self._keeps_alive = keep_alive
         self._kept: KeptByTask | None = None
@@ -74,119 +82,61 @@ class AsyncCallSession:
         opened = await self._link.call(self._stub.OpenSession, self._request, timeout_s)
         check_served(self._request.spec.features, opened.features)
         self._session_id, self.lease_ms = opened.session_id, opened.lease_ms
+        self._last_step, self._last_sequence_id = opened.next_step - 1, opened.last_sequence_id
         if self._keeps_alive and self._kept is None:
             self._kept = KeptByTask(self, opened.lease_ms)
 
-    async def allocate(
-        self,
-        sequence_id: int,
-        token_count: int,
-        digests: bytes | Iterable[bytes] = (),
-        namespace: str = "",
-        *,
-        prompt_token_count: int = 0,
-        priority: int = 0,
-        defer_token_count: int = 0,
-        is_return: bool = False,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> types.Allocation:
-        """Creates a sequence that shares what `digests` hit.
+    async def step(self, operations: StepBuilder, *, timeout_s: float | None = None) -> StepOutcome:
+        """Applies a step exactly once and returns what it did.
 
-        It answers OK, NO_SPACE, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG (a shorter first chunk would fit),
-        PENDING or QUOTA.
+        The answer may be lost: DeadlineExceededError, UnavailableError, or the caller was cancelled. Repeat the step
+        with the same operations then: if it was applied, its answer comes again. No other step is sent before.
 
-        Args:
-            sequence_id: higher than every earlier one.
-            token_count: tokens to hold, at least 1; it holds more where more of a longer prompt is shared.
-            digests: of the prompt's blocks in order, as many as may be shared; one by one or concatenated.
-            namespace: prefixes are shared inside it.
-            prompt_token_count: length of the whole prompt, where `token_count` is only its first chunk: admitted
-                only if all of it would fit, and the rest is kept free from later admissions.
-            priority: for a sequence of one priority none of a higher one is ever named as a victim.
-            defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
-            is_return: a preempted request returns: its tokens are counted as returned, not as queried.
-            request_id: of this operation; see above.
-            timeout_s: for this call.
+        Raises:
+            AnswersMissedError: another step has no answer yet; nothing was sent.
+            QuireError: with a `reason`, the allocator refused the step, and nothing of it was applied; without one, the
+                answer was lost.
+            ValueError: a number does not fit the message, or an id is not new, or not known; nothing was sent.
         """
-        request = messages.allocate_request(
-            self.session_id,
-            request_id,
-            digests=digests,
-            namespace=namespace,
-            sequence_id=sequence_id,
-            token_count=token_count,
-            prompt_token_count=prompt_token_count,
-            priority=priority,
-            defer_token_count=defer_token_count,
-            is_return=is_return,
-        )
-        reply = await self._link.call(self._stub.Allocate, request, timeout_s)
-        return messages.allocation(reply, self._group_count)
+        self._link.check_open()  # in a forked child, where nobody would release the lock
+        async with self._one_at_a_time:
+            step = self._numbered(operations)
+            try:
+                reply = await self._link.call(self._apply, step, timeout_s)
+            except QuireError as error:
+                if error.reason is not None:
+                    self._unanswered = None
+                raise
+            return self._taken(step, reply)
 
-    async def grow(
-        self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
-    ) -> types.Growth:
-        """Makes room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG, PASS_TOO_LONG
-        (fewer at once would fit, after a commit) or QUOTA."""
-        request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
-        reply = await self._link.call(self._stub.Grow, request, timeout_s)
-        return messages.growth(reply, self._group_count)
+    def _numbered(self, operations: StepBuilder) -> packed.Step:
+        """Returns the message of the next step, or of the unanswered one, repeated."""
+        step = packed.Step(session_id=self.session_id, number=self._last_step + 1, ack=self._last_step)
+        operations.fill(step)
+        if self._unanswered is not None and self._unanswered != step:
+            raise AnswersMissedError(
+                f"step {step.number} of pool {self.pool} may have been applied, and its answer was lost: "
+                "repeat it with the same operations before any other"
+            )
+        operations.check_ids(self._last_sequence_id, self._last_sequence_id)
+        self._unanswered = step
+        return step
 
-    async def fork(
-        self,
-        parent_id: int,
-        child_id: int,
-        *,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Result:
-        """Creates a sequence (ids only rise) that shares every computed block of a live one.
+    def _taken(self, step: packed.Step, reply: packed.StepReply) -> StepOutcome:
+        """Returns what the step did, and notes that it is answered."""
+        if reply.number != step.number:
+            raise InternalError(f"the answer to step {step.number} is one to step {reply.number}")
+        try:
+            outcome = read_reply(step, reply, self._group_count)
+        except ValueError as error:
+            raise InternalError(f"the answer to step {step.number} does not fit it: {error}") from error
+        self._unanswered, self._last_step = None, step.number
+        self._last_sequence_id = highest_created(step, outcome, self._last_sequence_id)
+        return outcome
 
-        OK, NOT_FOUND, EXISTS (a live one has the id), ID_TOO_LOW, or UNCOMMITTED: a pool with STATE groups, and a
-        parent with granted tokens that are not committed.
-        """
-        request = messages.fork_request(self.session_id, request_id, parent_id, child_id)
-        reply = await self._link.call(self._stub.Fork, request, timeout_s)
-        return Result(reply.result)
-
-    async def commit(
-        self,
-        sequence_id: int,
-        token_count: int,
-        digests: bytes | Iterable[bytes] = (),
-        *,
-        keep_token_count: int = 0,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> types.CommitOutcome:
-        """Notes that tokens up to `token_count` are computed: OK, NOT_FOUND or TOO_LONG.
-
-        One digest for each `block_size` of the pool that this fills publishes them, another number is MALFORMED. With
-        `keep_token_count`, blocks that are not needed to hold so many tokens, nor `token_count`, are given back: those
-        granted ahead for draft tokens that were not accepted.
-        """
-        request = messages.commit_request(
-            self.session_id,
-            request_id,
-            digests=digests,
-            sequence_id=sequence_id,
-            token_count=token_count,
-            keep_token_count=keep_token_count,
-        )
-        return messages.commit_outcome(sequence_id, await self._link.call(self._stub.Commit, request, timeout_s))
-
-    async def free(self, sequence_id: int, *, request_id: str | None = None, timeout_s: float | None = None) -> Result:
-        """Drops a sequence: OK or NOT_FOUND."""
-        request = messages.free_request(self.session_id, request_id, sequence_id)
-        reply = await self._link.call(self._stub.Free, request, timeout_s)
-        return Result(reply.result)
-
-    async def keep_alive(self, *, timeout_s: float | None = None) -> int:
-        """Renews the lease and returns its length in milliseconds; every other call renews it too."""
-        request = pb.KeepAliveRequest(session_id=self.session_id)
-        reply = await self._link.call(self._stub.KeepAlive, request, timeout_s)
-        return reply.lease_ms
+    async def keep_alive(self, *, timeout_s: float | None = None) -> None:
+        """Renews the lease; every step renews it too."""
+        await self._link.call(self._apply, packed.Step(session_id=self.session_id), timeout_s)
 
     async def close(self, *, timeout_s: float | None = None) -> None:
         """Gives the pool back; closing twice is no error."""

@@ -1,0 +1,92 @@
+"""One step of an owner, over a stream or by a call: checked whole, applied once, answered again where repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, cast
+
+from quire.protocol.permissions import Permissions
+from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, STATE_DIGEST_STEPS, SequenceRow, in_turn, state_digest
+from quire.v1 import _packed_pb2 as packed
+
+from quire_allocator.core.ownership.directory import Ownership
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.refusal import Refusal
+from quire_allocator.session.registry import SessionRegistry
+from quire_allocator.wire import authorization, step_apply, step_checks, translate
+from quire_allocator.wire.step_columns import StepColumns
+
+
+class Answered(NamedTuple):
+    """The answer to a step, and the step if it was applied to the pool now; None where it was repeated."""
+
+    reply: packed.SessionReply
+    applied: StepColumns | None
+
+
+def answer_step(
+    sessions: SessionRegistry, owner: Ownership, step: packed.Step, restricted: Permissions | None, now: float
+) -> Answered:
+    """Applies the next step to its owner's pool, or returns the kept reply to a repeated one.
+
+    Args:
+        sessions: all sessions of this allocator.
+        owner: of the session that the step names.
+        step: with the session's id checked by the caller.
+        restricted: the caller's permissions, where they are not for every namespace.
+        now: seconds of the registry's clock.
+
+    Raises:
+        Refusal: STEP_MISMATCH, STEP_GAP, MALFORMED, TOO_LARGE, LIMIT or NAMESPACE_FORBIDDEN, and nothing was applied;
+            POOL_QUARANTINED.
+    """
+    number, ack = step.number, step.ack  # each read once: an access costs
+    if ack >= number:
+        raise Refusal("MALFORMED", f"ack must be below the number of its step, {number}, not {ack}", field="ack")
+    kept = owner.steps.replay(number, step)
+    if kept is not None:
+        return Answered(cast("packed.SessionReply", kept), None)
+    columns = step_checks.check_step(owner.pool, step)
+    if restricted is not None:
+        for drop in columns.drops:
+            authorization.require_drop(restricted, drop)
+        columns.forbidden = authorization.forbidden_rows(restricted, owner.pool, columns)
+    answer = packed.SessionReply()
+    reply = answer.step_reply
+    reply.session_id, reply.number = owner.session_id, number
+    if owner.untold_drops:
+        reply.outside_drops.extend(map(translate.cache_drop_message, owner.untold_drops))
+
+    def operate() -> None:
+        step_apply.apply_step(owner.pool, columns, reply)
+        if not number % STATE_DIGEST_STEPS:
+            reply.state_digest = digest_after(owner.pool, number)
+
+    sessions.apply(owner, operate, now)
+    owner.untold_drops.clear()
+    owner.steps.record(step, answer)
+    owner.steps.forget(ack)
+    sessions.publish(owner, ack)
+    return Answered(answer, columns)
+
+
+def pool_digest(pool: Pool) -> bytes:
+    """Returns the digest of a pool's whole state, which the owner compares with its own after a report."""
+    return state_digest(_rows(pool, pool.sequences))
+
+
+def digest_after(pool: Pool, number: int) -> bytes:
+    """Returns the digest of the part of a pool's state that is due at step `number`, for the owner to compare."""
+    return state_digest(_rows(pool, in_turn(list(pool.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
+
+
+def _rows(pool: Pool, sequence_ids: Iterable[int]) -> Iterator[SequenceRow]:
+    for sequence_id in sequence_ids:
+        sequence = pool.sequences[sequence_id]
+        yield (
+            sequence_id,
+            sequence.token_count,
+            sequence.committed_token_count,
+            sequence.namespace.name,
+            pool.tables(sequence),
+        )

@@ -31,6 +31,7 @@ from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
 from quire_allocator.core.events import Change, Event
+from quire_allocator.core.groups.manager import IndexedStretch
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.readers import index
 from quire_allocator.core.refusal import Refusal
@@ -168,7 +169,7 @@ def _messages(pool: str, session_id: bytes, cursor: int, event: Event) -> Iterat
         yield message
 
 
-def _stored(stretch: index.IndexedStretch) -> pb.BlocksStored:
+def _stored(stretch: IndexedStretch) -> pb.BlocksStored:
     return pb.BlocksStored(
         namespace=stretch.namespace,
         parent_digest=stretch.parent_digest,

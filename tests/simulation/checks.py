@@ -60,7 +60,7 @@ def compare_pool(pool: Pool, ledger: Ledger, *, is_told: bool = True) -> None:
         ours = (known.token_count, known.committed_token_count, known.namespace, known.priority)
         require(counts == ours, f"sequence {sequence_id}: {counts} there, {ours} here")
         require(list(pool.tables(sequence)) == known.tables, f"sequence {sequence_id} has another table")
-        require(sequence.stops.token_counts == known.stops, f"sequence {sequence_id} has other stops")
+        require(sequence.turn.token_counts == known.stops, f"sequence {sequence_id} has other stops")
         prompt = known.prompt_token_count if known.prompt_token_count > known.chunk_token_count else 0
         require(sequence.prompt_token_count == prompt, f"sequence {sequence_id} has another prompt to come")
     carried, held = carried_by(pool), ledger.held_blocks()

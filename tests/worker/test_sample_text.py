@@ -93,7 +93,7 @@ def tokenizer() -> Tokenizer:
 
 def test_text_of_tokens_ends_before_the_stop_text_and_begins_with_the_echo(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("for name in names: print(é)")
-    text = SampleText(tokenizer.new_stream(), echo="for: ", stops=["names"])
+    text = SampleText(tokenizer.new_stream(), echo="for: ", stop_texts=["names"])
     out = ""
     for count, token in enumerate(tokens, start=1):
         is_found = text.take(token)
@@ -106,7 +106,7 @@ def test_text_of_tokens_ends_before_the_stop_text_and_begins_with_the_echo(token
 
 def test_stop_texts_do_not_count_before_so_many_tokens(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("in in in in in")
-    text = SampleText(tokenizer.new_stream(), stops=["in"], min_tokens=3)
+    text = SampleText(tokenizer.new_stream(), stop_texts=["in"], min_tokens=3)
     taken = list(itertools.takewhile(lambda token: not text.take(token), tokens))
     assert len(taken) >= 2
     whole = text.push([]) + text.flush()
@@ -131,7 +131,7 @@ def test_a_stop_text_that_names_a_special_token_ends_at_the_token_and_at_the_tex
         ("x<|end|>", [end], "for é\n in"),
         ("<|end|>é", [end], "for é\n in"),
     ):
-        text = SampleText(tokenizer.new_stream(), stops=[stop, "never"])
+        text = SampleText(tokenizer.new_stream(), stop_texts=[stop, "never"])
         said = ""
         for count, token in enumerate([*before, *special, *after], start=1):
             is_found = text.take(token)
@@ -144,7 +144,7 @@ def test_a_stop_text_that_names_a_special_token_ends_at_the_token_and_at_the_tex
 
 def test_a_stop_text_that_is_a_special_token_is_found_where_these_are_kept(tokenizer: Tokenizer) -> None:
     (end,) = tokenizer.encode("<|end|>")
-    text = SampleText(tokenizer.new_stream(keeps_special=True), stops=["<|end|>\n"])
+    text = SampleText(tokenizer.new_stream(keeps_special=True), stop_texts=["<|end|>\n"])
     tokens = [*tokenizer.encode("for"), end, *tokenizer.encode("x"), end, *tokenizer.encode("\n in")]
     taken = list(itertools.takewhile(lambda token: not text.take(token), tokens))
     assert text.push([]) + text.flush() == "for<|end|>x"

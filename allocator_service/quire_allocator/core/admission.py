@@ -40,7 +40,6 @@ class Applicant(NamedTuple):
 
     space: Namespace
     hits: Sequence[Hit]
-    matched_token_count: int
     token_count: int
     prompt_token_count: int
     priority: int
@@ -95,7 +94,7 @@ class Admission:
             longest = max(applicant.token_count, applicant.prompt_token_count)
             return self._too_long(longest, self._pass_token_count(1), over, applicant.pending_token_count)
         if 0 < applicant.defer_token_count <= applicant.pending_token_count:
-            return GrowResult(Result.PENDING, applicant.matched_token_count, applicant.pending_token_count)
+            return GrowResult(Result.PENDING, 0, applicant.pending_token_count)
         hits = zip(self._managers, applicant.hits)
         # A grow copies a state and lets go of it, so it stays in no table.
         kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])

@@ -60,9 +60,10 @@ class DueRows:
         self.sequences: list[SequenceState] = []
 
     def add(self, number: int, sequence: SequenceState, token_count: int) -> None:
-        """Grants a row to the sequence of grow `number`."""
+        """Grants a row to the sequence of grow `number`, to hold `token_count` tokens."""
         self._rows.append(number)
-        sequence.raise_limit(token_count, self._coordinator.digest_tokens)
+        sequence.token_count = token_count
+        sequence.limit += self._coordinator.digest_tokens
         self.sequences.append(sequence)
 
     def hand_out(self) -> None:

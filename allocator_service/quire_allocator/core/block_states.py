@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-CACHED_STATE: Final = 1
-HELD_STATE: Final = 2
 STATE_MAX: Final = 255
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, Candidates, EvictionQueue
+from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES
+from quire_allocator.core.eviction.queue import Candidates, EvictionQueue
 from quire_allocator.core.scopes import Namespace, Scope, Scoped
 
 EMPTIED_TOLD_MAX: Final = 16_384  # blocks that the answer to one step names as empty

@@ -13,6 +13,7 @@ and whose next digest is the announcement's, learns how far both agree.
 from __future__ import annotations
 
 from quire_allocator.core.spec import DIGEST_BYTES
+from quire_allocator.core.stretches import common_positions
 
 
 class Announcement:
@@ -74,17 +75,15 @@ class PendingPrefixes:
         if matched >= limit:
             return 0
         key = digests[matched * DIGEST_BYTES : (matched + 1) * DIGEST_BYTES]
-        agreed = [
-            (
-                _agree(announcement.digests, digests, matched, min(announcement.digest_count, limit)),
-                announcement.next_digest,
-            )
-            for announcement in self._places.get(key, ())
-            if announcement.namespace == namespace
-            and matched in announcement.places
-            and announcement.key(matched) == key
-        ]
-        return max((common - matched for common, computed in agreed if common > computed), default=0)
+        longest, start = 0, matched * DIGEST_BYTES
+        for announcement in self._places.get(key, ()):
+            is_here = matched in announcement.places and announcement.key(matched) == key
+            if is_here and announcement.namespace == namespace:
+                end = min(announcement.digest_count, limit) * DIGEST_BYTES
+                count = common_positions(announcement.digests[start:end], digests, start, end)
+                if matched + count > announcement.next_digest:
+                    longest = max(longest, count)
+        return longest
 
     def __len__(self) -> int:
         return len(self._places)
@@ -97,16 +96,3 @@ class PendingPrefixes:
             self._places[key] = [announcement]
         else:
             announcements.append(announcement)
-
-
-def _agree(ours: bytes, theirs: bytes, known: int, limit: int) -> int:
-    """Counts the first digests in which two prompts agree: at least `known` + 1, at most `limit`."""
-    low, high = known + 1, min(limit, len(theirs) // DIGEST_BYTES)
-    start = known * DIGEST_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        if ours[start : middle * DIGEST_BYTES] == theirs[start : middle * DIGEST_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -78,10 +78,9 @@ class Pool:
         return self.find(namespace, digests).matched_token_count
 
     def find(self, namespace: str, digests: bytes) -> Match:
-        """Returns the same, and up to where a checkpoint would have made it a hit."""
+        """Returns the published part of a prompt, as `match` counts it."""
         space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
-        limit = len(digests) // DIGEST_BYTES * self.digest_tokens
-        return Match(*self.coordinator.find(space, digests, limit)[1:])
+        return self.coordinator.find(space, digests, len(digests) // DIGEST_BYTES * self.digest_tokens).match
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -108,7 +107,9 @@ class Pool:
         space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
         prompt = max(token_count, prompt_token_count)
         limit = min((prompt - 1) // self.digest_tokens, len(digests) // DIGEST_BYTES)
-        hits, matched, junction = self.coordinator.find(space, digests, limit * self.digest_tokens)
+        found = self.coordinator.find(space, digests, limit * self.digest_tokens)
+        hits, match = found
+        matched = match.matched_token_count
         chunk, token_count = token_count, max(token_count, matched)
         place, size = matched // self.digest_tokens, self.digest_tokens
         pending = self.pending.pending_count(namespace, digests, place, limit) * size if len(self.pending) else 0
@@ -117,7 +118,7 @@ class Pool:
         left = self.blocks.free_count - needed - revived
         # With enough blocks free behind the reserve nothing can refuse, not even TOO_LONG: admission is skipped.
         if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
-            applicant = Applicant(space, hits, matched, chunk, prompt_token_count, priority, pending, defer_token_count)
+            applicant = Applicant(space, hits, chunk, prompt_token_count, priority, pending, defer_token_count)
             refused = self.admission.refuse_new(applicant, needed, revived)
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
                 # Idle pool, but the hit does not fit: a state needs one more block for its copy, and no other sequence
@@ -131,16 +132,12 @@ class Pool:
                     is_return=is_return,
                 )
             if refused is not None:
-                if refused.result is Result.PENDING:
-                    refused.junction_token_count = junction
-                return refused
+                return refused.with_match(match) if refused.result is Result.PENDING else refused
 
         self.admission.note_change()
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
-        self.coordinator.note_prompt(space, hits, digests, prompt, junction)
-        stops = self.coordinator.retention.stops_of(prompt, matched, junction)
-        sequence = self.coordinator.open(space, hits, matched, stops, priority)
+        sequence = self.coordinator.open(space, found, digests, prompt, priority)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
@@ -151,9 +148,8 @@ class Pool:
         sequence.announcement = self.pending.announce(namespace, digests, place, limit)
         self.sequences[sequence_id], self.last_sequence_id = sequence, sequence_id
         self._count_prompt(prompt, matched, is_return=is_return)
-        told = GrowResult(_OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
-        told.stops = stops.token_counts
-        return told
+        grown = GrowResult(_OK, matched, pending, self.tables(sequence), copies)
+        return grown.with_match(match, sequence.turn.token_counts)
 
     def _count_prompt(self, token_count: int, matched: int, *, is_return: bool) -> None:
         if is_return:
@@ -235,7 +231,7 @@ class Pool:
             self.admission.promise(sequence)
         if copies:  # what was copied may be cached now
             self.admission.enforce_cache_quota(sequence.namespace)
-        return GrowResult(Result.OK, 0, 0, self.coordinator.added(sequence, granted) if needed else (), copies)
+        return GrowResult(Result.OK, 0, 0, self.coordinator.added(granted) if needed else (), copies)
 
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes = b"", keep_token_count: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire_allocator.core.pending import Announcement
-from quire_allocator.core.retention.stops import Stops
+from quire_allocator.core.retention.stops import Turn
 from quire_allocator.core.scopes import Namespace
 
 
@@ -25,8 +25,8 @@ class SequenceState:
         promised: blocks that the rest of that prompt will take; admission leaves them free.
         announcement: the part of its prompt that it announced and has still to compute, or None.
         is_named: each full block of what it committed came with its digest, and is published.
-        stops: where hits are to end in it.
         parts: what it has in each manager.
+        turn: the places at which later hits should be able to end.
     """
 
     __slots__ = (
@@ -41,12 +41,12 @@ class SequenceState:
         "promised",
         "prompt_token_count",
         "quiet_until",
-        "stops",
         "token_count",
+        "turn",
     )
 
     def __init__(
-        self, namespace: Namespace, token_count: int, priority: int, parts: tuple[Part, ...], stops: Stops
+        self, namespace: Namespace, token_count: int, priority: int, parts: tuple[Part, ...], turn: Turn
     ) -> None:
         """Everything up to `token_count` is committed."""
         self.namespace = namespace
@@ -58,12 +58,7 @@ class SequenceState:
         self.chunk_token_count = 0
         self.promised = 0
         self.priority = priority
-        self.stops = stops
+        self.turn = turn
         self.announcement: Announcement | None = None
         self.is_named = True
         self.parts = parts
-
-    def raise_limit(self, token_count: int, block_size: int) -> None:
-        """Notes that it is granted one more block of so many tokens for every group, to hold `token_count` of them."""
-        self.token_count = token_count
-        self.limit += block_size

@@ -250,20 +250,24 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         blocks: tuple[array[int], ...] = (),
         copies: Sequence[Copy] = (),
         *,
-        junction_token_count: int = 0,
-        stops: tuple[int, ...] = (),
         shortfall: int = 0,
         victim: Victim | None = None,
     ) -> None:
         self.result = result
         self.matched_token_count = matched_token_count
         self.pending_token_count = pending_token_count
-        self.junction_token_count = junction_token_count
-        self.stops = stops
+        self.junction_token_count = 0
+        self.stops: tuple[int, ...] = ()
         self.blocks = blocks
         self.copies = copies
         self.shortfall = shortfall
         self.victim = victim
+
+    def with_match(self, match: Match, stops: tuple[int, ...] = ()) -> GrowResult:
+        """Adds what is known of the prompt of a new sequence, and returns this answer."""
+        self.matched_token_count, self.junction_token_count = match
+        self.stops = stops
+        return self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GrowResult) and self._values() == other._values()
@@ -272,17 +276,8 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         return f"GrowResult{self._values()!r}"
 
     def _values(self) -> tuple[object, ...]:
-        counts = (self.matched_token_count, self.pending_token_count)
-        return (
-            self.result,
-            *counts,
-            self.junction_token_count,
-            self.stops,
-            self.blocks,
-            list(self.copies),
-            self.shortfall,
-            self.victim,
-        )
+        counts = (self.matched_token_count, self.pending_token_count, self.junction_token_count)
+        return (self.result, *counts, self.stops, self.blocks, list(self.copies), self.shortfall, self.victim)
 
 
 class CommitResult(NamedTuple):

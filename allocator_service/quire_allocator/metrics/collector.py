@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from quire._serving.logs import dropped_lines
 
 from quire_allocator.core.ownership.directory import Directory
-from quire_allocator.core.readers import usage
+from quire_allocator.core.readers import retention
 from quire_allocator.core.spec import Result
 from quire_allocator.metrics.counters import Counters
 
@@ -98,7 +98,7 @@ class AllocatorCollector(Collector):
             blocks.add_metric([owner.name, "empty"], pool.blocks.empty_count)
             blocks.add_metric([owner.name, "cached"], pool.blocks.cached_count)
             blocks.add_metric([owner.name, "held"], pool.blocks.block_count - pool.blocks.free_count)
-            for use in usage.retention(pool):
+            for use in retention.use(pool):
                 groups.add_metric([owner.name, use.name, "held"], use.held)
                 groups.add_metric([owner.name, use.name, "kept"], use.kept)
                 groups.add_metric([owner.name, use.name, "spare"], use.spare)

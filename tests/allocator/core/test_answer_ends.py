@@ -33,8 +33,8 @@ def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
     last = (prompt - 1) // 4 * 4
     done = grown.matched_token_count
     sequence = pool.sequences[sequence_id]
-    stops = {stop for stop in sequence.stops.token_counts if done < stop <= sequence.stops.prompt_end}
-    for end in sorted(stops - {sequence.stops.early} | {prompt}):
+    stops = {stop for stop in sequence.turn.token_counts if done < stop <= sequence.turn.prompt_end}
+    for end in sorted(stops - {sequence.turn.early} | {prompt}):
         grow(pool, sequence_id, end)
         pool.commit(sequence_id, end, digests[done // 4 * DIGEST_BYTES : end // 4 * DIGEST_BYTES], end)
         done = end
@@ -87,8 +87,8 @@ def test_who_is_let_in_is_told_of_them_and_hits_end_there() -> None:
     pool = make_pool(200, full(4), state(1024))
     told = pool.allocate(1, 22)
     assert told.stops[:5] == (16, 20, 24, 28, 32)
-    assert told.stops == pool.sequences[1].stops.token_counts
-    assert pool.sequences[1].stops.prompt_end == 20
+    assert told.stops == pool.sequences[1].turn.token_counts
+    assert pool.sequences[1].turn.prompt_end == 20
 
 
 def test_each_takes_the_place_of_the_one_before_and_the_first_that_of_the_end_of_the_prompt() -> None:
@@ -191,7 +191,7 @@ def test_neither_a_fork_nor_its_parent_leaves_one() -> None:
     pool, chat = make_pool(900, *STATES), text(1, 20)
     asked(pool, 1, chat, 22)
     assert pool.fork(1, 2) is Result.OK
-    stops = [pool.sequences[number].stops.token_counts for number in (1, 2)]
+    stops = [pool.sequences[number].turn.token_counts for number in (1, 2)]
     assert stops == [(16, 20)] * 2  # the early one is one of them
     answer(pool, 1, chat, 22, 36)
     answer(pool, 2, chat[: 5 * DIGEST_BYTES] + text(3, 15), 22, 36)

@@ -52,7 +52,7 @@ def test_pools_that_keep_no_states_or_all_of_them_or_no_attention_have_none(
 ) -> None:
     pool = make_pool(200, *groups, retention=retention)
     assert pool.allocate(1, 129).stops in ((), (128,))
-    assert pool.sequences[1].stops.early == 0
+    assert pool.sequences[1].turn.early == 0
 
 
 def stop_counts(pool: Pool) -> list[int]:
@@ -73,7 +73,7 @@ def test_of_a_prompt_that_goes_on_from_another_only_what_is_new_counts() -> None
     serve(pool, text(1, 40), 129)
     answer = pool.allocate(2, 161, text(1, 40))
     assert (answer.matched_token_count, answer.junction_token_count) == (128, 0)
-    assert pool.sequences[2].stops.early == 156  # eight blocks are new
+    assert pool.sequences[2].turn.early == 156  # eight blocks are new
     assert answer.stops[:3] == (156, 160, 164)
 
 

@@ -7,13 +7,8 @@ import random
 from collections.abc import Iterable, Sequence
 
 import pytest
-from quire_allocator.core.eviction.policies import (
-    DEFAULT_POLICY,
-    POLICIES,
-    EvictionQueue,
-    LeastRecentlyUsed,
-    ReuseValue,
-)
+from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, LeastRecentlyUsed, ReuseValue
+from quire_allocator.core.eviction.queue import EvictionQueue
 from quire_allocator.core.eviction.reuse_model import AGES, Family, Ghost, Ghosts, ReuseModel, _values
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from quire_allocator.core.eviction.policies import EvictionQueue, ReuseValue
+from quire_allocator.core.eviction.policies import ReuseValue
+from quire_allocator.core.eviction.queue import EvictionQueue
 from quire_allocator.core.eviction.reuse_model import Family, ReuseModel
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool

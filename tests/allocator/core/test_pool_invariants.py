@@ -302,8 +302,8 @@ def test_a_defect_is_noticed_and_named(message: str, corrupt: Callable[[Pool], N
         ("another count|not in the index", keep_the_key),
         ("has no state", lose_the_state),
         ("other depths", lambda pool: scope(pool, 0).depths.add(99)),
-        ("do not rise", lambda pool: setattr(pool.sequences[1].stops, "token_counts", (8, 4))),
-        ("off the edges", lambda pool: setattr(pool.sequences[1].stops, "token_counts", (5,))),
+        ("do not rise", lambda pool: setattr(pool.sequences[1].turn, "token_counts", (8, 4))),
+        ("off the edges", lambda pool: setattr(pool.sequences[1].turn, "token_counts", (5,))),
         ("counts .* holders", add(lambda pool: part(pool, 1, 0).unit, "live", -1)),
     ],
 )

@@ -81,8 +81,8 @@ def test_a_junction_leaves_a_token_to_compute() -> None:
     pool.allocate(1, 12)
     commit(pool, 1, "abc", 12)
     assert told(pool.allocate(2, 12, d("abc"))) == (Result.OK, 0, 8)
-    assert pool.sequences[2].stops.token_counts[:2] == (8, 16)  # which is the end of its prompt as well
-    assert pool.sequences[2].stops.prompt_end == 8
+    assert pool.sequences[2].turn.token_counts[:2] == (8, 16)  # which is the end of its prompt as well
+    assert pool.sequences[2].turn.prompt_end == 8
 
 
 def test_nothing_is_told_where_a_checkpoint_would_gain_nothing() -> None:
@@ -121,7 +121,7 @@ def test_a_window_that_was_lost_is_told_as_well() -> None:
     forget(pool, 1, range(6))
     assert pool.find("", d("abcdxy")) == Match(0, 16)
     assert told(pool.allocate(2, 24, d("abcdxy"))) == (Result.OK, 0, 16)
-    assert pool.sequences[2].stops.token_counts == (16, 20)
+    assert pool.sequences[2].turn.token_counts == (16, 20)
 
 
 def test_a_checkpoint_before_the_junction_is_a_replay() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
-from quire_allocator.core.readers.usage import table_entry_count
+from quire_allocator.core.readers.usage import longest_prefixes, table_entry_count
 from quire_allocator.core.spec import Copy, GrowResult, Result, Swap
 
 from tests.allocator.core.pools import (
@@ -235,3 +235,11 @@ def test_a_windowed_block_that_another_filled_and_published_is_copied_by_its_las
     pool.free(1)
     assert grown(pool, 2, 7) == ([2], [Copy(1, 2)])
     assert states(pool)[:3] == [2, 1, 2]
+
+
+def test_the_longest_prefixes_are_ordered_by_tokens_in_pools_of_several_groups() -> None:
+    pool = make_pool(64, group_count=2)
+    for number, letters in enumerate(("abcdefg", "abcdexy", "uvwxyz"), 1):
+        computed(pool, number, letters)
+    found = longest_prefixes(pool, lambda _name: True)
+    assert [(use.token_count, use.block_count) for use in found] == [(28, 4), (28, 4), (24, 12)]

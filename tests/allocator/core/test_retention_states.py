@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from quire_allocator.core.eviction.queue import ASIDE, LED, RANKED, SPARE
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.readers import invariants, usage
+from quire_allocator.core.readers import invariants, retention
 from quire_allocator.core.retention.stop import Unit
 from quire_allocator.core.spec import PoolSpec, Result
 
@@ -199,7 +199,7 @@ def test_what_is_kept_and_what_is_spare_is_told_of_the_groups_of_each_specificat
     serve(pool, text(1, 8), 33)
     pool.allocate(1 + pool.last_sequence_id, 4)
     # Of the window the last two blocks are kept, of the checkpoints after 16 and 32 tokens the latter.
-    assert usage.retention(pool) == [
+    assert retention.use(pool) == [
         ("full_attention 4", 1, 8, 0),
         ("sliding_window 4 8", 1, 2, 6),
         ("state 16", 5, 5, 5),
@@ -207,9 +207,9 @@ def test_what_is_kept_and_what_is_spare_is_told_of_the_groups_of_each_specificat
 
 
 def test_specifications_beyond_those_that_have_a_name_are_told_as_one() -> None:
-    pool = make_pool(400, full(4), *(sliding(4, 8 + 4 * number) for number in range(usage.SPECIFICATIONS_MAX + 1)))
+    pool = make_pool(400, full(4), *(sliding(4, 8 + 4 * number) for number in range(retention.SPECIFICATIONS_MAX + 1)))
     serve(pool, text(1, 4), 17)
-    told = usage.retention(pool)
-    assert len(told) == usage.SPECIFICATIONS_MAX + 1
+    told = retention.use(pool)
+    assert len(told) == retention.SPECIFICATIONS_MAX + 1
     assert told[-1].name == "others"
     assert sum(use.held + use.kept + use.spare for use in told) == pool.blocks.cached_count

@@ -93,7 +93,7 @@ async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that
     (told,) = (await done(("allocate", (2, 96, d("abcdyz")), {}))).grows
     assert (told.matched_token_count, told.junction_token_count) == (0, 64)
     before = allocator.service.directory.pool("a")
-    stops = [sequence.stops.token_counts for sequence in before.pool.sequences.values()]
+    stops = [sequence.turn.token_counts for sequence in before.pool.sequences.values()]
     assert [own[:2] for own in stops] == [(64, 80), (64, 80)]
 
     before.stream.end("SESSION_UNKNOWN", "lost on purpose")  # type: ignore[union-attr]
@@ -101,7 +101,7 @@ async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that
     await done(("commit", (2, 64, d("abcd")), {"keep_token_count": 64}), ("grow", (2, 96), {}))
     after = allocator.service.directory.pool("a")
     assert after is not before
-    assert [sequence.stops.token_counts for sequence in after.pool.sequences.values()] == stops
+    assert [sequence.turn.token_counts for sequence in after.pool.sequences.values()] == stops
     assert (after.spec.retention, after.spec.chunk_token_count_max) == ("auto", 96)
     (hit,) = (await done(("allocate", (3, 96, d("abcduv")), {}))).grows
     assert (hit.matched_token_count, hit.junction_token_count) == (64, 0)

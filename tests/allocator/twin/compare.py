@@ -169,8 +169,8 @@ class Comparison:
             theirs = twin.sequences[sequence_id]
             assert (ours.namespace.name, ours.token_count) == (theirs.namespace, theirs.token_count)
             assert (ours.committed_token_count, ours.priority) == (theirs.committed, theirs.priority)
-            assert (ours.stops.prompt_end, ours.stops.early) == (theirs.prompt_end, theirs.early_stop)
-            assert ours.stops.token_counts == tuple(theirs.stops)
+            assert (ours.turn.prompt_end, ours.turn.early) == (theirs.prompt_end, theirs.early_stop)
+            assert ours.turn.token_counts == tuple(theirs.stops)
             assert ours.promised == twin.promised(theirs) * bool(theirs.prompt), f"promised to {sequence_id}"
             assert [list(table) for table in pool.tables(ours)] == twin.tables(sequence_id)
         tables = [table for sequence in twin.sequences.values() for table in sequence.tables]

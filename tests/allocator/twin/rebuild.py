@@ -11,7 +11,6 @@ from quire_allocator.core.groups.kept import KeptBlocks
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
-from quire_allocator.core.rebuild.runs import manager_number
 from quire_allocator.core.retention.stop import Run
 from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
@@ -121,7 +120,7 @@ class NodeBuilder:
                 refuse(f"block {tables[0][published - 1]} of sequence {sequence.sequence_id} has no chain of digests")
             end.ends += 1
         tail = array("I", [table[position] for position in range(published, length) for table in tables])
-        scope = space.scopes[manager_number(self._pool, manager)]
+        scope = space.scopes[self._pool.managers.index(manager)]
         assert isinstance(scope, RunScope)
         shares = bool(committed % size)
         borrowed = self._node_of(space, tail[0], published) if shares else None
@@ -153,7 +152,7 @@ class NodeBuilder:
         if self._by_block is None:
             self._by_block = self._link()
         cached: list[tuple[int, int, Scoped]] = []
-        number = manager_number(self._pool, self._manager)
+        number = self._pool.managers.index(self._manager)
         for name, order in self._orders.items():
             scope = spaces[name].scopes[number]
             assert isinstance(scope, RunScope)

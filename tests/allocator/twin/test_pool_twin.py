@@ -15,7 +15,8 @@ import zlib
 from collections import Counter
 
 import pytest
-from quire_allocator.core.eviction.policies import POLICIES, Entry, LeastRecentlyUsed
+from quire_allocator.core.eviction.policies import POLICIES, LeastRecentlyUsed
+from quire_allocator.core.eviction.queue import Entry
 
 from tests.allocator.core.compiled import IS_COMPILED
 from tests.allocator.twin.compare import LRU

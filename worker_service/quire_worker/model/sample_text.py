@@ -95,7 +95,7 @@ class SampleText:
         stream: StreamDecoder,
         *,
         echo: str = "",
-        stops: Sequence[str] = (),
+        stop_texts: Sequence[str] = (),
         min_tokens: int = 0,
         keeps_stop: bool = False,
     ) -> None:
@@ -104,15 +104,15 @@ class SampleText:
         Args:
             stream: of the sample's tokens.
             echo: the text begins with it; no stop text is looked for in it.
-            stops: texts that end it.
+            stop_texts: texts that end it.
             min_tokens: tokens before which they do not.
             keeps_stop: whether the text that ends it is a part of it.
         """
         self._stream = stream
         self._ready = echo
         # A stream that keeps special tokens has their names in its text.
-        kept: tuple[tuple[str, ...], Mapping[int, str]] = (tuple(stops), {})
-        stops, self._marks = kept if stream.keeps_special else mark_special(tuple(stops), stream.tokenizer)
+        kept: tuple[tuple[str, ...], Mapping[int, str]] = (tuple(stop_texts), {})
+        stops, self._marks = kept if stream.keeps_special else mark_special(tuple(stop_texts), stream.tokenizer)
         self._stops = StopTexts(stops, keeps_stop=keeps_stop) if stops else None
         self._min_tokens = min_tokens
         self._token_count = 0

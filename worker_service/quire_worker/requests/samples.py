@@ -94,7 +94,7 @@ def _text_of(request: Request, tokenizer: Tokenizer, echo: str) -> StreamDecoder
     return SampleText(
         stream,
         echo=echo,
-        stops=sampling.stop,
+        stop_texts=sampling.stop,
         min_tokens=sampling.min_tokens,
         keeps_stop=sampling.include_stop_in_output,
     )

@@ -9,7 +9,7 @@ from typing import Final
 from quire.errors import QuireError, Reason
 from quire.protocol.outcomes import GrowOutcome, Result, StepOutcome
 
-from quire_worker.scheduling.passes import pass_token_count, standing
+from quire_worker.scheduling.passes import pass_ends, pass_token_count, standing
 from quire_worker.scheduling.plan import Growing, Plan, Work
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.roster import Roster
@@ -64,8 +64,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
         sample.fallen = [group.first_read(sample.computed) // roster.block_size for group in roster.groups]
         if roster.has_states:
             sample.states = [own[0] for own in states]
-            restored = sample.swapped.end if sample.swapped is not None else 0  # no state is known before it
-            sample.stops = tuple(stop for stop in grown.stops if stop > restored)
+            sample.pass_ends = pass_ends(grown, sample.swapped.end if sample.swapped is not None else 0)
         if sample.swapped is not None and sample.computed >= sample.swapped.end:  # all of it was hit
             roster.swap.release(sample)
         if not sample.request.admitted:

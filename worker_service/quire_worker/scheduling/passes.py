@@ -2,7 +2,7 @@
 
 In a pool with recurrent states a commit makes a checkpoint only at a stop, and only if nothing behind it was granted.
 So a pass ends there. The commit gives back the blocks beyond it, and the same step asks for them again. The allocator
-names the stops of a sample when it admits it (`GrowOutcome.stops`).
+names the stops of a sample when it admits it (`pass_ends`).
 
     prompt of 96 tokens, blocks of 16, junction 64:     [0, 64)  commit  [64, 80)  commit  [80, 96)
 """
@@ -12,8 +12,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
+from quire.protocol.outcomes import GrowOutcome
+
 from quire_worker.scheduling.plan import Work
 from quire_worker.scheduling.request import Sample
+
+
+def pass_ends(grown: GrowOutcome, restored: int) -> tuple[int, ...]:
+    """Returns the stops of an admitted sample, rising, beyond its first `restored` tokens: no state is known there."""
+    return tuple(stop for stop in grown.stops if stop > restored)
 
 
 class Standing(NamedTuple):
@@ -38,7 +45,7 @@ def pass_token_count(sample: Sample, at: Standing, budget: int) -> int:
         if at.start >= sample.swapped.first:
             count = min(end - at.start, budget)
             return min(count, sample.pass_token_count_max) if sample.pass_token_count_max else count
-    for stop in sample.stops:
+    for stop in sample.pass_ends:
         if at.start < stop < end:
             end = stop
             break
@@ -48,7 +55,7 @@ def pass_token_count(sample: Sample, at: Standing, budget: int) -> int:
 
 def is_at_stop(sample: Sample, at: Standing) -> bool:
     """Tells whether the sample's last pass ends at a stop, and is not committed yet."""
-    return sample.committed < at.start and at.start in sample.stops
+    return sample.committed < at.start and at.start in sample.pass_ends
 
 
 def to_cut(samples: Iterable[Sample], filled: Collection[Sample], parents: Collection[Sample | None]) -> list[Sample]:
@@ -59,5 +66,5 @@ def to_cut(samples: Iterable[Sample], filled: Collection[Sample], parents: Colle
         for sample in samples
         if sample.sequence_id
         and sample.granted > sample.computed
-        and (sample in parents or (sample in filled and sample.computed in sample.stops))
+        and (sample in parents or (sample in filled and sample.computed in sample.pass_ends))
     ]

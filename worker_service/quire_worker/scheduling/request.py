@@ -164,7 +164,7 @@ class Sample:
         fallen: of each group, entries at the start of the table that hold no block: they fell out of a window.
         fork_of: the sample to be forked from with the next step.
         states: its running block in each group of recurrent states, where the pool has any.
-        stops: token counts, rising, at which its passes end for a checkpoint to be made; see `passes.py`.
+        pass_ends: token counts, rising, at which its passes end for a checkpoint to be made; see `passes.py`.
         pass_token_count_max: tokens of a pass beyond which the pool had no room for it at once; 0 while there was.
         begun_with: tokens that it began with, for whose number its keys are rotated at least; see `model/rotary.py`.
         passed: the head of the queue that it was let in before, until that one is; see `backfill.py`.
@@ -191,7 +191,7 @@ class Sample:
     computed: int = 0
     fork_of: Sample | None = None
     states: list[int] = field(default_factory=list)
-    stops: tuple[int, ...] = ()
+    pass_ends: tuple[int, ...] = ()
     pass_token_count_max: int = 0
     begun_with: int = 0
     passed: Sample | None = None
@@ -300,7 +300,7 @@ class Sample:
     def forget_blocks(self) -> None:
         """Notes that the sample holds nothing: it was freed or preempted, or the allocator lost it."""
         self.sequence_id = 0
-        self.tables, self.fallen, self.states, self.stops = [], [], [], ()
+        self.tables, self.fallen, self.states, self.pass_ends = [], [], [], ()
         self.granted = self.committed = self.computed = self.pass_token_count_max = 0
         self.fork_of = None
 
@@ -333,7 +333,7 @@ class Sample:
         """Takes a share of the blocks of `parent`, after the allocator has forked it."""
         length = -(-self.computed // block_size)
         self.tables, self.fallen = [table[:length] for table in parent.tables], list(parent.fallen)
-        self.states, self.stops = list(parent.states), parent.stops
+        self.states, self.pass_ends = list(parent.states), parent.pass_ends
         self.fork_of = None
 
     def add_blocks(self, tables: Sequence[Sequence[int]], states: Sequence[Sequence[int]], length: int) -> None:

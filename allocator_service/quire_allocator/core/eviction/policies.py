@@ -6,19 +6,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Final
 
-from quire_allocator.core.eviction.queue import BURDEN_MAX, LED, Candidates, Entry, EvictionPolicy, EvictionQueue
+from quire_allocator.core.eviction.queue import BURDEN_MAX, LED, Entry, EvictionPolicy
 from quire_allocator.core.eviction.reuse_model import Family, Ghost, Ghosts, ReuseModel
-
-__all__ = [
-    "DEFAULT_POLICY",
-    "POLICIES",
-    "Candidates",
-    "Entry",
-    "EvictionPolicy",
-    "EvictionQueue",
-    "LeastRecentlyUsed",
-    "ReuseValue",
-]
 
 
 class LeastRecentlyUsed(EvictionPolicy):
@@ -33,31 +22,12 @@ class LeastRecentlyUsed(EvictionPolicy):
     def hit(self, entry: Entry) -> None:
         entry.hits += 1
 
-    def split(self, upper: Entry, lower: Entry) -> bool:
-        return False
-
-    def cut(self, upper: Entry, lower: Entry) -> None:
-        """Both have the history."""
-
     def released(self, entry: Entry) -> None:
         self._time += 1
         entry.released = self._time
 
-    def put_aside(self, entry: Entry, block_count: int) -> None:
-        self.released(entry)
-
-    def ranked(self, entry: Entry) -> None:
-        """It has its stamp."""
-
-    def lane(self, entry: Entry) -> int:
-        return 0
-
     def value(self, entry: Entry) -> float:
         return entry.released
-
-    def evicted(self, entry: Entry, block_count: int) -> bool:
-        self.evicted_count += block_count
-        return False
 
 
 # Families of entries that were never shared, by their parent: 0 a single position of a window or state, 1 a run that

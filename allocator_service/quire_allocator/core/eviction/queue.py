@@ -120,12 +120,11 @@ class EvictionPolicy(ABC):
     def hit(self, entry: Entry) -> None:
         """A new sequence shares `entry`, and will hold it next."""
 
-    @abstractmethod
     def split(self, upper: Entry, lower: Entry) -> bool:
         """`lower` was cut off `upper`, which has copied the history. Returns whether `lower` has another place now."""
+        return False
 
-    @abstractmethod
-    def cut(self, upper: Entry, lower: Entry) -> None:
+    def cut(self, upper: Entry, lower: Entry) -> None:  # noqa: B027 - most often both have all of the history
         """Splits the history where the prompt continues along `lower` as well, after hitting `upper`."""
 
     def cached(self, entry: Entry, block_count: int) -> None:
@@ -144,25 +143,25 @@ class EvictionPolicy(ABC):
     def released(self, entry: Entry) -> None:
         """Stamps an entry that is RANKED: notes the moment in `released`."""
 
-    @abstractmethod
     def put_aside(self, entry: Entry, block_count: int) -> None:
         """Stamps an entry that is not RANKED and has so many blocks, and learns nothing of it."""
+        self.released(entry)
 
-    @abstractmethod
-    def ranked(self, entry: Entry) -> None:
+    def ranked(self, entry: Entry) -> None:  # noqa: B027 - it keeps its stamp
         """Is RANKED from now on, and was cached before."""
 
-    @abstractmethod
     def lane(self, entry: Entry) -> int:
         """Returns the lane of a candidate; those of one lane are in the order of their stamps."""
+        return 0
 
     @abstractmethod
     def value(self, entry: Entry) -> float:
         """Returns the value of a candidate. Among the ends of all lanes, the smallest value is evicted first."""
 
-    @abstractmethod
     def evicted(self, entry: Entry, block_count: int) -> bool:
         """Records that so many blocks leave `entry`, which still counts them. Returns whether its place changed."""
+        self.evicted_count += block_count
+        return False
 
 
 class _Lane:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
@@ -17,10 +18,16 @@ from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.manager import Commit, Hit
 from quire_allocator.core.retention.retention import Retention
 from quire_allocator.core.retention.stop import Run, Unit, living
-from quire_allocator.core.retention.stops import Stops
 from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
-from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, GroupKind, PoolSpec, Swap
+from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, GroupKind, Match, PoolSpec, Swap
+
+
+class Found(NamedTuple):
+    """The published part of a prompt: the hit of each manager, and the tokens that they have in common."""
+
+    hits: list[Hit]
+    match: Match
 
 
 class Coordinator:
@@ -71,7 +78,14 @@ class Coordinator:
             self._unnamed = space
         return space
 
-    def find(self, space: Namespace, digests: bytes, token_limit: int) -> tuple[list[Hit], int, int]:
+    def space(self, name: str) -> Namespace:
+        """Returns the namespace of that name; files an empty one if the pool has none."""
+        space = self._blocks.namespaces.get(name)
+        if space is None:
+            space = self._blocks.namespaces[name] = self.new_namespace(name)
+        return space
+
+    def find(self, space: Namespace, digests: bytes, token_limit: int) -> Found:
         """Returns the hits, their common length in tokens (the fixed point of all hit rules), and the junction.
 
         The junction is the length that full attention alone would serve or, without full attention, the length that
@@ -80,7 +94,7 @@ class Coordinator:
         if len(self.managers) == 1:
             (manager,) = self.managers
             hit = manager.find(space.scopes[0], digests, token_limit)
-            return [hit], hit.token_count, self._junction(space, digests, token_limit, hit.token_count)
+            return Found([hit], self._match(space, digests, token_limit, hit.token_count))
         hits, length, kept = [], token_limit, token_limit
         for number, manager in enumerate(self.managers):
             hit = manager.find(space.scopes[number], digests, length)
@@ -96,40 +110,25 @@ class Coordinator:
                     hits[number] = manager.find(space.scopes[number], digests, length)
                     length = hits[number].token_count
                     agree = False
-        return hits, length, self._junction(space, digests, kept, length)
+        return Found(hits, self._match(space, digests, kept, length))
 
-    def _junction(self, space: Namespace, digests: bytes, kept: int, matched: int) -> int:
-        """Returns the last edge in (matched, kept] tokens, or 0.
+    def _match(self, space: Namespace, digests: bytes, kept: int, matched: int) -> Match:
+        """Returns the matched tokens with the last edge in (matched, kept], or 0.
 
         Example: blocks of 16 and 64 tokens, 200 tokens in full attention, and no state give 192. A sequence that makes
         a checkpoint there lets the next one hit.
         """
         if not self.settles:
-            return 0
+            return Match(matched, 0)
         if self.history is not None:
             kept = min(kept, self.history.common_count(space.name, digests) * self.digest_tokens)
         junction = kept // self._edge_tokens * self._edge_tokens
-        return junction if junction > matched else 0
-
-    def note_prompt(
-        self, space: Namespace, hits: Sequence[Hit], digests: bytes, prompt_token_count: int, junction: int
-    ) -> None:
-        """Notes the prompt of an admitted sequence, before it takes its hits: the place where it parts from earlier
-        prompts, and its digests for the next ones."""
-        self._note_parting(space, hits, digests, prompt_token_count, junction)
-        if self.history is not None:
-            self.history.note(space.name, digests[: prompt_token_count // self.digest_tokens * DIGEST_BYTES])
-        if junction and not self.retention.is_even:
-            for manager, hit in zip(self.managers, hits):
-                manager.goes_on(hit)
+        return Match(matched, junction if junction > matched else 0)
 
     def _note_parting(
-        self, space: Namespace, hits: Sequence[Hit], digests: bytes, prompt_token_count: int, junction: int
+        self, space: Namespace, hits: Sequence[Hit], end: int, digests: bytes, prompt_token_count: int
     ) -> None:
-        """Counts the parting of a new prompt: after its junction or, without one, after its hits."""
-        end = junction or hits[0].token_count
-        if not end or self.retention.is_even:
-            return
+        """Counts the parting of a new prompt, `end` tokens from its beginning."""
         behind = self.managers[0].behind(space.scopes[0], hits[0], digests, end)
         if behind is not None:
             last = end // self.digest_tokens * DIGEST_BYTES
@@ -138,13 +137,24 @@ class Coordinator:
             self.retention.note_parting(key, behind, is_whole=is_whole)
 
     def open(
-        self, space: Namespace, hits: Sequence[Hit], token_count: int, stops: Stops, priority: int
+        self, space: Namespace, found: Found, digests: bytes, prompt_token_count: int, priority: int
     ) -> SequenceState:
-        """Makes a sequence that holds only its hits; they have `token_count` tokens in common."""
+        """Makes a sequence that holds only its hits, and notes where its prompt parts from earlier ones."""
+        hits, (token_count, junction) = found.hits, found.match
+        keeps = not self.retention.is_even
+        parts_at = junction or hits[0].token_count
+        if keeps and parts_at:
+            self._note_parting(space, hits, parts_at, digests, prompt_token_count)
+        if self.history is not None:
+            self.history.note(space.name, digests[: prompt_token_count // self.digest_tokens * DIGEST_BYTES])
+        if keeps and junction:
+            for manager, hit in zip(self.managers, hits):
+                manager.goes_on(hit)
+        turn = self.retention.turn(prompt_token_count, found.match)
         space.sequence_count += 1  # or it would be forgotten with its last cached block
         parts = tuple([m.open(scope, hit) for m, scope, hit in zip(self.managers, space.scopes, hits)])
-        sequence = SequenceState(space, token_count, priority, parts, stops)
-        if token_count and not self.retention.is_even:
+        sequence = SequenceState(space, token_count, priority, parts, turn)
+        if keeps and token_count:
             self._stop_at(sequence, token_count)
         self.settle(sequence)
         return sequence
@@ -154,7 +164,7 @@ class Coordinator:
         self.end_turn(parent)
         length = parent.committed_token_count
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
-        child = SequenceState(parent.namespace, length, parent.priority, parts, parent.stops.fork())
+        child = SequenceState(parent.namespace, length, parent.priority, parts, parent.turn.fork())
         child.quiet_until = parent.quiet_until
         return child
 
@@ -162,7 +172,7 @@ class Coordinator:
         """Makes a stop at the last committed edge where later hits can end, unless the sequence has one there."""
         if self.retention.is_even:
             return
-        last = living(sequence.stops.last)
+        last = living(sequence.turn.last)
         number = self._ending
         end = self.managers[number].last_end(sequence.parts[number], sequence.committed_token_count)
         if end > (0 if last is None else last.token_count):
@@ -174,7 +184,7 @@ class Coordinator:
         if not digest:
             return
         key = sequence.namespace.name, token_count, digest
-        stop = self.retention.stops.get(key)
+        stop = self.retention.find(key)
         if stop is None:
             needed, runs, way_count = list[Unit](), list[Run](), 0
             for manager, part in zip(self.managers, sequence.parts):
@@ -188,8 +198,8 @@ class Coordinator:
                     way_count += manager.other_way_count(part, token_count)
             if not needed and not runs:
                 return
-            stop = self.retention.make(sequence.stops, key, needed, runs, other_way_count=way_count)
-        self.retention.passed(sequence.stops, stop)
+            stop = self.retention.make(sequence.turn, key, needed, runs, other_way_count=way_count)
+        self.retention.passed(sequence.turn, stop)
 
     def grant(self, sequence: SequenceState, needs: Sequence[int], until: int, copies: list[Copy]) -> list[array[int]]:
         """Takes the blocks that each manager needs, and grants them; the caller has checked that there is room.
@@ -234,7 +244,7 @@ class Coordinator:
         """Counts a sequence's tokens up to `until` as committed, publishes full blocks with digests, and gives back
         blocks beyond `granted` tokens. Returns swaps for blocks that others had published before."""
         committed = sequence.committed_token_count
-        ends = sequence.stops.reached(committed, until)
+        ends = sequence.turn.reached(committed, until)
         new = Commit(committed, until, digests, ends)
         self._publish(sequence, new, has_room=granted > until)
         if granted < sequence.token_count:
@@ -280,11 +290,9 @@ class Coordinator:
         """Returns one table for each group, with `NULL_BLOCK` where a block was given back."""
         return self._by_group([m.tables(part) for m, part in zip(self.managers, sequence.parts)])
 
-    def added(self, sequence: SequenceState, granted: Sequence[array[int]]) -> tuple[array[int], ...]:
+    def added(self, granted: Sequence[array[int]]) -> tuple[array[int], ...]:
         """Returns for each group the last entries of its table, those of the newly granted blocks."""
-        return self._by_group(
-            [m.added(part, blocks) for m, part, blocks in zip(self.managers, sequence.parts, granted)]
-        )
+        return self._by_group([manager.added(blocks) for manager, blocks in zip(self.managers, granted)])
 
     def _by_group(self, by_manager: Sequence[Sequence[array[int]]]) -> tuple[array[int], ...]:
         if len(by_manager) == 1:

@@ -27,7 +27,7 @@ from quire_allocator.core.retention.retention import Retention
 from quire_allocator.core.retention.stop import Run, Unit
 from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.sequence import Part
-from quire_allocator.core.spec import DIGEST_BYTES, NEVER, NO_BLOCKS, Copy, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.spec import DIGEST_BYTES, NO_BLOCKS, Copy, GroupSpec, PoolSpec, Swap
 from quire_allocator.core.stretches import common_positions, every, filled
 
 
@@ -59,15 +59,8 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def __init__(
         self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, log: EventLog, retention: Retention
     ) -> None:
-        self.spec = spec
-        self.groups = tuple(groups)
-        self.width = len(self.groups)
-        self.block_size = spec.block_size
-        self._stride = spec.block_size // pool.block_size  # digests per block
-        self._blocks = retention.blocks
+        super().__init__(spec, groups, pool, log, retention)
         self.tree = RunTree(self.width, spec.block_size, log, retention)
-        self._edge_tokens = pool.edge_tokens
-        self._append_only = pool.append_only
         self._sharers: dict[int, list[RunPart]] = {}  # first block of a shared unpublished position -> two or more
 
     def new_scope(self, namespace: Namespace) -> RunScope:
@@ -139,9 +132,6 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         """Counts the half-filled block where this sequence is the last one that borrows it."""
         return self.width if part.borrowed is not None and part.borrowed.live == 1 else 0
 
-    def give_up(self, part: RunPart) -> None:
-        """Forward passes never overwrite a published block here."""
-
     def commit(self, part: RunPart, new: Commit) -> None:
         committed, swaps = new.committed, new.swaps
         digests = filled(new.digests, self._stride, committed, self.block_size)
@@ -166,13 +156,6 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             del blocks[count * width :]
             self._publish(part, digests, blocks, count)
 
-    def settle(self, part: RunPart, committed: int) -> int:
-        """Gives nothing back: no block falls out of full attention."""
-        return NEVER
-
-    def settled_until(self, part: RunPart, committed: int) -> int:
-        return NEVER
-
     def fork(self, part: RunPart, committed: int) -> RunPart:
         child = RunPart(part.scope, part.run, part.published, NO_BLOCKS[:])
         self.tree.hold(part.run)
@@ -188,31 +171,27 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def shrink(self, part: RunPart, until: int) -> None:
         keep = -(-until // self.block_size) * self.width - part.published * self.width
         if keep < len(part.tail):
-            part.scope.held -= len(part.tail) - keep
-            self._blocks.give_back(part.tail[keep:])
+            self._give_back(part.scope, part.tail[keep:])
             del part.tail[keep:]
 
     def free(self, part: RunPart) -> None:
         tail = part.tail
         if tail:
             if part.borrowed is not None or tail[0] in self._sharers:
-                self._give_back(part, tail[self.width :])
+                self._give_back(part.scope, tail[self.width :])
                 self._leave_shared(part)
             else:
-                self._give_back(part, tail)
+                self._give_back(part.scope, tail)
         if part.kept is not None:
-            for own in part.kept.take_all():
-                self._give_back(part, own)
+            for _, own in part.kept.take_from(0, self.width):
+                self._give_back(part.scope, own)
         self.tree.release(part.run)
 
     def tables(self, part: RunPart) -> list[array[int]]:
         blocks = self.tree.path_blocks(part.run, part.tail)
         if part.kept is not None:
             part.kept.lay_over(blocks, self.width)
-        return [blocks] if self.width == 1 else self.added(part, blocks)
-
-    def added(self, part: RunPart, blocks: array[int]) -> list[array[int]]:
-        return [blocks[group :: self.width] for group in range(self.width)]
+        return [blocks] if self.width == 1 else self.added(blocks)
 
     def shared_token_count(self, part: RunPart) -> int:
         run, position = part.run, part.published
@@ -251,8 +230,6 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             if same * DIGEST_BYTES < child.size:
                 goes_another_way = start + same * DIGEST_BYTES < len(digests)
                 child = self.tree.split(child, same) if goes_another_way else self.tree.cut(child, same)
-            if not child.live:
-                self._blocks.policy.hit(child)
             own = part.tail[taken * width : (taken + same) * width]
             if self._append_only and not child.live:
                 returned.extend(child.blocks)
@@ -266,21 +243,27 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
                     part.kept.add(part.published, own, width)
                 else:
                     returned.extend(own)
-            self.tree.hold(child)
-            self.tree.release(part.run)
-            part.run = child
-            part.published += same
+            self._move_to(part, child)
             taken += same
         del part.tail[: taken * width]
-        self._give_back(part, returned)
+        self._give_back(part.scope, returned)
         return taken
+
+    def _move_to(self, part: RunPart, child: Run) -> None:
+        """Lets the sequence end in a child of its run, which has computed what the child has."""
+        if not child.live:
+            self._blocks.policy.hit(child)
+        self.tree.hold(child)
+        self.tree.release(part.run)
+        part.run = child
+        part.published = child.end_position
 
     def take_over(self, part: RunPart) -> int | None:
         if part.kept is None:
             return None
         taken = part.kept.take_from(self.shared_token_count(part) // self.block_size, self.width)
         for position, own in taken:
-            self._give_back(part, self.tree.exchange(part.run, position, own))
+            self._give_back(part.scope, self.tree.exchange(part.run, position, own))
         return taken[-1][0] if taken else None
 
     def _commit_shared(self, part: RunPart, digests: bytes, swaps: list[Swap]) -> int:
@@ -293,13 +276,9 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         if child is not None:  # the digest is published already: this sequence takes that block, and leaves its sharers
             if child.size > DIGEST_BYTES:
                 child = self.tree.cut(child, 1)
-            if not child.live:
-                self._blocks.policy.hit(child)
             swaps.extend(Swap(g, part.published, b) for g, b in zip(self.groups, child.blocks))
             self._leave_shared(part)
-            self.tree.hold(child)
-            self.tree.release(part.run)
-            part.run = child
+            self._move_to(part, child)
         else:
             count = len(digests) // DIGEST_BYTES
             blocks = part.tail[: count * width]
@@ -308,7 +287,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             for sharer in others:
                 sharer.borrowed = first
                 first.live += 1
-        part.published += count
+            part.published += count
         del part.tail[: count * width]
         return count
 
@@ -332,10 +311,6 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         sharers.remove(part)
         if len(sharers) == 1:
             del self._sharers[first]
-
-    def _give_back(self, part: RunPart, blocks: array[int]) -> None:
-        part.scope.held -= len(blocks)
-        self._blocks.give_back(blocks)
 
     # -- where hits can end -------------------------------------------------------------------------------------------
 

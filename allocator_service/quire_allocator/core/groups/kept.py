@@ -69,9 +69,3 @@ class KeptBlocks:
                 self._stretches.insert(0, (end, own[cut:]))
             taken.insert(0, own[:cut])
         return taken
-
-    def take_all(self) -> list[array[int]]:
-        """Takes out everything, the deepest stretch first."""
-        taken = [own for _, own in reversed(self._stretches)]
-        self._stretches = []
-        return taken

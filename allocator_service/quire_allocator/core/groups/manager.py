@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from quire_allocator.core.block_states import BlockStates
+from quire_allocator.core.events import EventLog
 from quire_allocator.core.retention.partings import Behind
+from quire_allocator.core.retention.retention import Retention
 from quire_allocator.core.retention.stop import Run, Unit
 from quire_allocator.core.scopes import Evictor, Namespace, Scope
 from quire_allocator.core.sequence import Part
-from quire_allocator.core.spec import Copy, GroupSpec, Swap
+from quire_allocator.core.spec import NEVER, Copy, GroupSpec, PoolSpec, Swap
 
 
 class Hit:
@@ -86,7 +88,21 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     in_place = False
     settles = False
-    _edge_tokens: int
+
+    def __init__(
+        self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, log: EventLog, retention: Retention
+    ) -> None:
+        self.spec = spec
+        self.groups = tuple(groups)
+        self.width = len(self.groups)
+        self.block_size = spec.block_size
+        self._stride = spec.block_size // pool.block_size  # digests per block
+        self._digest_tokens = pool.block_size
+        self._edge_tokens = pool.edge_tokens
+        self._append_only = pool.append_only
+        self._blocks = retention.blocks
+        self._log = log
+        self._retention = retention
 
     @abstractmethod
     def new_scope(self, namespace: Namespace) -> ScopeT:
@@ -137,14 +153,13 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     def let_go(self, part: PartT, token_count: int) -> int:
         """Counts the blocks that the next grow replaces by copies and that no other sequence holds."""
 
-    @abstractmethod
     def give_up(self, part: PartT) -> None:
         """Unpublishes a block that the next forward pass would overwrite, if no other sequence holds it. The sequence
-        continues in that block, and needs no copy."""
+        continues in that block, and needs no copy. Only states are overwritten."""
 
-    @abstractmethod
-    def added(self, part: PartT, blocks: array[int]) -> list[array[int]]:
+    def added(self, blocks: array[int]) -> list[array[int]]:
         """Returns, for each group in order, the last entries of the table, where `blocks` were just granted."""
+        return [blocks[column :: self.width] for column in range(self.width)]
 
     @abstractmethod
     def commit(self, part: PartT, new: Commit) -> None:
@@ -161,13 +176,13 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         """Empties the cached blocks of a path after its first `kept_digest_count` digests. If whole prefixes are kept,
         it empties the whole subtree there. Blocks that sequences hold stay."""
 
-    @abstractmethod
     def settle(self, part: PartT, committed: int) -> int:
         """The skip rule: gives back the blocks that no token from `committed` on reads. Returns `settled_until`."""
+        return NEVER
 
-    @abstractmethod
     def settled_until(self, part: PartT, committed: int) -> int:
         """Returns the count of committed tokens up to which nothing further falls out."""
+        return NEVER
 
     @abstractmethod
     def fork(self, part: PartT, committed: int) -> PartT:
@@ -219,6 +234,11 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     def goes_on(self, hit: HitT) -> None:
         """Prepares a hit whose prompt continues along published blocks here that other groups cannot serve."""
+
+    def _give_back(self, scope: Scope, blocks: array[int]) -> None:
+        """Empties blocks that one sequence held, and that no prompt can hit."""
+        scope.held -= len(blocks)
+        self._blocks.give_back(blocks)
 
     # -- for readers --------------------------------------------------------------------------------------------------
 

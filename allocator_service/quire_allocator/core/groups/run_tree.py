@@ -185,11 +185,8 @@ class RunTree:
         end = run.first_position + kept // DIGEST_BYTES
         self._log.removed(run.scope, end, source, kept, size)
         self._blocks.give_back(blocks)
-        if kept:
-            retention.trimmed(run, moves=moves)
-            return count
-        retention.trimmed_whole(run)
-        if not parent.children and not parent.live and parent.parent is not None:
+        retention.trimmed(run, moves=moves)
+        if not kept and not parent.children and not parent.live and parent.parent is not None:
             retention.now_leaf(parent)
         return count
 

@@ -5,7 +5,7 @@ checkpoint when a commit publishes it. That requires that no granted token is le
 the state without a grow that copies it. It also requires that the commit ends exactly at
 
     a multiple of the group's block size, or
-    a stop, where later hits should be able to end.
+    a place where later hits should be able to end (`Commit.ends`).
 
 A published block never changes, so the next grow replaces it by a copy. Without room for a copy, a checkpoint that no
 other sequence holds is given up instead. A hit is one block: the deepest checkpoint of the prefix.
@@ -56,7 +56,7 @@ class StateManager(UnitManager[StatePart]):
             unit = scope.find(position, digests[(position - 1) * DIGEST_BYTES : position * DIGEST_BYTES])
             if unit is not None:
                 # The sequence holds no block of the hit: its first grow copies the checkpoint and lets go of it.
-                return UnitHit(position * self._digest_tokens, 0, 0 if unit.live else self.width, 0, [unit])
+                return UnitHit(position * self._digest_tokens, 0 if unit.live else self.width, [unit])
         return NO_UNITS
 
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
@@ -121,12 +121,6 @@ class StateManager(UnitManager[StatePart]):
             self._log.stored(part.scope, b"", digest, key[0])
         part.last = part.unit
 
-    def settle(self, part: StatePart, committed: int) -> int:
-        return NEVER
-
-    def settled_until(self, part: StatePart, committed: int) -> int:
-        return NEVER
-
     def fork(self, part: StatePart, committed: int) -> StatePart:
         """Shares the running block. Both sequences copy it before they continue."""
         if part.unit is not None:
@@ -150,11 +144,7 @@ class StateManager(UnitManager[StatePart]):
             states.mark(unit.blocks, unit.live, published=unit.is_published)
 
     def tables(self, part: StatePart) -> list[array[int]]:
-        blocks = part.unit.blocks if part.unit is not None else array("I")
-        return [blocks[column : column + 1] for column in range(self.width)]
-
-    def added(self, part: StatePart, blocks: array[int]) -> list[array[int]]:
-        return [blocks[column : column + 1] for column in range(self.width)]
+        return self.added(part.unit.blocks if part.unit is not None else array("I"))
 
     def shared_token_count(self, part: StatePart) -> int:
         """Counts all its tokens if other sequences hold the same state, else none."""

@@ -7,17 +7,15 @@ fit. Units that windows give back together, and that nothing needs, become a str
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterator
+from typing import TypeVar
 
-from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.depths import Depths
 from quire_allocator.core.groups.manager import Hit, IndexedStretch, Manager
-from quire_allocator.core.retention.retention import Retention
 from quire_allocator.core.retention.stop import Unit, UnitKey
 from quire_allocator.core.scopes import Evictor, Namespace, Scope, Scoped
 from quire_allocator.core.sequence import Part
-from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.spec import DIGEST_BYTES, Swap
 
 
 class UnitScope(Scope):
@@ -75,19 +73,16 @@ class UnitScope(Scope):
 
 
 class UnitHit(Hit):
-    """Published units that serve a prefix; the first one is at position `first`."""
+    """Published units that serve a prefix."""
 
-    __slots__ = ("first", "units")
+    __slots__ = ("units",)
 
-    def __init__(
-        self, token_count: int, block_count: int, cached_block_count: int, first: int, units: list[Unit]
-    ) -> None:
-        super().__init__(token_count, block_count, cached_block_count)
-        self.first = first
+    def __init__(self, token_count: int, cached_block_count: int, units: list[Unit]) -> None:
+        super().__init__(token_count, 0, cached_block_count)
         self.units = units
 
 
-NO_UNITS = UnitHit(0, 0, 0, 0, [])
+NO_UNITS = UnitHit(0, 0, [])
 
 
 PartT = TypeVar("PartT", bound=Part)
@@ -95,19 +90,6 @@ PartT = TypeVar("PartT", bound=Part)
 
 class UnitManager(Manager[UnitScope, UnitHit, PartT]):
     """Base of the managers of units: references, publication, eviction."""
-
-    def __init__(
-        self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, log: EventLog, retention: Retention
-    ) -> None:
-        self.spec = spec
-        self.groups = tuple(groups)
-        self.width = len(self.groups)
-        self.block_size = spec.block_size
-        self._digest_tokens = pool.block_size
-        self._edge_tokens = pool.edge_tokens
-        self._blocks = retention.blocks
-        self._log = log
-        self._retention = retention
 
     def new_scope(self, namespace: Namespace) -> UnitScope:
         return UnitScope(namespace, self)
@@ -134,8 +116,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
 
     def _places(self, digests: bytes, kept_digest_count: int) -> Iterator[UnitKey]:
         """Yields the keys of the positions of a path after its first `kept_digest_count` digests."""
-        stride = self.block_size // self._digest_tokens
-        for position in range(kept_digest_count // stride, len(digests) // (stride * DIGEST_BYTES)):
+        for position in range(kept_digest_count // self._stride, len(digests) // (self._stride * DIGEST_BYTES)):
             yield position, self._digest_at(digests, (position + 1) * self.block_size)
 
     def _drop(self, unit: Unit) -> None:
@@ -171,9 +152,8 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
             return
         if unit.is_published:
             self._retention.cached(unit, self.width)
-            return
-        unit.scope.held -= self.width
-        self._blocks.give_back(unit.blocks)
+        else:
+            self._give_back(unit.scope, unit.blocks)
 
     def _publish(self, scope: UnitScope, unit: Unit, key: UnitKey, swaps: list[Swap], position: int) -> Unit:
         """Publishes a private unit with its key; the caller tells the log. Returns the unit to use from now on: another
@@ -206,6 +186,3 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         """Returns the digest of the prefix of so many tokens, where `digests` begin with number `first_digest`."""
         start = (token_count // self._digest_tokens - 1 - first_digest) * DIGEST_BYTES
         return digests[start : start + DIGEST_BYTES]
-
-
-AnyUnitManager: TypeAlias = UnitManager[Part]

@@ -23,15 +23,7 @@ class WindowPart(Part):
         kept: its own blocks that replace published ones in its table; None before the first.
     """
 
-    __slots__ = (
-        "falling",
-        "first",
-        "kept",
-        "needed",
-        "scope",
-        "tail",
-        "units",
-    )
+    __slots__ = ("falling", "first", "kept", "needed", "scope", "tail", "units")
 
     def __init__(self, scope: WindowScope, first: int, units: list[Unit]) -> None:
         self.scope = scope

@@ -17,7 +17,10 @@ from quire_allocator.core.spec import GroupKind, GroupSpec
 
 
 class WindowRule(ABC):
-    """The rule for the earlier tokens that tokens of one windowed group read."""
+    """The rule for the earlier tokens that tokens of one windowed group read; they read at most `window - 1`."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.window = spec.window
 
     @abstractmethod
     def first_needed(self, token_count: int) -> int:
@@ -26,10 +29,6 @@ class WindowRule(ABC):
     @abstractmethod
     def needs_less_at(self, token_count: int, token: int) -> int:
         """Returns the smallest count, at least `token_count`, after which the next token no longer reads `token`."""
-
-    @abstractmethod
-    def past_token_count(self) -> int:
-        """Counts the earlier tokens that one token reads at most."""
 
     @abstractmethod
     def start_tokens(self) -> int:
@@ -42,23 +41,17 @@ class WindowRule(ABC):
     def block_count_max(self, pass_token_count: int, block_size: int) -> int:
         """Counts the blocks that a pass of so many tokens reads and writes, at most."""
         before = block_size - math.gcd(block_size, self.start_tokens())  # in the block of the first read token
-        return -(-(before + self.past_token_count() + pass_token_count) // block_size)
+        return -(-(before + self.window - 1 + pass_token_count) // block_size)
 
 
 class SlidingWindow(WindowRule):
     """Each token reads itself and the `window - 1` before it (Longformer, https://arxiv.org/abs/2004.05150)."""
-
-    def __init__(self, spec: GroupSpec) -> None:
-        self.window = spec.window
 
     def first_needed(self, token_count: int) -> int:
         return max(0, token_count - self.window + 1)
 
     def needs_less_at(self, token_count: int, token: int) -> int:
         return max(token_count, token + self.window)
-
-    def past_token_count(self) -> int:
-        return self.window - 1
 
     def start_tokens(self) -> int:
         return 1
@@ -70,18 +63,12 @@ class SlidingWindow(WindowRule):
 class ChunkedLocal(WindowRule):
     """Each token reads itself and what comes before it in its own chunk of `window` tokens (Llama 4)."""
 
-    def __init__(self, spec: GroupSpec) -> None:
-        self.window = spec.window
-
     def first_needed(self, token_count: int) -> int:
         """At the first token of a chunk, everything before it has fallen out."""
         return token_count // self.window * self.window
 
     def needs_less_at(self, token_count: int, token: int) -> int:
         return max(token_count, (token // self.window + 1) * self.window)
-
-    def past_token_count(self) -> int:
-        return self.window - 1
 
     def start_tokens(self) -> int:
         return self.window

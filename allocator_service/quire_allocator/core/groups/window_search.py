@@ -18,14 +18,16 @@ class WindowHit(UnitHit):
     """Published positions that serve a prefix.
 
     Attributes:
+        first: the first of them.
         units: the units among them.
         places: the positions [first, end) of each stretch among them.
     """
 
-    __slots__ = ("places",)
+    __slots__ = ("first", "places")
 
     def __init__(self, token_count: int, first: int, units: list[Unit], places: list[tuple[Stretch, int, int]]) -> None:
-        super().__init__(token_count, 0, 0, first, units)
+        super().__init__(token_count, 0, units)
+        self.first = first
         self.places = places
 
     def count_blocks(self, width: int) -> None:

@@ -46,8 +46,6 @@ class WindowManager(UnitManager[WindowPart]):
     ) -> None:
         super().__init__(spec, groups, pool, log, retention)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
-        self._stride = spec.block_size // pool.block_size
-        self._append_only = pool.append_only
         self._fallen = Fallen(self.width, log, retention)
         self._remembers = not retention.is_even  # fallen units that a hit at the last edge would take
         # Every so many positions no token needs an earlier one; 0 if one always does.
@@ -107,9 +105,6 @@ class WindowManager(UnitManager[WindowPart]):
     def let_go(self, part: WindowPart, token_count: int) -> int:
         """Counts the half-filled block if another sequence has filled, published and left it."""
         return self.width if self._must_copy(part, token_count) and part.units[-1].live == 1 else 0
-
-    def give_up(self, part: WindowPart) -> None:
-        """Forward passes never overwrite a published block here."""
 
     def commit(self, part: WindowPart, new: Commit) -> None:
         """Publishes the positions that became full. Consecutive new ones are one event of the log."""
@@ -222,7 +217,7 @@ class WindowManager(UnitManager[WindowPart]):
             self._hold(other)
         else:
             self._hold(other)
-            self._give_back(part, other.blocks)
+            self._give_back(part.scope, other.blocks)
             other.blocks = own
         return other
 
@@ -237,12 +232,8 @@ class WindowManager(UnitManager[WindowPart]):
                 unit = part.units[position - part.first + start // width]
                 returned.extend(unit.blocks)
                 unit.blocks = own[start : start + width]
-            self._give_back(part, returned)
+            self._give_back(part.scope, returned)
         return first if taken else None
-
-    def _give_back(self, part: WindowPart, blocks: array[int]) -> None:
-        part.scope.held -= len(blocks)
-        self._blocks.give_back(blocks)
 
     def _let_fall(self, scope: WindowScope, fallen: Sequence[Scoped]) -> None:
         """Counts one fewer table for these consecutive units and stretches."""
@@ -271,7 +262,7 @@ class WindowManager(UnitManager[WindowPart]):
         falling = part.falling
         if part.kept is not None:
             for own in part.kept.take_before(part.first + max(gone, 0), self.width):
-                self._give_back(part, own)
+                self._give_back(part.scope, own)
         if gone == 1 and not (falling or part.needed) and part.units and not self._is_needed(part, first, committed):
             part.first = first + 1
             self._release(part.units.pop(0))  # while decoding
@@ -310,17 +301,15 @@ class WindowManager(UnitManager[WindowPart]):
     def shrink(self, part: WindowPart, until: int) -> None:
         keep = max(0, -(-until // self.block_size) - part.first - len(part.units)) * self.width
         if keep < len(part.tail):
-            part.scope.held -= len(part.tail) - keep
-            self._blocks.give_back(part.tail[keep:])
+            self._give_back(part.scope, part.tail[keep:])
             del part.tail[keep:]
 
     def free(self, part: WindowPart) -> None:
         if part.tail:
-            part.scope.held -= len(part.tail)
-            self._blocks.give_back(part.tail)
+            self._give_back(part.scope, part.tail)
         if part.kept is not None:
-            for own in part.kept.take_all():
-                self._give_back(part, own)
+            for _, own in part.kept.take_from(0, self.width):
+                self._give_back(part.scope, own)
         self._let_fall(part.scope, part.units)
         self._retention.need((), part.needed)
 
@@ -385,9 +374,6 @@ class WindowManager(UnitManager[WindowPart]):
 
     def tables(self, part: WindowPart) -> list[array[int]]:
         return part.tables(self.width)
-
-    def added(self, part: WindowPart, blocks: array[int]) -> list[array[int]]:
-        return [blocks[column :: self.width] for column in range(self.width)]
 
     def shared_token_count(self, part: WindowPart) -> int:
         """Counts all its tokens if other sequences hold its whole window, else none."""

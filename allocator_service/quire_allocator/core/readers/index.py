@@ -14,16 +14,6 @@ from quire_allocator.core.groups.manager import IndexedStretch
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, Match
 
-__all__ = [
-    "DIGESTS_PER_PIECE_MAX",
-    "IndexedStretch",
-    "find_acknowledged",
-    "pieces",
-    "stretch_of",
-    "walk",
-    "walk_acknowledged",
-]
-
 DIGESTS_PER_PIECE_MAX: Final = 4_096
 
 

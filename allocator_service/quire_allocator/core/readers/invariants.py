@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.readers import retention_invariants
+from quire_allocator.core.readers import retention
 from quire_allocator.core.readers.group_invariants import CHECKS, Found, Use
 from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
@@ -30,7 +30,7 @@ def check(pool: Pool) -> None:
         found += _check_manager(pool, number, spaces)
     _check_blocks(pool, found)
     _check_queues(pool, found)
-    retention_invariants.check(pool, spaces)
+    retention.check(pool, spaces)
     for sequence_id, sequence in pool.sequences.items():
         _check_sequence(pool, sequence_id, sequence)
     _check_batch(pool)

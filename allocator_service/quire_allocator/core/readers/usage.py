@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
-from quire_allocator.core.groups.run_tree import RunTree, holders_of_runs
+from quire_allocator.core.groups.run_tree import holders_of_runs
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.retention.stop import Run
-from quire_allocator.core.spec import GroupKind, GroupSpec
+from quire_allocator.core.spec import GroupKind
 
 if TYPE_CHECKING:
     from quire_allocator.core.pool import Pool
 
 LISTED_MAX: Final = 32
-SPECIFICATIONS_MAX: Final = 16  # that a metric has a label for
 Shown = Callable[[str], bool]  # tells whether a namespace may be named to the caller
 
 
@@ -47,22 +46,6 @@ class GroupUse(NamedTuple):
     group: int
     held_block_count: int
     cached_block_count: int
-
-
-class RetentionUse(NamedTuple):
-    """Block counts of the groups of one specification.
-
-    Attributes:
-        name: the kind of the group, and the sizes of blocks and windows: `sliding_window 16 1024`.
-        held: in tables.
-        kept: cached, as something that a prompt is likely to hit.
-        spare: cached, and evicted first.
-    """
-
-    name: str
-    held: int
-    kept: int
-    spare: int
 
 
 def block_states(pool: Pool) -> BlockStates:
@@ -95,30 +78,6 @@ def groups(pool: Pool) -> list[GroupUse]:
     return sorted(uses)
 
 
-def retention(pool: Pool) -> list[RetentionUse]:
-    """Returns the kept blocks of each specification's groups, in the order of search. Where there are more than
-    `SPECIFICATIONS_MAX`, all that are left are one, `others`."""
-    uses: list[RetentionUse] = []
-    spaces = list(pool.blocks.namespaces.values())
-    for number, manager in enumerate(pool.managers):
-        scopes = [space.scopes[number] for space in spaces]
-        spare = sum([scope.spare for scope in scopes])
-        own = RetentionUse(
-            _name(manager.spec), sum([s.held for s in scopes]), sum([s.cached for s in scopes]) - spare, spare
-        )
-        if number < SPECIFICATIONS_MAX:
-            uses.append(own)
-        else:
-            last = uses.pop() if number > SPECIFICATIONS_MAX else RetentionUse("others", 0, 0, 0)
-            uses.append(RetentionUse("others", last.held + own.held, last.kept + own.kept, last.spare + own.spare))
-    return uses
-
-
-def _name(spec: GroupSpec) -> str:
-    sizes = f"{spec.block_size} {spec.window}" if spec.window else f"{spec.block_size}"
-    return f"{spec.kind.value} {sizes}"
-
-
 def namespaces(pool: Pool, shown: Shown) -> list[NamespaceUse]:
     """Returns the largest namespaces that may be named, by blocks held and cached; at most `LISTED_MAX`."""
     uses = (
@@ -146,18 +105,17 @@ def unwritten_slot_count(pool: Pool) -> int:
 
 def longest_prefixes(pool: Pool, shown: Shown) -> list[PrefixUse]:
     """Returns the deepest leaves of all trees, at most `LISTED_MAX`."""
-    leaves = ((run, tree) for run, tree in _runs(pool, shown) if not run.children)
-    deepest = nlargest(LISTED_MAX, leaves, key=lambda leaf: leaf[0].first_position + len(leaf[0].blocks))
+    leaves = [run for run in _runs(pool, shown) if not run.children]
     holders = _holders(pool)
-    return [_use(run, tree, holders[run], pool) for run, tree in deepest]
+    return [_use(run, holders[run]) for run in nlargest(LISTED_MAX, leaves, key=Run.token_count)]
 
 
 def most_shared_prefixes(pool: Pool, shown: Shown) -> list[PrefixUse]:
     """Returns the runs that most sequences hold, at least two each; at most `LISTED_MAX`."""
     holders = _holders(pool)
-    shared = ((run, tree) for run, tree in _runs(pool, shown) if holders[run] > 1)
-    most = nlargest(LISTED_MAX, shared, key=lambda item: (holders[item[0]], len(item[0].blocks)))
-    return [_use(run, tree, holders[run], pool) for run, tree in most]
+    shared = [run for run in _runs(pool, shown) if holders[run] > 1]
+    most = nlargest(LISTED_MAX, shared, key=lambda run: (holders[run], run.block_count))
+    return [_use(run, holders[run]) for run in most]
 
 
 def table_entry_count(pool: Pool) -> int:
@@ -171,7 +129,7 @@ def table_entry_count(pool: Pool) -> int:
 
 def run_counts(pool: Pool) -> tuple[int, int]:
     """Counts the runs of the pool, and the blocks in them."""
-    sizes = [len(run.blocks) for run, _ in _runs(pool)]
+    sizes = [run.block_count for run in _runs(pool)]
     return len(sizes), sum(sizes)
 
 
@@ -183,32 +141,20 @@ def free_stretch_count(states: BlockStates) -> int:
     return int(np.count_nonzero(free[1:] & ~free[:-1]))
 
 
-def _trees(pool: Pool) -> Iterator[tuple[int, RunTree]]:
-    """Yields the number of each manager of full attention, and its trees."""
+def _runs(pool: Pool, shown: Shown = lambda _name: True) -> Iterator[Run]:
+    """Yields every run of the namespaces that may be named, parents before children."""
     for number, manager in enumerate(pool.managers):
-        if manager.spec.kind is GroupKind.FULL_ATTENTION:
-            yield number, cast(FullAttentionManager, manager).tree
-
-
-def _runs(pool: Pool, shown: Shown = lambda _name: True) -> Iterator[tuple[Run, int]]:
-    """Yields every run of the namespaces that may be named, with the number of its manager."""
-    for number, tree in _trees(pool):
-        for space in filter(lambda space: shown(space.name), pool.blocks.namespaces.values()):
-            for run in tree.runs(cast(RunScope, space.scopes[number]).root):
-                yield run, number
+        if isinstance(manager, FullAttentionManager):
+            for space in pool.blocks.namespaces.values():
+                if shown(space.name):
+                    yield from manager.tree.runs(cast(RunScope, space.scopes[number]).root)
 
 
 def _holders(pool: Pool) -> Counter[Run]:
     """Counts the sequences that hold each run."""
-    holders: Counter[Run] = Counter()
-    for number, _ in _trees(pool):
-        ends = [cast(RunPart, sequence.parts[number]).run for sequence in pool.sequences.values()]
-        holders += holders_of_runs([run for run, n in _runs(pool) if n == number], ends)
-    return holders
+    parts = [part for sequence in pool.sequences.values() for part in sequence.parts]
+    return holders_of_runs(_runs(pool), [part.run for part in parts if isinstance(part, RunPart)])
 
 
-def _use(run: Run, number: int, holders: int, pool: Pool) -> PrefixUse:
-    manager = pool.managers[number]
-    width, size = len(manager.groups), manager.spec.block_size
-    end = run.first_position + len(run.blocks) // width
-    return PrefixUse(run.scope.namespace.name, run.last_digest, end * size, len(run.blocks), holders)
+def _use(run: Run, holders: int) -> PrefixUse:
+    return PrefixUse(run.scope.namespace.name, run.last_digest, run.token_count(), run.block_count, holders)

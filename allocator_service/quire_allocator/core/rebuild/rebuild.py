@@ -32,7 +32,7 @@ from quire_allocator.core.rebuild.report import (
     refuse,
 )
 from quire_allocator.core.rebuild.runs import RunBuilder
-from quire_allocator.core.rebuild.stops import restore, told
+from quire_allocator.core.rebuild.stops import restore
 from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder
 from quire_allocator.core.retention.stop import Run, Unit
 from quire_allocator.core.scopes import Namespace, Scoped
@@ -76,7 +76,6 @@ class Rebuild:
         self._pool = pool = Pool(spec)
         pool.blocks.take(spec.block_count)
         self._use = BlockUse(spec)
-        self._spaces = _Spaces(pool)
         self._builders = [BUILDERS[manager.spec.kind](manager, pool, self._use) for manager in pool.managers]
         self._places = {
             group: (builder, column)
@@ -92,44 +91,31 @@ class Rebuild:
             refuse("a prefix has one digest for each of its blocks, and at least one")
         if len(prefix.parent_digest) not in (0, DIGEST_BYTES):
             refuse("a parent digest has 32 bytes")
-        self._spaces.get(prefix.namespace)
+        self._pool.coordinator.space(prefix.namespace)
         builder, column = self._places[prefix.group]
         builder.read(prefix, column, self._use.publish(prefix.blocks))
 
     def finish(self, report: Report) -> Pool:
         """Makes the pool that the report describes."""
-        pool, builders, spaces = self._pool, self._builders, self._spaces
+        pool, builders, space = self._pool, self._builders, self._pool.coordinator.space
         for prefix in report.prefixes:
             self.read(prefix)
         _check_ids(report)
-        located = [_locate(spaces, builders, sequence) for sequence in report.sequences]
+        located = [_locate(space(each.namespace), builders, each) for each in report.sequences]
         ranks = _ranks(pool.spec, report)
         cached = [item for builder in builders for item in builder.build(pool.blocks.namespaces, ranks)]
         for reported, found in zip(report.sequences, located, strict=True):
-            _open(pool, spaces.get(reported.namespace), reported, found)
+            _open(pool, space(reported.namespace), reported, found)
         restore(pool, {n: b.links for n, b in enumerate(builders) if isinstance(b, UnitBuilder)})
         _queue(pool, cached)
         pool.blocks.give_back(self._use.unused())
         pool.last_sequence_id = report.last_sequence_id
-        for space in list(pool.blocks.namespaces.values()):
-            pool.admission.enforce_cache_quota(space)
-            pool.blocks.forget_if_unused(space)
+        for each in list(pool.blocks.namespaces.values()):
+            pool.admission.enforce_cache_quota(each)
+            pool.blocks.forget_if_unused(each)
         pool.blocks.evicted_count = 0
         pool.log.discard()
         return pool
-
-
-class _Spaces:
-    """Makes the namespaces of the pool when they are first named."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    def get(self, name: str) -> Namespace:
-        space = self._pool.blocks.namespaces.get(name)
-        if space is None:
-            space = self._pool.blocks.namespaces[name] = self._pool.coordinator.new_namespace(name)
-        return space
 
 
 def _ranks(spec: PoolSpec, report: Report) -> array[int]:
@@ -151,17 +137,17 @@ def _check_ids(report: Report) -> None:
         refuse(f"sequence {last} is above the last one, {report.last_sequence_id}")
 
 
-def _locate(spaces: _Spaces, builders: list[Builder], sequence: ReportedSequence) -> list[Callable[[], Part]]:
+def _locate(space: Namespace, builders: list[Builder], sequence: ReportedSequence) -> list[Callable[[], Part]]:
     if sequence.committed_token_count > sequence.token_count:
         refuse(f"sequence {sequence.sequence_id} has committed more tokens than it was granted")
-    space = spaces.get(sequence.namespace)
     space.sequence_count += 1
     return [builder.locate(space, sequence) for builder in builders]
 
 
 def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[Callable[[], Part]]) -> None:
     made = tuple([make() for make in parts])
-    sequence = SequenceState(space, reported.token_count, reported.priority, made, told(pool, reported))
+    turn = pool.coordinator.retention.rules.told(reported.told, reported.prompt_token_count)
+    sequence = SequenceState(space, reported.token_count, reported.priority, made, turn)
     sequence.committed_token_count = reported.committed_token_count
     pool.sequences[reported.sequence_id] = sequence
     tables = zip(pool.tables(sequence), _own_tables(reported), strict=True)

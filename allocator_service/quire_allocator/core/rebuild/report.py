@@ -21,7 +21,7 @@ class ReportedSequence(NamedTuple):
     Attributes:
         tables: one per group; `NULL_BLOCK` where a windowed group gave a block back.
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
-        stops: as in `SequenceState`.
+        told: token counts at which later hits were to end, as the answer to its first grow named them.
         kept: one per group, of its own blocks where they stand in the place of published ones (which are in `tables`),
             and `NULL_BLOCK` elsewhere; nothing where it keeps none.
     """
@@ -34,7 +34,7 @@ class ReportedSequence(NamedTuple):
     priority: int = 0
     prompt_token_count: int = 0
     chunk_token_count: int = 0
-    stops: tuple[int, ...] = ()
+    told: tuple[int, ...] = ()
     kept: Sequence[array[int]] = ()
 
 

@@ -49,7 +49,7 @@ class RunBuilder:
         self._manager = manager
         self._pool = pool
         self._use = use
-        self._number = manager_number(pool, manager)
+        self._number = pool.managers.index(manager)
         self._forest = Forest(manager.width, use)
         self._is_linked = False
         # First block of a half-filled position -> its prefix, and all its blocks.
@@ -188,11 +188,6 @@ def claim_kept(
         use.claim(own)
         kept.add(position, array("I", own), len(tables))
     return kept
-
-
-def manager_number(pool: Pool, manager: object) -> int:
-    """Returns which of the pool's managers it is."""
-    return next(number for number, other in enumerate(pool.managers) if other is manager)
 
 
 def _before(spot: Spot) -> Spot | None:

@@ -19,9 +19,7 @@ from quire_allocator.core.groups.units import UnitScope
 from quire_allocator.core.groups.window_parts import WindowPart
 from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.rebuild.report import ReportedSequence
 from quire_allocator.core.retention.stop import Run, Stop, Unit, UnitKey
-from quire_allocator.core.retention.stops import Stops
 from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 
@@ -43,11 +41,6 @@ def restore(pool: Pool, links: dict[int, Links]) -> None:
         for sequence in pool.sequences.values():
             if sequence.namespace is space:
                 restorer.follow(sequence)
-
-
-def told(pool: Pool, reported: ReportedSequence) -> Stops:
-    """Returns where hits are to end in a reported sequence, as its owner was told."""
-    return pool.coordinator.retention.rules.told(reported.stops, reported.prompt_token_count)
 
 
 class _Positions:
@@ -176,7 +169,7 @@ class _Restorer:
             run: Run | None = cast(RunPart, sequence.parts[0]).run
             while run is not None and not run.stops:
                 run = run.parent
-            sequence.stops.last = run.stops[-1] if run is not None else None
+            sequence.turn.last = run.stops[-1] if run is not None else None
         for number, own in self._windows:
             part = cast(WindowPart, sequence.parts[number])
             edge = own.window.last_end(part, sequence.committed_token_count)

@@ -14,7 +14,7 @@ from quire_allocator.core.groups.window_parts import WindowPart
 from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
-from quire_allocator.core.rebuild.runs import claim_kept, manager_number
+from quire_allocator.core.rebuild.runs import claim_kept
 from quire_allocator.core.rebuild.stops import Links
 from quire_allocator.core.retention.stop import Unit, UnitKey
 from quire_allocator.core.scopes import Namespace, Scoped
@@ -34,7 +34,7 @@ class UnitBuilder:
         self._manager = manager
         self._pool = pool
         self._use = use
-        self._number = manager_number(pool, manager)
+        self._number = pool.managers.index(manager)
         self._keys: dict[tuple[str, UnitKey], array[int]] = {}
         self.links: Links = {}
         self._by_block: dict[int, Unit] | None = None
@@ -73,11 +73,7 @@ class UnitBuilder:
                 if NULL_BLOCK in blocks:
                     self._use.drop(blocks)
                     continue
-                space = pool.blocks.namespaces.get(name)
-                if space is None:
-                    space = pool.blocks.namespaces[name] = pool.coordinator.new_namespace(name)
-                scope = space.scopes[self._number]
-                assert isinstance(scope, UnitScope)
+                scope = self._scope(pool.blocks.namespaces[name])
                 unit = Unit(scope, blocks)
                 unit.live = 0
                 scope.add(unit, key)
@@ -114,11 +110,6 @@ class UnitBuilder:
 class WindowBuilder(UnitBuilder):
     """Rebuilds groups of sliding windows and of chunks."""
 
-    def __init__(self, manager: AnyManager, pool: Pool, use: BlockUse) -> None:
-        super().__init__(manager, pool, use)
-        assert isinstance(manager, WindowManager)
-        self._rule = manager._rule
-
     def locate(self, space: Namespace, sequence: ReportedSequence) -> Callable[[], WindowPart]:
         """Finds the units from the first position that the window still needs."""
         size, committed, name = self._manager.block_size, sequence.committed_token_count, sequence.sequence_id
@@ -126,7 +117,8 @@ class WindowBuilder(UnitBuilder):
         length = -(-sequence.token_count // size)
         if any(len(table) != length for table in tables):
             refuse(f"the tables of sequence {name} do not hold its {sequence.token_count} tokens")
-        first = self._rule.first_needed(committed) // size
+        assert isinstance(self._manager, WindowManager)
+        first = self._manager._rule.first_needed(committed) // size
         scope, units, tail = cast(WindowScope, self._scope(space)), list[Unit](), array("I")
         for position in range(first, length):
             blocks = array("I", [table[position] for table in tables])

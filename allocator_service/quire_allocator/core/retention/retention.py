@@ -33,9 +33,9 @@ from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.eviction.queue import RANKED, SPARE
 from quire_allocator.core.retention.partings import STEP_COUNT, Behind, Partings
 from quire_allocator.core.retention.stop import Run, Stop, StopKey, Unit, living
-from quire_allocator.core.retention.stops import StopRules, Stops
+from quire_allocator.core.retention.stops import StopRules, Turn
 from quire_allocator.core.retention.worth import Worth
-from quire_allocator.core.spec import GroupKind, PoolSpec
+from quire_allocator.core.spec import GroupKind, Match, PoolSpec
 from quire_allocator.core.stretches import Stretch
 
 CONTINUED_MAX: Final = 3  # stops of one path where no paths part
@@ -63,37 +63,40 @@ class Retention:
         if not self.is_even:
             blocks.policy.trims = all(group.kind is not GroupKind.FULL_ATTENTION for group in spec.groups)
 
-    def stops_of(self, prompt_token_count: int, matched: int, junction: int) -> Stops:
+    def turn(self, prompt_token_count: int, match: Match) -> Turn:
         """Returns the stops of a new sequence."""
-        learned = None if self.is_even else self.partings
-        return self.rules.of(prompt_token_count, matched, junction, learned)
+        return self.rules.turn(prompt_token_count, match, None if self.is_even else self.partings)
 
     # -- when stops are made --------------------------------------------------------------------------------------
 
     def note_parting(self, key: StopKey, behind: Behind, *, is_whole: bool) -> None:
         """Counts a new prompt that parts at an edge. `is_whole`: only its last tokens are behind that edge."""
-        stop = self.stops.get(key)
+        stop = self.find(key)
         self.partings.note(behind, is_parting=stop is not None and stop.is_parting, is_whole=is_whole)
 
-    def passed(self, stops: Stops, stop: Stop) -> None:
+    def find(self, key: StopKey) -> Stop | None:
+        """Returns the stop that is filed under a key."""
+        return self.stops.get(key)
+
+    def passed(self, turn: Turn, stop: Stop) -> None:
         """Notes that a sequence has reached a stop."""
-        stops.last = stop
+        turn.last = stop
         self.end_old(stop)
 
     def make(
-        self, stops: Stops, key: StopKey, needed: Sequence[Unit], runs: Sequence[Run], *, other_way_count: int
+        self, turn: Turn, key: StopKey, needed: Sequence[Unit], runs: Sequence[Run], *, other_way_count: int
     ) -> Stop:
         """Makes a stop that a sequence has reached. `other_way_count` other continuations begin right there."""
-        parent = living(stops.last)
+        parent = living(turn.last)
         early = parent if parent is not None and parent.is_early and not parent.is_parting else None
         stop = self.put(key, needed, runs, parent=parent)
-        stop.is_early = key[1] == stops.early
-        if stops.token_counts and stops.token_counts[-1] > stops.prompt_end:
-            stop.answer_token_count = max(0, key[1] - stops.prompt_end)
+        stop.is_early = key[1] == turn.early
+        if turn.token_counts and turn.token_counts[-1] > turn.prompt_end:
+            stop.answer_token_count = max(0, key[1] - turn.prompt_end)
         stop.is_parting |= other_way_count > 0
         if early is not None:
             self._take_place_of(early, stop)
-        if stop.answer_token_count and parent is not None and parent.token_count >= stops.prompt_end:
+        if stop.answer_token_count and parent is not None and parent.token_count >= turn.prompt_end:
             self._replace(parent, stop)
         return stop
 
@@ -216,7 +219,7 @@ class Retention:
     def cached_stretch(self, stretch: Stretch) -> None:
         """Notes a new cached stretch: it is published, fell out of a window, and no sequence holds it."""
         count = stretch.block_count
-        stretch.worth = self.worth.of_stretch()
+        stretch.worth = RANKED if self.is_even else SPARE  # no stop needs it
         if stretch.worth == SPARE:
             stretch.scope.spare += count
         self.blocks.now_cached(stretch, count, is_candidate=True)
@@ -267,24 +270,18 @@ class Retention:
 
     def trimmed(self, run: Run, *, moves: bool) -> None:
         """Ends the stops at the lost end of a cached run. The run `moves` if the policy ranks it anew."""
-        if run.stops:
-            self._end_after(run, run.token_count())
+        for stop in reversed(run.stops[:]):
+            if run.size and stop.token_count <= run.token_count():
+                break
+            self.end(stop)
+        if not run.size:
+            return
         worth, burden = run.worth, run.burden
         self.assess(run)
         if moves or worth != run.worth or burden != run.burden:
             self.blocks.reranked(run)
 
-    def trimmed_whole(self, run: Run) -> None:
-        """Notes that a cached run is no longer published."""
-        self._end_after(run, 0)
-
     def now_leaf(self, run: Run) -> None:
         """Notes that a cached run has lost all of its children."""
         self.assess(run)
         self.blocks.reranked(run)
-
-    def _end_after(self, run: Run, token_count: int) -> None:
-        for stop in reversed(run.stops[:]):
-            if stop.token_count <= token_count:
-                break
-            self.end(stop)

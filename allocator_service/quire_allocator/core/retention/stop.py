@@ -57,16 +57,7 @@ class Unit(Scoped):
         aside_count: stops that need it and are aside.
     """
 
-    __slots__ = (
-        "_digest",
-        "_position",
-        "aside_count",
-        "blocks",
-        "is_published",
-        "needed_count",
-        "stops",
-        "was_hit",
-    )
+    __slots__ = ("_digest", "_position", "aside_count", "blocks", "is_published", "needed_count", "stops", "was_hit")
 
     def __init__(self, scope: Scope, blocks: array[int]) -> None:  # made for every block: `super()` costs too much
         self.scope = scope

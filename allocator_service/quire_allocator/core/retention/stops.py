@@ -1,19 +1,11 @@
 """The places of stops: token counts of a sequence at which a later prompt's hit should be able to end.
 
 A hit ends only where every group can serve it, so windows keep the blocks before a stop, and states make a checkpoint
-there. An owner that keeps states ends passes at stops.
+there. An owner that keeps states ends passes at stops. `docs/hybrid.md` has the table of all kinds.
 
-| stop | where | in which pools |
-| --- | --- | --- |
-| end of the prompt | its last edge that leaves a token to compute | all but those of full attention alone |
-| junction | up to where full attention alone would have served the prompt | the same |
-| steps | 2, 4, ... 256 edges before the end, while many prompts part inside others (`partings.py`) | the same |
-| early | before the end, by an eighth of the new tokens | full attention and states |
-| of the answer | 1, 2, 3, 4, 6, 8, 12, ... edges behind the end; each replaces the one before | the same |
-
-A state takes a page, so the last two depend on its size. A prompt has an early stop if the attention of its new part
-takes at least a quarter of the blocks of a state. Its answer has stops if the attention of the prompt takes at least as
-many. A fork has no stops of the answer, and its parent has none from then on.
+A state takes a page, so early stops and those of answers depend on its size. A prompt has an early stop if the
+attention of its new part takes at least a quarter of the blocks of a state. Its answer has stops if the attention of
+the prompt takes at least as many. A fork has no stops of the answer, and its parent has none from then on.
 
     prompt of 4,096 tokens, blocks of 16, one group of full attention and 24 of states; its end is 4,080
         all is new           255 blocks of attention, 24 of a state: early at 3,568, and at 4,112, 4,128, 4,144, ...
@@ -30,7 +22,7 @@ from typing import Final
 
 from quire_allocator.core.retention.partings import STEP_COUNT, Partings
 from quire_allocator.core.retention.stop import Stop
-from quire_allocator.core.spec import GroupKind, GroupSpec
+from quire_allocator.core.spec import GroupKind, GroupSpec, Match
 
 _EARLY_PART: Final = 8
 _STATE_PART: Final = 4
@@ -39,8 +31,8 @@ _TOKENS_MAX: Final = 2**32 - 1  # largest token count
 STOPS_MAX: Final = 3 + STEP_COUNT + 22  # of one sequence: `_DISTANCES` are 22
 
 
-class Stops:
-    """The stops of one sequence.
+class Turn:
+    """The stops of one sequence, which computes a prompt and its answer.
 
     Attributes:
         token_counts: all of them, rising, each at an edge.
@@ -67,11 +59,11 @@ class Stops:
         self.are_left = end < len(self.token_counts)
         return self.token_counts[first:end]
 
-    def fork(self) -> Stops:
-        """Returns the stops of a fork: the same without stops of the answer. The parent loses those, too."""
+    def fork(self) -> Turn:
+        """Returns the turn of a fork: the same without stops of the answer. The parent loses those, too."""
         if self.token_counts and self.token_counts[-1] > self.prompt_end:
             self.token_counts = tuple([stop for stop in self.token_counts if stop <= self.prompt_end])
-        child = Stops(self.token_counts, self.prompt_end, self.early)
+        child = Turn(self.token_counts, self.prompt_end, self.early)
         child.last = self.last
         return child
 
@@ -90,28 +82,28 @@ class StopRules:
         self._has_any = kinds != {GroupKind.FULL_ATTENTION}
         self.foresees = foresees and kinds >= {GroupKind.FULL_ATTENTION, GroupKind.STATE}
 
-    def of(self, prompt_token_count: int, matched: int, junction: int, partings: Partings | None) -> Stops:
-        """Returns the stops of a prompt that hits `matched` tokens; without `partings`, only its end and junction."""
+    def turn(self, prompt_token_count: int, match: Match, partings: Partings | None) -> Turn:
+        """Returns the turn of a new prompt; without `partings`, its stops are its end and its junction."""
         end = prompt_end(prompt_token_count, self._edge_tokens)
         if not self._has_any:
-            return Stops((), end, 0)
-        found, early = {end, junction}, 0
+            return Turn((), end, 0)
+        found, early = {end, match.junction_token_count}, 0
         if self.foresees and partings is not None:
-            early = early_stop(self._groups, self._edge_tokens, prompt_token_count, max(matched, junction))
+            early = early_stop(self._groups, self._edge_tokens, prompt_token_count, max(match))
             found.add(early)
             if partings.go_on:
                 found.update(answer_stops(self._groups, self._edge_tokens, prompt_token_count))
         if partings is not None and partings.are_inside:
             found.update(partings.steps_before(end))
         found.discard(0)
-        return Stops(tuple(sorted(found)), end, early)
+        return Turn(tuple(sorted(found)), end, early)
 
-    def told(self, token_counts: Sequence[int], prompt_token_count: int) -> Stops:
-        """Returns the stops that the owner of a rebuilt pool had got for a sequence; a fork has no prompt."""
+    def told(self, token_counts: Sequence[int], prompt_token_count: int) -> Turn:
+        """Returns the turn with the stops that the owner of a rebuilt pool has got for it; a fork has no prompt."""
         edge = self._edge_tokens
         kept = sorted({count for count in token_counts if count and not count % edge}) if self._has_any else []
         end = prompt_end(prompt_token_count, edge) if prompt_token_count else max(kept, default=0)
-        return Stops(tuple(kept), end, 0)
+        return Turn(tuple(kept), end, 0)
 
 
 def prompt_end(prompt_token_count: int, edge_tokens: int) -> int:

@@ -35,7 +35,6 @@ class Worth:
         self.is_even = spec.retention == "dense" or kinds == {GroupKind.FULL_ATTENTION}
         self._full_block_sizes = [group.block_size for group in spec.groups if group.kind is GroupKind.FULL_ATTENTION]
         self._needed = LED if self._full_block_sizes else RANKED
-        self._idle = RANKED if self.is_even else SPARE
         self._edge_tokens = spec.edge_tokens
 
     def of_unit(self, unit: Unit) -> int:
@@ -45,10 +44,6 @@ class Worth:
         if unit.needed_count:
             return self._needed
         return ASIDE if unit.aside_count else SPARE
-
-    def of_stretch(self) -> int:
-        """Returns the worth of a stretch that fell out of a window: no stop needs it."""
-        return self._idle
 
     def of_run(self, run: Run) -> int:
         """Returns SPARE if the other groups cannot serve a hit that ends where a run does; else RANKED."""

@@ -1,10 +1,10 @@
-"""The invariants of stops and of the blocks that they keep, recounted from all stops."""
+"""What stops keep: the block counts for metrics, and the invariants, recounted from all stops."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from quire_allocator.core.eviction.queue import RANKED, SPARE
 from quire_allocator.core.groups.fallen import WindowScope
@@ -18,16 +18,59 @@ from quire_allocator.core.retention.retention import CONTINUED_MAX
 from quire_allocator.core.retention.stop import Run, Stop, StopKey, living
 from quire_allocator.core.retention.worth import Worth
 from quire_allocator.core.scopes import Namespace
+from quire_allocator.core.spec import GroupSpec
 
 if TYPE_CHECKING:
     from quire_allocator.core.pool import Pool
+
+SPECIFICATIONS_MAX: Final = 16  # that a metric has a label for
+
+
+class RetentionUse(NamedTuple):
+    """Block counts of the groups of one specification.
+
+    Attributes:
+        name: the kind of the group, and the sizes of blocks and windows: `sliding_window 16 1024`.
+        held: in tables.
+        kept: cached, as something that a prompt is likely to hit.
+        spare: cached, and evicted first.
+    """
+
+    name: str
+    held: int
+    kept: int
+    spare: int
+
+
+def use(pool: Pool) -> list[RetentionUse]:
+    """Returns the kept blocks of each specification's groups, in the order of search. Where there are more than
+    `SPECIFICATIONS_MAX`, all that are left are one, `others`."""
+    uses: list[RetentionUse] = []
+    spaces = list(pool.blocks.namespaces.values())
+    for number, manager in enumerate(pool.managers):
+        scopes = [space.scopes[number] for space in spaces]
+        spare = sum([scope.spare for scope in scopes])
+        own = RetentionUse(
+            _name(manager.spec), sum([s.held for s in scopes]), sum([s.cached for s in scopes]) - spare, spare
+        )
+        if number < SPECIFICATIONS_MAX:
+            uses.append(own)
+        else:
+            last = uses.pop() if number > SPECIFICATIONS_MAX else RetentionUse("others", 0, 0, 0)
+            uses.append(RetentionUse("others", last.held + own.held, last.kept + own.kept, last.spare + own.spare))
+    return uses
+
+
+def _name(spec: GroupSpec) -> str:
+    sizes = f"{spec.block_size} {spec.window}" if spec.window else f"{spec.block_size}"
+    return f"{spec.kind.value} {sizes}"
 
 
 def check(pool: Pool, spaces: Sequence[Namespace]) -> None:
     """Checks all stops of a pool; there are none where all blocks are worth the same."""
     retention = pool.coordinator.retention
     for sequence_id, sequence in pool.sequences.items():
-        counts, edge = sequence.stops.token_counts, pool.spec.edge_tokens
+        counts, edge = sequence.turn.token_counts, pool.spec.edge_tokens
         assert list(counts) == sorted(set(counts)), f"stops of {sequence_id} do not rise: {counts}"
         assert all(count > 0 and not count % edge for count in counts), f"{sequence_id} has stops off the edges"
     if retention.is_even:

@@ -20,6 +20,7 @@ from quire_gateway.responses.form import Ended, ResponseForm
 from quire_gateway.responses.requests import Asked, of_response
 from quire_gateway.responses.store import Store
 
+_CALLS = [Delta(calls=(CallDelta(0, "{", "call_1", "f"),)), Delta(calls=(CallDelta(0, "}"),))]
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 NAMELESS = {"type": "function", "parameters": {"type": "object"}}
 
@@ -109,12 +110,11 @@ def test_parameters_become_those_of_a_chat() -> None:
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"reasoning": {"effort": "very"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"background": True, "store": False}, "background"),
         ({"background": True, "stream": True}, "stream"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        *(({name: value}, name) for name, value in (("n", 2), ("top_logprobs", 1), ("truncation", "auto"))),
+        *(({name: value}, name) for name, value in (("n", 2), ("top_logprobs", 1))),
         *(({name: {"id": "x"}}, name) for name in ("conversation", "prompt")),
     ],
     ids=lambda value: str(value)[:60],
@@ -161,6 +161,28 @@ def test_events_and_the_whole_have_the_same_output() -> None:
     assert closed == events[-1]["response"]["output"] == ended[0].response["output"]
     assert events[-1]["type"] == "response.completed"
     assert events[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
+
+
+def test_logprobs_are_those_of_the_tokens_and_come_with_the_text() -> None:
+    """Tokens of reasoning and calls are told with the message, too, as in chats."""
+    deltas = [Delta(reasoning="r"), Delta(), Delta(content="a"), Delta(content="b"), Delta(), *_CALLS]
+    ended: list[Ended] = []
+    streamed = form(ended)
+    told = streamed.opening(0, Beside())
+    for number, delta in enumerate(deltas):
+        told += streamed.piece(0, delta, None, Beside({"content": [{"token": str(number)}]}))
+    told += streamed.ending(Taken())
+    events = [json.loads(block.partition(b"\ndata: ")[2]) for block in told.split(b"\n\n")[:-1]]
+    of_texts = [event for event in events if event["type"].startswith("response.output_text")]
+    assert [[each["token"] for each in event["logprobs"]] for event in of_texts] == [
+        ["0", "1", "2"], ["3"], ["0", "1", "2", "3", "4", "5"]
+    ]  # fmt: skip
+    _, part = (event["part"] for event in events if event["type"] == "response.content_part.done")
+    _, message, _ = ended[0].response["output"]
+    assert part["logprobs"] == message["content"][0]["logprobs"] == of_texts[-1]["logprobs"]
+    everything = {"content": [{"token": str(number)} for number in range(9)]}
+    form(ended).whole([Answer("ab", "stop", Beside(everything))], Taken())
+    assert ended[1].response["output"][0]["content"][0]["logprobs"] == everything["content"]
 
 
 def without_id(item: dict[str, Any]) -> dict[str, Any]:

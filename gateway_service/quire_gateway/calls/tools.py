@@ -50,8 +50,9 @@ def tools_of(body: ChatBody) -> Tools | None:
         ApiError: a tool is no function, or a choice names none of them.
     """
     choice = body.tool_choice
-    if body.tools is None:
-        if choice not in (None, "none"):
+    if not body.tools:
+        neutral = (None, "none") if body.tools is None else (None, "none", "auto")
+        if choice not in neutral:
             raise invalid("tool_choice", "tool_choice is for tools, and there are none")
         return None
     if choice == "none":  # the template is told of them, whatever they are

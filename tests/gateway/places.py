@@ -180,7 +180,6 @@ PLACES: Final = (
         _input(_MESSAGE, {"type": "reasoning", "summary": [], "encrypted_content": "AAAA"}),
         param="input[1].encrypted_content",
     ),
-    Place("input[]: item_reference", "responses", _input({"type": "item_reference", "id": "a"}), param="input[0].type"),
     # of responses
     Place(
         "include[]: message.output_text.logprobs",

@@ -250,6 +250,25 @@ def logprobs_of(output: Any) -> list[Any]:
     return list(part["logprobs"])
 
 
+def test_an_item_refers_to_one_of_an_earlier_answer(ai: openai.OpenAI) -> None:
+    """As Vercel's ai package sends a conversation whose responses are stored."""
+    first = ai.responses.create(model="demo", input=QUESTION, max_output_tokens=6, temperature=0)
+    before: Any = {"role": "user", "content": QUESTION}
+    after: Any = {"role": "user", "content": "And then?"}
+    refers: Any = {"type": "item_reference", "id": first.output[0].id}
+    by_text, by_id = (
+        ai.responses.create(model="demo", input=[before, said, after], max_output_tokens=6, temperature=0)
+        for said in ({"role": "assistant", "content": first.output_text}, refers)
+    )
+    assert (by_id.output_text, by_id.usage and by_id.usage.input_tokens) == (
+        by_text.output_text,
+        by_text.usage and by_text.usage.input_tokens,
+    )
+    ai.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        ai.responses.create(model="demo", input=[before, refers, after])
+
+
 def test_pages_of_input_items(ai: openai.OpenAI) -> None:
     texts: list[Any] = [{"role": "user", "content": str(number)} for number in range(5)]
     made = ai.responses.create(model="demo", input=texts, max_output_tokens=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -60,18 +60,21 @@ class Asked(NamedTuple):
     is_background: bool
 
 
-def of_response(body: ResponseBody, earlier: tuple[bytes, ...]) -> Asked:
+def of_response(
+    body: ResponseBody, earlier: tuple[bytes, ...], find: Callable[[str], bytes | None] = lambda _: None
+) -> Asked:
     """Reads the body of a response.
 
     Args:
         body: of the request.
         earlier: JSON of the items of the response that it continues.
+        find: returns JSON of an earlier item by its id, or None if there is none.
 
     Raises:
         ApiError: it asks for what is not served, which the error names.
     """
     _check(body)
-    new = items_of(body.input)
+    new = items_of(body.input, find)
     fields: dict[str, Any] = {name: getattr(body, name) for name in Body.model_fields if name in body.model_fields_set}
     fields.pop("stream_options", None)
     fields |= {name: getattr(body, name) for name in _SAME_NAME}

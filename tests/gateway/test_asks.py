@@ -23,7 +23,7 @@ from quire_gateway.probabilities import Places, Told, of_completion
 
 NAMES = {"prompt": "prompt"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
 
 
 def completion(**fields: Any) -> asks.Ask:

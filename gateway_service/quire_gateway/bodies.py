@@ -215,7 +215,7 @@ class ChatBody(Body):
     max_completion_tokens: Count | None = None
     logprobs: Flag | None = None
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=TOOLS_MAX, fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from quire_gateway.bodies import Body
 from quire_gateway.failures import invalid, missing, unsupported
+from quire_gateway.schemas import closed
 
 _FORMAT_KEYS: Final = {
     "text": frozenset({"type"}),
@@ -56,7 +57,8 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
         raise invalid(next(reversed(found)), f"only one of {', '.join(found)} can be asked for")
     for name, (option, value) in found.items():
         if option == "json_schema":
-            _check_numbers(name, value)
+            found[name] = option, closed(value)
+            _check_numbers(name, found[name][1])
     return found
 
 

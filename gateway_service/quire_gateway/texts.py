@@ -30,7 +30,7 @@ class TokenizeBody(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=TOOLS_MAX, fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Flag = True
     add_special_tokens: Flag | None = None

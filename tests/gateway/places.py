@@ -180,13 +180,11 @@ PLACES: Final = (
         _input(_MESSAGE, {"type": "reasoning", "summary": [], "encrypted_content": "AAAA"}),
         param="input[1].encrypted_content",
     ),
-    Place("input[]: item_reference", "responses", _input({"type": "item_reference", "id": "a"}), param="input[0].type"),
     # of responses
     Place(
         "include[]: message.output_text.logprobs",
         "responses",
         {"include": ["message.output_text.logprobs"]},
-        param="include",
     ),
     Place("include[]: reasoning.encrypted_content", "responses", {"include": ["reasoning.encrypted_content"]}),
     Place("include[]: web_search_call.results", "responses", {"include": ["web_search_call.results"]}),
@@ -206,6 +204,7 @@ PLACES: Final = (
     Place("modalities: text", "chats", {"modalities": ["text"]}),
     # of pairs
     Place("top_logprobs without logprobs", "chats", {"top_logprobs": 2}, param="top_logprobs"),
+    Place("top_logprobs without logprobs", "responses", {"top_logprobs": 2}, param="top_logprobs"),
     Place(
         "stream_options without stream", "chats", {"stream_options": {"include_usage": True}}, param="stream_options"
     ),

@@ -45,6 +45,17 @@ def test_tools_that_cannot_be_called_are_refused_by_their_place(
     assert (raised.value.body["error"]["param"], raised.value.body["error"]["code"]) == (param, code)
 
 
+def test_an_empty_list_of_tools_is_none() -> None:
+    """As LangChain's agents send it with a response format."""
+    for choice in (None, "none", "auto"):
+        assert chat(tools=[], tool_choice=choice).tools is None
+    (prompt,) = chat(tools=[]).prompts
+    assert isinstance(prompt, Chat)
+    assert prompt.tools == ()
+    with pytest.raises(ApiError, match="there are none"):
+        chat(tools=[], tool_choice="required")
+
+
 def test_tools_are_what_can_be_called_and_a_choice_what_has_to_be() -> None:
     other = tool(name="g", strict=True, parameters=None)
     tools = chat(tools=[TOOL, other]).tools

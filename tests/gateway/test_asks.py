@@ -23,7 +23,7 @@ from quire_gateway.probabilities import Places, Told, of_completion
 
 NAMES = {"prompt": "prompt"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
 
 
 def completion(**fields: Any) -> asks.Ask:
@@ -226,8 +226,6 @@ def test_a_template_is_told_of_tools_where_no_call_is_to_be_read_out_of_the_text
     (prompt,) = chat(tools=[TOOL], tool_choice="none").prompts
     assert isinstance(prompt, Chat)
     assert prompt.tools == (TOOL,)
-    with pytest.raises(ValidationError, match="at least 1 item"):
-        chat(tools=[])
 
 
 def called(**function: Any) -> dict[str, Any]:

@@ -188,3 +188,14 @@ def test_the_tree_of_thoughts_of_the_examples(served: ServerProcess, stack: Loca
 def test_the_example_tells_who_refuses(served: ServerProcess) -> None:
     with pytest.raises(urllib.error.HTTPError):
         tree_of_thoughts.Gateway(f"http://{served.address}").call("GET", "/branch_00")
+
+
+def test_whatever_is_got_is_asked_for_by_head(served: ServerProcess) -> None:
+    asked = {"model": "demo", "max_output_tokens": 2, "input": PROMPT}
+    response = json.loads(curl(served, "/v1/responses", body=asked).body)["id"]
+    branch = json.loads(curl(served, "/v1/branches", body={"model": "demo", "prompt": PROMPT}).body)["id"]
+    paths = json.loads(curl(served, "/openapi.json").body)["paths"]
+    for path in sorted(path for path, methods in paths.items() if "get" in methods):
+        called = path.replace("{name}", "demo").replace("{identity}", branch if "branches" in path else response)
+        got, head = curl(served, called), curl(served, called, "-I")
+        assert (head.status, head.body, got.status) == (200, b"", 200), called

@@ -362,17 +362,6 @@ def test_probes_and_metrics_answer(served: ServerProcess) -> None:
     assert PROMPT not in metrics
 
 
-def test_whatever_is_got_is_asked_for_by_head(served: ServerProcess) -> None:
-    asked = {"model": "demo", "max_output_tokens": 2, "input": PROMPT}
-    response = json.loads(curl(served, "/v1/responses", body=asked).body)["id"]
-    branch = json.loads(curl(served, "/v1/branches", body={"model": "demo", "prompt": PROMPT}).body)["id"]
-    paths = json.loads(curl(served, "/openapi.json").body)["paths"]
-    for path in sorted(path for path, methods in paths.items() if "get" in methods):
-        called = path.replace("{name}", "demo").replace("{identity}", branch if "branches" in path else response)
-        got, head = curl(served, called), curl(served, called, "-I")
-        assert (head.status, head.body, got.status) == (200, b"", 200), called
-
-
 def test_a_gateway_that_is_told_to_stop_ends_its_streams_first(stack: LocalStack, tmp_path: Path) -> None:
     with gateway(tmp_path, "--worker", stack.worker_address, "--drain-timeout", "60") as other:
         stream = client(other).completions.create(

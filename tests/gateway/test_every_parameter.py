@@ -35,8 +35,10 @@ LEAST: Mapping[str, Mapping[str, Any]] = {
 OTHER: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("chats", "logprobs"): {"value": True},
     ("chats", "top_logprobs"): {"beside": {"logprobs": True}},
+    ("responses", "top_logprobs"): {"beside": {"include": ["message.output_text.logprobs"]}},
     ("responses", "stream_options"): {"value": {"include_obfuscation": True}},
     ("responses", "use_beam_search"): {"beside": {}},
+    ("responses", "truncation"): {"beside": {"input": "a word " * 4_096}},  # more than there is room for
     ("responses", "background"): {"beside": {"store": True}},
 }
 

@@ -20,6 +20,7 @@ from quire_gateway.responses.form import Ended, ResponseForm
 from quire_gateway.responses.requests import Asked, of_response
 from quire_gateway.responses.store import Store
 
+_CALLS = [Delta(calls=(CallDelta(0, "{", "call_1", "f"),)), Delta(calls=(CallDelta(0, "}"),))]
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 NAMELESS = {"type": "function", "parameters": {"type": "object"}}
 
@@ -67,6 +68,23 @@ def test_a_response_continues_the_items_of_another_one() -> None:
     ]
 
 
+def test_an_item_refers_once_to_one_of_an_earlier_response() -> None:
+    said = {"id": "msg_1", "type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "t"}]}
+    kept = {"msg_1": orjson.dumps(said)}
+    refers = {"type": "item_reference", "id": "msg_1"}
+    body = read(json.dumps({"input": [{"role": "user", "content": "a"}, refers]}).encode(), ResponseBody)
+    found = of_response(body, (), kept.get)
+    assert messages(found) == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "t"}]
+    assert orjson.loads(found.items[1]) == said
+    for items, status, param in (
+        ([refers, refers], 400, "input[1].id"),
+        ([{**refers, "id": "msg_2"}], 404, "input[0].id"),
+    ):
+        with pytest.raises(ApiError) as refused:
+            of_response(read(json.dumps({"input": items}).encode(), ResponseBody), (), kept.get)
+        assert (refused.value.status, refused.value.body["error"]["param"]) == (status, param)
+
+
 def test_parameters_become_those_of_a_chat() -> None:
     found = asked(
         tools=[TOOL],
@@ -96,7 +114,10 @@ def test_parameters_become_those_of_a_chat() -> None:
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice.type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": ""}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": "x", "role": "user"}]}, "input[0].role"),
+        ({"input": [{"type": "input_image"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input[0].call_id"),
@@ -109,12 +130,11 @@ def test_parameters_become_those_of_a_chat() -> None:
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"reasoning": {"effort": "very"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"background": True, "store": False}, "background"),
         ({"background": True, "stream": True}, "stream"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        *(({name: value}, name) for name, value in (("n", 2), ("top_logprobs", 1), ("truncation", "auto"))),
+        *(({name: value}, name) for name, value in (("n", 2), ("top_logprobs", 1))),
         *(({name: {"id": "x"}}, name) for name in ("conversation", "prompt")),
     ],
     ids=lambda value: str(value)[:60],
@@ -161,6 +181,28 @@ def test_events_and_the_whole_have_the_same_output() -> None:
     assert closed == events[-1]["response"]["output"] == ended[0].response["output"]
     assert events[-1]["type"] == "response.completed"
     assert events[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
+
+
+def test_logprobs_are_those_of_the_tokens_and_come_with_the_text() -> None:
+    """Tokens of reasoning and calls are told with the message, too, as in chats."""
+    deltas = [Delta(reasoning="r"), Delta(), Delta(content="a"), Delta(content="b"), Delta(), *_CALLS]
+    ended: list[Ended] = []
+    streamed = form(ended)
+    told = streamed.opening(0, Beside())
+    for number, delta in enumerate(deltas):
+        told += streamed.piece(0, delta, None, Beside({"content": [{"token": str(number)}]}))
+    told += streamed.ending(Taken())
+    events = [json.loads(block.partition(b"\ndata: ")[2]) for block in told.split(b"\n\n")[:-1]]
+    of_texts = [event for event in events if event["type"].startswith("response.output_text")]
+    assert [[each["token"] for each in event["logprobs"]] for event in of_texts] == [
+        ["0", "1", "2"], ["3"], ["0", "1", "2", "3", "4", "5"]
+    ]  # fmt: skip
+    _, part = (event["part"] for event in events if event["type"] == "response.content_part.done")
+    _, message, _ = ended[0].response["output"]
+    assert part["logprobs"] == message["content"][0]["logprobs"] == of_texts[-1]["logprobs"]
+    everything = {"content": [{"token": str(number)} for number in range(9)]}
+    form(ended).whole([Answer("ab", "stop", Beside(everything))], Taken())
+    assert ended[1].response["output"][0]["content"][0]["logprobs"] == everything["content"]
 
 
 def without_id(item: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +260,7 @@ def test_a_prompt_begins_with_the_tokens_that_were_said_wherever_the_text_allows
 
 
 def response(identity: str, size: int = 0) -> dict[str, Any]:
-    return {"id": identity, "output": [{"type": "message", "text": "x" * size}]}
+    return {"id": identity, "output": [{"id": f"msg_{identity}", "type": "message", "text": "x" * size}]}
 
 
 def test_the_store_forgets_in_time_and_has_no_more_than_its_room() -> None:
@@ -244,8 +286,11 @@ def test_the_store_forgets_in_time_and_has_no_more_than_its_room() -> None:
             found = store.find(owner, name)
             assert found is None or expires_s > now_s
             assert found is None or orjson.loads(found.response)["id"] == name
+            item = store.find_item(owner, f"msg_{name}")
+            assert (item is None) == (found is None)
+            assert found is None or orjson.loads(found.response)["output"] == [orjson.loads(item or b"")]
     now_s += 51
-    assert not any(store.find(*key) for key in kept)
+    assert not any(store.find(*key) or store.find_item(key[0], f"msg_{key[1]}") for key in kept)
 
 
 def test_a_namespace_makes_room_of_its_own_and_sees_no_other() -> None:
@@ -256,6 +301,8 @@ def test_a_namespace_makes_room_of_its_own_and_sees_no_other() -> None:
         assert store.put("greedy", response(f"resp_{number}", 2_000), ())
     assert store.find("quiet", "resp_q")
     assert store.find("greedy", "resp_q") is None
+    assert store.find_item("quiet", "msg_resp_q")
+    assert store.find_item("greedy", "msg_resp_q") is None
     assert not store.remove("greedy", "resp_q")
     assert store.find("greedy", "resp_0") is None
     assert store.find("greedy", "resp_99")

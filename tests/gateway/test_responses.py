@@ -217,6 +217,58 @@ def test_a_response_in_the_background_is_asked_for_and_cancelled(ai: openai.Open
         ai.responses.cancel(waited.id)
 
 
+def test_logprobs_are_those_of_a_chat_whole_and_streamed(ai: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "demo", "input": QUESTION, "max_output_tokens": 8, "temperature": 0}
+    asked |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    chat = ai.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": QUESTION}],
+        max_tokens=8,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert chat.choices[0].logprobs
+    expected = [each.model_dump() for each in chat.choices[0].logprobs.content or ()]
+    made = ai.responses.create(**asked)
+    told = list(ai.responses.create(**asked, stream=True))
+    assert made.top_logprobs == 2
+    assert [each["token"] for each in logprobs_of(made.output)] == [each["token"] for each in expected]
+    pieces = [
+        piece.to_dict() for event in told if event.type == "response.output_text.delta" for piece in event.logprobs
+    ]
+    assert pieces == logprobs_of(told[-1].response.output)
+    for one, other, third in zip(logprobs_of(made.output), expected, pieces, strict=True):
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+        assert third["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+        assert len(one["top_logprobs"]) == 2
+
+
+def logprobs_of(output: Any) -> list[Any]:
+    """Returns the logprobs of the only message."""
+    ((part,),) = [item.to_dict()["content"] for item in output]
+    return list(part["logprobs"])
+
+
+def test_an_item_refers_to_one_of_an_earlier_answer(ai: openai.OpenAI) -> None:
+    """As Vercel's ai package sends a conversation whose responses are stored."""
+    first = ai.responses.create(model="demo", input=QUESTION, max_output_tokens=6, temperature=0)
+    before: Any = {"role": "user", "content": QUESTION}
+    after: Any = {"role": "user", "content": "And then?"}
+    refers: Any = {"type": "item_reference", "id": first.output[0].id}
+    by_text, by_id = (
+        ai.responses.create(model="demo", input=[before, said, after], max_output_tokens=6, temperature=0)
+        for said in ({"role": "assistant", "content": first.output_text}, refers)
+    )
+    assert (by_id.output_text, by_id.usage and by_id.usage.input_tokens) == (
+        by_text.output_text,
+        by_text.usage and by_text.usage.input_tokens,
+    )
+    ai.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        ai.responses.create(model="demo", input=[before, refers, after])
+
+
 def test_pages_of_input_items(ai: openai.OpenAI) -> None:
     texts: list[Any] = [{"role": "user", "content": str(number)} for number in range(5)]
     made = ai.responses.create(model="demo", input=texts, max_output_tokens=2)

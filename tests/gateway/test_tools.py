@@ -100,6 +100,21 @@ def test_a_stream_has_the_same_call_in_pieces(ai: openai.OpenAI, choice: Any) ->
     assert set(reasons[:-1]) == {None}
 
 
+def test_answers_have_no_properties_beside_those_that_a_schema_lists(ai: openai.OpenAI) -> None:
+    """The demo model goes on with names of its own wherever it may, to the end of its tokens."""
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}
+    person: Any = {"type": "function", "function": {"name": "person", "parameters": schema}}
+    choice: Any = {"type": "function", "function": {"name": "person"}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    for seed in range(4):
+        asked: dict[str, Any] = {"model": "demo", "messages": CHAT, "max_tokens": 60, "seed": seed}
+        (called,) = ai.chat.completions.create(**asked, tools=[person], tool_choice=choice).choices
+        (formed,) = ai.chat.completions.create(**asked, response_format=form).choices
+        assert called.message.tool_calls
+        for text in (called.message.tool_calls[0].function.arguments, formed.message.content):
+            assert list(json.loads(text or "")) == ["age"]
+
+
 def test_openais_own_accumulation_of_a_stream_finds_the_call(ai: openai.OpenAI) -> None:
     with ai.chat.completions.stream(**{**ASK, "tools": [WEATHER]}, tool_choice="required") as stream:  # type: ignore[arg-type]
         for _ in stream:

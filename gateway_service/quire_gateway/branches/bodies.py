@@ -25,7 +25,7 @@ class PrefillBody(_Strict):
     model: str | None = None
     prompt: str | Tokens | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=TOOLS_MAX, fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Flag = True
     ttl_s: Annotated[Number, Field(ge=TTL_S_MIN, le=TTL_S_MAX)] = TTL_S_DEFAULT

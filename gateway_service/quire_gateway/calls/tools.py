@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from quire_gateway.bodies import ChatBody
 from quire_gateway.calls.grammars import Function
 from quire_gateway.failures import invalid, missing, unsupported
+from quire_gateway.schemas import closed
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TOOL_KEYS: Final = frozenset({"type", "function"})
@@ -50,8 +51,9 @@ def tools_of(body: ChatBody) -> Tools | None:
         ApiError: a tool is no function, or a choice names none of them.
     """
     choice = body.tool_choice
-    if body.tools is None:
-        if choice not in (None, "none"):
+    if not body.tools:
+        neutral = (None, "none") if body.tools is None else (None, "none", "auto")
+        if choice not in neutral:
             raise invalid("tool_choice", "tool_choice is for tools, and there are none")
         return None
     if choice == "none":  # the template is told of them, whatever they are
@@ -146,7 +148,7 @@ def _schema(given: Any, place: str) -> Mapping[str, Any]:
         json.dumps(given, allow_nan=False)
     except ValueError:
         raise invalid(place, f"{place} has a number that is too large") from None
-    return {**given, "type": "object"}
+    return {**closed(given), "type": "object"}
 
 
 def _check_keys(given: Mapping[str, Any], known: frozenset[str], place: str) -> None:

@@ -11,7 +11,7 @@ from quire_gateway.bodies import CHOICE_TEXTS_MAX, MESSAGES_MAX, TOOLS_MAX, Body
 ID_CHARACTERS_MAX = 128  # of a response
 LOGPROBS = "message.output_text.logprobs"
 # Parts of an answer that are told only if they are asked for. All but `LOGPROBS` are of tools and reasoning that this
-# server does not have, so that there is nothing to leave out.
+# server does not have, so that there is nothing to tell.
 Includable: TypeAlias = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",

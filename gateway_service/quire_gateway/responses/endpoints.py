@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from functools import partial
 from typing import Any, Final
 
 import orjson
@@ -94,7 +95,8 @@ class _Responses:
                 if orjson.loads(earlier.response)["status"] not in ("completed", "incomplete"):
                     what = "previous_response_id is of a response that has not ended well"
                     raise invalid("previous_response_id", what)
-            return of_response(body, () if earlier is None else earlier.conversation())
+            find = partial(self._store.find_item, state.namespace)
+            return of_response(body, () if earlier is None else earlier.conversation(), find)
 
         asked = await work.read(request, ResponseBody, ask_of)
         said = None if earlier is None else earlier.said

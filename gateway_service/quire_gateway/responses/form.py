@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
+from quire_gateway import probabilities
 from quire_gateway.calls.deltas import CallDelta, Delta
 from quire_gateway.failures import RATE, ApiError
 from quire_gateway.probabilities import Told
@@ -40,6 +41,7 @@ class _Item:
         self.kind, self.index = kind, index
         self.identity = new_id(kind)
         self.text = ""
+        self.logprobs: list[Any] = []
         self.call = call
 
     def as_json(self, status: str, *, has_content: bool = True) -> dict[str, Any]:
@@ -56,7 +58,7 @@ class _Item:
         """Returns its only part."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
 
 class ResponseForm(Form):
@@ -75,11 +77,12 @@ class ResponseForm(Form):
         self._reason: str | None = None
         self._prompt: Sequence[int] = ()
         self._tokens: list[int] = []
+        self._logprobs: list[Any] = []  # of tokens that no message has yet
 
     def logprobs(
         self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]
     ) -> Mapping[str, Any]:
-        return {}  # they are refused
+        return probabilities.of_chat(tokens, spelled)
 
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
         (answer,) = answers
@@ -100,6 +103,8 @@ class ResponseForm(Form):
     def piece(self, index: int, delta: Delta, finish_reason: str | None, beside: Beside) -> bytes:
         self._tokens += beside.token_ids or ()
         self._reason = finish_reason or self._reason
+        if beside.logprobs is not None:
+            self._logprobs += beside.logprobs["content"]
         data = b""
         for kind, text in (("reasoning", delta.reasoning), ("message", delta.content)):
             if text:
@@ -124,8 +129,14 @@ class ResponseForm(Form):
         assert self._item is not None
         self._item.text += text
         where = self._where(has_content=True)
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        more = {"logprobs": self._take_logprobs(self._item)} if kind == "message" else {}
         return data + self._event(f"{_TEXT_EVENTS[kind]}.delta", **where, delta=text, **more)
+
+    def _take_logprobs(self, message: _Item) -> list[Any]:
+        """Gives a message what came since its last piece, and returns that."""
+        taken, self._logprobs = self._logprobs, []
+        message.logprobs += taken
+        return taken
 
     def _write_call(self, call: CallDelta) -> bytes:
         data = b""
@@ -159,7 +170,10 @@ class ResponseForm(Form):
             data = self._event("response.function_call_arguments.done", **self._where(), arguments=item.text)
         else:
             where = self._where(has_content=True)
-            more: dict[str, Any] = {"logprobs": []} if item.kind == "message" else {}
+            more: dict[str, Any] = {}
+            if item.kind == "message":
+                self._take_logprobs(item)
+                more["logprobs"] = item.logprobs
             data = self._event(f"{_TEXT_EVENTS[item.kind]}.done", **where, text=item.text, **more)
             data += self._event("response.content_part.done", **where, part=item.part())
         done = item.as_json(status)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from quire_gateway.failures import invalid, missing, unsupported
+import orjson
+
+from quire_gateway.failures import ApiError, invalid, missing, unsupported
 
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -18,6 +20,7 @@ _KEYS: Final[Mapping[str, frozenset[str]]] = {
     "reasoning": frozenset({"summary", "content", "encrypted_content"}),
 }
 _PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_REFERENCE: Final = "item_reference"
 ID_CHARACTERS_MAX: Final = 128
 
 
@@ -26,15 +29,50 @@ def new_id(kind: str) -> str:
     return f"{_PREFIXES[kind]}_{secrets.token_hex(24)}"
 
 
-def items_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def items_of(
+    given: str | list[dict[str, Any]], find: Callable[[str], bytes | None] = lambda _: None
+) -> list[dict[str, Any]]:
     """Returns an input as items with ids.
 
+    Args:
+        given: by the caller.
+        find: returns JSON of an earlier item by its id, or None if there is none.
+
     Raises:
-        ApiError: one of them is nothing that a chat can have.
+        ApiError: one of them is nothing that a chat can have, or refers to no item, or to one that is there already.
     """
     if isinstance(given, str):
         return [_message({"role": "user", "content": given}, "input")]
-    return [_item(item, f"input[{number}]") for number, item in enumerate(given)]
+    items: list[dict[str, Any]] = []
+    referred: set[str] = set()
+    for number, item in enumerate(given):
+        where = f"input[{number}]"
+        if item.get("type") != _REFERENCE:
+            items.append(_item(item, where))
+            continue
+        identity = _reference(item, where)
+        if identity in referred:  # else a short body could become an endless conversation
+            raise invalid(f"{where}.id", f"{where}.id is {identity!r}, to which an earlier item refers")
+        referred.add(identity)
+        found = find(identity)
+        if found is None:
+            what = f"Item with id {identity!r} not found: it is of no response that is kept. Send the item itself."
+            raise ApiError(404, what, param=f"{where}.id", code="item_not_found")
+        items.append(orjson.loads(found))
+    return items
+
+
+def _reference(given: Mapping[str, Any], where: str) -> str:
+    """Returns the id to which a reference refers.
+
+    Raises:
+        ApiError: there is none, or another key.
+    """
+    _check_keys(given, frozenset({"type", "id"}), where)
+    identity = _text_at(given, "id", where)
+    if not 0 < len(identity) <= ID_CHARACTERS_MAX:
+        raise invalid(f"{where}.id", f"{where}.id must be a text of 1 to {ID_CHARACTERS_MAX} characters")
+    return identity
 
 
 def _item(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -64,7 +102,7 @@ def _item(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             told = [{"type": "reasoning_text", "text": text}]
             return {**_head(given, "reasoning", where), "status": "completed", "summary": [], "content": told}
         case other:
-            known = ", ".join(_PREFIXES)
+            known = ", ".join((*_PREFIXES, _REFERENCE))
             raise unsupported(f"{where}.type", f"is {str(other)[:64]!r}: this server takes {known}")
 
 
@@ -86,14 +124,17 @@ def _head(given: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
     Raises:
         ApiError: the id is no text, or the item has a key that is unknown.
     """
-    known = _KEYS[kind] | {"type", "id", "status"}
-    unknown = next((name for name, value in given.items() if value is not None and name not in known), None)
-    if unknown is not None:
-        raise unsupported(f"{where}.{unknown}"[:128], f"is none of {', '.join(sorted(known))}")
+    _check_keys(given, _KEYS[kind] | {"type", "id", "status"}, where)
     identity = given.get("id")
     if identity is not None and (not isinstance(identity, str) or not 0 < len(identity) <= ID_CHARACTERS_MAX):
         raise invalid(f"{where}.id", f"{where}.id must be a text of 1 to {ID_CHARACTERS_MAX} characters")
     return {"id": identity or new_id(kind), "type": kind}
+
+
+def _check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    unknown = next((name for name, value in given.items() if value is not None and name not in known), None)
+    if unknown is not None:
+        raise unsupported(f"{where}.{unknown}"[:128], f"is none of {', '.join(sorted(known))}")
 
 
 def _text_at(given: Mapping[str, Any], name: str, where: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -22,8 +22,6 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "response_format": (),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
     "conversation": (),
     "context_management": ([],),
     "prompt": (),
@@ -62,23 +60,30 @@ class Asked(NamedTuple):
     is_background: bool
 
 
-def of_response(body: ResponseBody, earlier: tuple[bytes, ...]) -> Asked:
+def of_response(
+    body: ResponseBody, earlier: tuple[bytes, ...], find: Callable[[str], bytes | None] = lambda _: None
+) -> Asked:
     """Reads the body of a response.
 
     Args:
         body: of the request.
         earlier: JSON of the items of the response that it continues.
+        find: returns JSON of an earlier item by its id, or None if there is none.
 
     Raises:
         ApiError: it asks for what is not served, which the error names.
     """
     _check(body)
-    new = items_of(body.input)
+    new = items_of(body.input, find)
     fields: dict[str, Any] = {name: getattr(body, name) for name in Body.model_fields if name in body.model_fields_set}
     fields.pop("stream_options", None)
     fields |= {name: getattr(body, name) for name in _SAME_NAME}
     fields["messages"] = messages_of([*map(orjson.loads, earlier), *new], body.instructions)
     fields["max_completion_tokens"] = body.max_output_tokens
+    fields["logprobs"] = LOGPROBS in (body.include or ())
+    fields["top_logprobs"] = body.top_logprobs
+    if body.truncation == "auto" and body.truncate_prompt_tokens is None:
+        fields["truncate_prompt_tokens"] = -1  # the latest that fits
     fields["reasoning_effort"] = body.reasoning and body.reasoning.effort
     fields["verbosity"] = body.text and body.text.verbosity
     fields["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())] or None
@@ -104,8 +109,8 @@ def _check(body: ResponseBody) -> None:
         if value is not None and value not in neutral:
             other = "is called text.format here" if name == "response_format" else "is not supported by this server"
             raise unsupported(name, other)
-    if body.include and LOGPROBS in body.include:
-        raise unsupported("include", f"cannot have {LOGPROBS!r}: this server tells them of chats and completions")
+    if body.top_logprobs and LOGPROBS not in (body.include or ()):
+        raise invalid("top_logprobs", f"top_logprobs is for logprobs: it needs include=[{LOGPROBS!r}]")
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
         raise invalid("tool_choice", "tool_choice is for tools, and there are none")
     if body.stream_options is not None and (
@@ -207,9 +212,9 @@ def _head(body: ResponseBody, ask: Ask, *, is_stored: bool) -> dict[str, Any]:
         "text": {"format": (body.text and body.text.format) or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": tools,
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }

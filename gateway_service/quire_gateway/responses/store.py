@@ -27,6 +27,7 @@ from quire_gateway.shares import Shares
 COUNT_MAX: Final = 65_536
 BYTES_EACH: Final = 2_048  # that a response takes beside its texts and tokens
 BYTES_OF_ITEM: Final = 64  # the same of one of its items
+BYTES_OF_OUTPUT: Final = 512  # the same of one of its output's, which is found by its id
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,15 @@ class Kept:
     """A response that is kept.
 
     Attributes:
-        response: its JSON.
+        head: its JSON without its output.
+        output: JSON of each item of its output.
         items: JSON of each item that it was generated from; responses of one conversation share them.
         said: what another one continues, 32 bits for each token; None until it has ended.
         expires_s: by the clock of the store.
     """
 
-    response: bytes
+    head: bytes
+    output: tuple[bytes, ...]
     items: tuple[bytes, ...]
     said: Said | None
     expires_s: float
@@ -50,11 +53,17 @@ class Kept:
         """Returns what it takes; shared items count for each."""
         items = sum(map(len, self.items)) + BYTES_OF_ITEM * len(self.items)
         tokens = 0 if self.said is None else 4 * (len(self.said.tokens) + len(self.said.as_split))
-        return BYTES_EACH + len(self.response) + items + tokens
+        output = sum(map(len, self.output)) + BYTES_OF_OUTPUT * len(self.output)
+        return BYTES_EACH + len(self.head) + output + items + tokens
+
+    @property
+    def response(self) -> bytes:
+        """Returns JSON of the whole, as its caller gets it."""
+        return orjson.dumps({**orjson.loads(self.head), "output": [*map(orjson.Fragment, self.output)]})
 
     def conversation(self) -> tuple[bytes, ...]:
         """Returns JSON of its items and of its output."""
-        return (*self.items, *map(orjson.dumps, orjson.loads(self.response)["output"]))
+        return (*self.items, *self.output)
 
 
 class Store:
@@ -86,12 +95,19 @@ class Store:
         self._places = Shares(COUNT_MAX, is_for_several=are_several)
         self._oldest_first: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._of: defaultdict[str, OrderedDict[str, Kept]] = defaultdict(OrderedDict)
+        self._items: dict[tuple[str, str], tuple[str, int]] = {}  # responses and places of output, by namespace and id
 
     def find(self, namespace: str, identity: str) -> Kept | None:
         """Returns a response; None if there is none, or it is another namespace's."""
         own = self._of.get(namespace)  # not [namespace], which would put one there
         kept = None if own is None else own.get(identity)
         return None if kept is None or kept.expires_s <= self._clock() else kept
+
+    def find_item(self, namespace: str, identity: str) -> bytes | None:
+        """Returns JSON of an item of a kept response's output; None if there is none."""
+        response, place = self._items.get((namespace, identity), ("", 0))
+        kept = self.find(namespace, response)
+        return None if kept is None else kept.output[place]
 
     def put(self, namespace: str, response: dict[str, Any], items: tuple[bytes, ...], said: Said | None = None) -> bool:
         """Keeps a response in place of the one with its id, if there is room, and returns whether it is kept. The
@@ -105,12 +121,15 @@ class Store:
             self.remove(*key)
         if said is not None:
             said = said._replace(tokens=array("I", said.tokens), as_split=array("I", said.as_split))
-        kept = Kept(orjson.dumps(response), items, said, now_s + self._lifetime_s)
+        output = tuple(map(orjson.dumps, response["output"]))
+        kept = Kept(orjson.dumps({**response, "output": []}), output, items, said, now_s + self._lifetime_s)
         while not self._take(namespace, kept.size_bytes):
             if namespace not in self._of:
                 return False
             self.remove(namespace, next(iter(self._of[namespace])))
         self._of[namespace][response["id"]] = kept
+        for place, item in enumerate(response["output"]):
+            self._items[namespace, item["id"]] = response["id"], place
         self._oldest_first[namespace, response["id"]] = None
         self._telemetry.stored_count += 1
         self._telemetry.stored_bytes += kept.size_bytes
@@ -123,6 +142,8 @@ class Store:
             return False
         if not self._of[namespace]:
             del self._of[namespace]
+        for item in kept.output:
+            del self._items[namespace, orjson.loads(item)["id"]]
         del self._oldest_first[namespace, identity]
         self._bytes.give_back(namespace, kept.size_bytes)
         self._places.give_back(namespace, 1)
@@ -147,5 +168,7 @@ class Store:
         found = {(namespace, identity): kept for namespace, own in self._of.items() for identity, kept in own.items()}
         assert found.keys() == self._oldest_first.keys()
         assert all(self._of.values())
+        places = {(key, place) for key, kept in found.items() for place in range(len(kept.output))}
+        assert {((namespace, where[0]), where[1]) for (namespace, _), where in self._items.items()} == places
         assert self._telemetry.stored_count == len(found)
         assert self._telemetry.stored_bytes == sum(kept.size_bytes for kept in found.values())

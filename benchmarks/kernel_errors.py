@@ -37,8 +37,8 @@ from quire_kernels import (  # noqa: E402
     BatchPrefillWithRaggedKVCacheWrapper,
     append_paged_kv_cache,
     merge_states,
-    sample,
 )
+from quire_kernels.extra import sample  # noqa: E402
 from quire_kernels.ops.decode_paged import decode_paged_reference  # noqa: E402
 from quire_kernels.ops.merge_states import merge_states_reference  # noqa: E402
 from quire_kernels.ops.mla_paged import mla_paged_reference  # noqa: E402

@@ -253,7 +253,7 @@ def _ask(
         top_logprob_count,
         body.prompt_logprobs,
         names,
-        -(body.priority or 0),
+        -(body.priority or 0),  # here alone vLLM's scale becomes Quire's
         with_usage and so_far,  # without the one, the other has no effect in vLLM
         bool(body.return_token_ids),
         service_tier=body.service_tier,

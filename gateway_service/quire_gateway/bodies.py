@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
+from quire.protocol.limits import PRIORITY_MAX
 
 CHOICES_MAX = 64  # of one prompt; most limits here are the workers', which enforce them for every caller
 PROMPTS_MAX = 64
@@ -153,7 +154,7 @@ class Body(BaseModel):
     ignore_eos: Flag | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31), _NUMBER] | None = None
     allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=TOKENS_MAX, fail_fast=True)] | None = None
-    priority: Annotated[int, Field(ge=-10, le=10), _NUMBER] | None = None  # lower is sooner
+    priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX), _NUMBER] | None = None  # vLLM's: lower is sooner
     prompt_logprobs: Logprobs | None = None
     banned_token_ids: Tokens | None = None  # Quire's own
     use_beam_search: Flag | None = None  # its beams are `n`

@@ -25,6 +25,7 @@ from quire.cli import block_map, watch
 from quire.cli.output import printable
 from quire.events import BlocksRemoved
 from quire.hashing import block_digests, root_digest
+from quire.protocol.limits import PRIORITY_MAX
 from quire.session import CallSession
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -301,6 +302,15 @@ def test_generate_as_json_is_one_object(worker: ScriptedServer) -> None:
     assert [sample["text"] for sample in found["samples"]] == ["ab", "xy"]
     assert found["usage"]["cached_token_count"] == 2
     assert found["request_id"] == worker.requests[0].request_id
+
+
+def test_a_priority_is_sent_as_it_is_and_none_beyond_the_scale(worker: ScriptedServer) -> None:
+    for priority in (PRIORITY_MAX, -PRIORITY_MAX):
+        parsed(quire("generate", "p", "--priority", str(priority), "--json", "--worker", worker.address))
+        assert worker.requests[-1].priority == priority
+    refused = quire("generate", "p", "--priority", str(PRIORITY_MAX + 1), "--worker", worker.address)
+    assert refused.returncode == 2
+    assert "--priority" in refused.stderr
 
 
 def test_status_is_a_table_or_json(worker: ScriptedServer) -> None:

@@ -129,13 +129,28 @@ def test_one_namespace_leaves_places_for_another(worker: ScriptedServer, tmp_pat
             stream.close()
 
 
-def test_a_priority_is_vllms_where_lower_is_sooner(worker: ScriptedServer, tmp_path: Path) -> None:
+def test_a_priority_is_vllms_where_lower_is_sooner_at_every_endpoint(worker: ScriptedServer, tmp_path: Path) -> None:
+    usage = pb.Usage(prompt_token_count=3, output_token_count=1)
+    answer = pb.GenerateResponse(token_ids=[1], text="a", finish_reason=pb.FINISH_REASON_STOP, usage=usage)
+    worker.answers["Generate"] = lambda *_: iter([answer])
+    worker.answers["Detokenize"] = lambda asked, _: pb.DetokenizeResponse(texts=[b"a" for _ in asked.token_ids])
+    worker.answers["Prefill"] = lambda *_: pb.PrefillResponse(branch_id=bytes(16), token_count=3, ttl_ms=60_000)
+    message = {"role": "user", "content": "p"}
     with gateway(tmp_path, "--worker", worker.address) as served:
-        for given, sent in ((-3, 3), (10, -10), (None, 0)):
-            assert curl(served, "/v1/completions", body={**ASK, "priority": given}).status == 200
-            asked = [request for request in worker.requests if isinstance(request, pb.GenerateRequest)]
-            assert asked[-1].priority == sent
-        assert curl(served, "/v1/completions", body={**ASK, "priority": 11}).error["param"] == "priority"
+        branch = json.loads(curl(served, "/v1/branches", body={"model": "scripted", "prompt": "p"}).body)["id"]
+        asks = {
+            "/v1/completions": {"model": "scripted", "prompt": "p"},
+            "/v1/chat/completions": {"model": "scripted", "messages": [message]},
+            "/v1/responses": {"model": "scripted", "input": "p"},
+            f"/v1/branches/{branch}/generate": {},
+        }
+        for path, ask in asks.items():
+            for given, sent in ((-3, 3), (10, -10), (None, 0)):
+                told = curl(served, path, body={**ask, "priority": given})
+                assert told.status == 200, (path, told.body)
+                asked = [request for request in worker.requests if isinstance(request, pb.GenerateRequest)]
+                assert asked[-1].priority == sent, path
+            assert curl(served, path, body={**ask, "priority": 11}).error["param"] == "priority", path
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from quire.errors import Reason
-from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
+from quire.protocol.limits import NAMESPACE_BYTES_MAX, PRIORITY_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import worker_pb2 as pb
 from quire_worker.calls.texts import TEXT_BYTES_MAX
 from quire_worker.sampling import params
@@ -75,6 +75,8 @@ CASES: dict[str, Case] = {
         request(namespace="é" * (NAMESPACE_BYTES_MAX // 2) + "x"),
         Reason.MALFORMED,
     ),
+    "priority": (request(priority=PRIORITY_MAX), request(priority=PRIORITY_MAX + 1), Reason.BAD_PARAMETER),
+    "low priority": (request(priority=-PRIORITY_MAX), request(priority=-PRIORITY_MAX - 1), Reason.BAD_PARAMETER),
     "prompt": (
         request(tokens=prompt(POOL_TOKENS - 1)),  # one token has to follow
         request(tokens=prompt(POOL_TOKENS)),

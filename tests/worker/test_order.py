@@ -9,12 +9,12 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from quire.protocol.limits import PRIORITY_MAX
 from quire_worker.scheduling import admission
 from quire_worker.scheduling.order import (
     DUE_S_MAX,
     NAMESPACES_MAX,
     OUTPUT_TOKEN_COST,
-    PRIORITY_MAX,
     PRIORITY_S,
     Shares,
 )

@@ -15,7 +15,7 @@ from quire._serving.request_log import SILENT, RequestLog
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.features import FEATURES
-from quire.protocol.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
+from quire.protocol.limits import MESSAGE_BYTES_MAX, PRIORITY_MAX, PROTOCOL_VERSION
 from quire.protocol.permissions import Permissions
 from quire.v1 import server_pb2
 from quire.v1 import worker_pb2 as pb
@@ -29,7 +29,6 @@ from quire_worker.calls.request_calls import RequestCalls, RequestRecords
 from quire_worker.engine import Engine
 from quire_worker.execution.sizing import PoolMemory, largest_shape
 from quire_worker.model.proposals import NO_DEFAULTS, SamplingDefaults
-from quire_worker.scheduling.order import PRIORITY_MAX
 from quire_worker.scheduling.request import Request
 
 log = structlog.get_logger()

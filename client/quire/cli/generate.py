@@ -20,6 +20,7 @@ from quire._transport.channel import GENERATE_TIMEOUT_S
 from quire._transport.prompts import left_s
 from quire.cli import options, output, sampling_options
 from quire.cli.prompts import Prompt, prompted, tokens_of
+from quire.protocol.limits import PRIORITY_MAX
 from quire.sampling import Chunk, Generation, SamplingParams
 
 EXAMPLES = """Continue a prompt; the text appears as it is made.
@@ -51,7 +52,9 @@ def generate(
     params: SamplingParams,
     namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
     adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
-    priority: Annotated[int, typer.Option(min=-10, max=10, help="Among its namespace's; larger is sooner.")] = 0,
+    priority: Annotated[
+        int, typer.Option(min=-PRIORITY_MAX, max=PRIORITY_MAX, help="Among its namespace's; larger is sooner.")
+    ] = 0,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,
     as_json: options.Json = False,

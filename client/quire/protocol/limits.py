@@ -11,6 +11,7 @@ REPORT_CHUNK_BYTES_MAX: Final = 256 << 10
 REPORT_CHUNK_ENTRIES_MAX: Final = 4096  # sequences, published and freed blocks together
 STOPS_MAX: Final = 32  # of one sequence
 REQUEST_ID_CHARACTERS_MAX: Final = 64
+PRIORITY_MAX: Final = 10  # and least -10; larger is sooner (docs/scheduling.md)
 # An owner's, until an allocator has told its own (`Limits`).
 HEARTBEAT_S: Final = 1.0  # both ways
 SILENCE_S: Final = 3.0  # then an owner leaves its stream

@@ -201,7 +201,7 @@ def test_prefill_under_a_mask_forgets_causal(packed: bool, device: torch.device)
     scene = Scene([30, 7], query_lengths=[9, 3], device=device)
     mask = (torch.rand(9 * 30 + 3 * 7) < 0.5).to(device)
     indptr = torch.tensor([0, 270, 291], device=device)
-    given = {"packed_custom_mask": segment_packbits(mask, indptr)[0]} if packed else {"custom_mask": mask}
+    given = {"packed_custom_mask": segment_packbits(mask, indptr, "little")[0]} if packed else {"custom_mask": mask}
     wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
     plan_prefill(wrapper, scene, causal=True, **given)
     masking = Masking(custom_mask=mask, mask_indptr=indptr)
@@ -286,7 +286,9 @@ def test_ragged_prefill_under_a_mask_forgets_causal(packed: bool, device: torch.
     mask = (torch.rand(9 * 13 + 3 * 7) < 0.5).to(device)  # 117 entries: the second request starts at a byte of its own
     mask[26:39] = False  # a row that sees nothing
     mask_indptr = torch.tensor([0, 117, 138], device=device)
-    given = {"packed_custom_mask": segment_packbits(mask, mask_indptr)[0]} if packed else {"custom_mask": mask}
+    given = (
+        {"packed_custom_mask": segment_packbits(mask, mask_indptr, "little")[0]} if packed else {"custom_mask": mask}
+    )
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
     wrapper.plan(qo_indptr, kv_indptr, 4, 2, 64, causal=True, q_data_type=torch.float32, **given)
     out, lse = wrapper.run(q, k, v, return_lse=True)

@@ -52,7 +52,15 @@ def test_each_request_starts_at_a_byte(bitorder: str, device: torch.device) -> N
 
 def test_any_integer_but_zero_is_true_and_any_stride_is_taken(device: torch.device) -> None:
     x = torch.tensor([0, 9, 2, 9, 0, 9, 255, 9], dtype=torch.uint8, device=device)[::2]
-    assert packbits(x).tolist() == [0b1010]
+    assert packbits(x, "little").tolist() == [0b1010]
+
+
+def test_the_first_bit_is_the_highest_unless_it_is_asked_for_otherwise_as_in_flashinfer_and_numpy(
+    device: torch.device,
+) -> None:
+    mask, indptr, _ = make_mask(device)
+    assert packbits(mask).cpu().tolist() == np.packbits(mask.cpu().numpy()).tolist()
+    assert torch.equal(segment_packbits(mask, indptr)[0], segment_packbits(mask, indptr, "big")[0])
 
 
 def test_wide_indptr_stay_wide(device: torch.device) -> None:

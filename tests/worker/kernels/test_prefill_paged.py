@@ -25,7 +25,7 @@ def mask_of(scene: Scene, *, packed: bool, share: float = 0.5) -> Masking:
     mask = (torch.rand(int(indptr[-1])) < share).to(scene.device)
     if not packed:
         return Masking(custom_mask=mask, mask_indptr=indptr)
-    bits, _ = segment_packbits(mask, indptr)
+    bits, _ = segment_packbits(mask, indptr, "little")
     return Masking(custom_mask=bits, mask_indptr=mask_indptr_of(scene.qo_indptr, lengths, packed=True))
 
 

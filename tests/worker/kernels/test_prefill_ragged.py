@@ -127,7 +127,10 @@ def test_a_custom_mask_says_who_sees_whom(share: float, packed: bool, device: to
     indptr = mask_indptr_of(tensors[3], tensors[4].diff(), packed=False)
     mask = (torch.rand(int(indptr[-1])) < share).to(device)
     if packed:
-        mask, indptr = segment_packbits(mask, indptr)[0], mask_indptr_of(tensors[3], tensors[4].diff(), packed=True)
+        mask, indptr = (
+            segment_packbits(mask, indptr, "little")[0],
+            mask_indptr_of(tensors[3], tensors[4].diff(), packed=True),
+        )
     check(tensors, Masking(custom_mask=mask, mask_indptr=indptr))
 
 

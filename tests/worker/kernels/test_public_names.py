@@ -6,29 +6,38 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import quire_kernels
 import torch
+from quire_kernels import extra
 from quire_kernels.shared.reference import LSE_TOLERANCE, TOLERANCE
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "attention.md"
 
 
-def test_every_public_name_is_there() -> None:
-    for name in quire_kernels.__all__:
-        assert getattr(quire_kernels, name).__name__ == name
-    with pytest.raises(AttributeError, match="no attribute 'BatchNothing'"):
-        quire_kernels.BatchNothing  # noqa: B018
+@pytest.mark.parametrize("module", [quire_kernels, extra])
+def test_every_public_name_is_there(module: ModuleType) -> None:
+    assert set(module.__all__) == set(module._MODULES)
+    for name in module.__all__:
+        assert getattr(module, name).__name__ == name
+    assert set(module.__all__) <= set(dir(module))
+    with pytest.raises(AttributeError, match=r"no attribute 'BatchNothing'$"):
+        module.BatchNothing  # noqa: B018
 
 
-def test_whoever_lists_the_module_sees_the_names_that_are_loaded_when_asked_for() -> None:
-    assert set(quire_kernels.__all__) <= set(dir(quire_kernels))
+def test_what_is_ours_is_beside_flashinfers_names_and_not_among_them() -> None:
+    assert not set(quire_kernels.__all__) & set(extra.__all__)
+    for name in extra.__all__:
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': it is in quire_kernels.extra"):
+            getattr(quire_kernels, name)
 
 
 def test_every_public_name_of_the_kernels_is_documented() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert [name for name in quire_kernels._MODULES if f"`{name}`" not in text] == []
+    names = [*quire_kernels.__all__, *(f"extra.{name}" for name in extra.__all__)]
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_the_example_of_the_documentation_gives_the_softmax(device: torch.device) -> None:

@@ -14,6 +14,7 @@ import torch
 CALLS = """
 import json, torch
 import quire_kernels as a
+from quire_kernels import extra
 
 def int32(*values): return torch.tensor(values, dtype=torch.int32)
 workspace = torch.empty(1 << 20, dtype=torch.uint8)
@@ -33,16 +34,16 @@ calls = {
     "merge_states": lambda: a.merge_states(v[:, None], s[:, None]),
     "packbits": lambda: a.packbits(torch.ones(9, dtype=torch.bool)),
     "segment_packbits": lambda: a.segment_packbits(torch.ones(9, dtype=torch.bool), int32(0, 9)),
-    "copy_blocks": lambda: a.copy_blocks([pages], [0], [1]),
-    "gather_blocks": lambda: a.gather_blocks([pages], [0], staging),
-    "scatter_blocks": lambda: a.scatter_blocks(staging, [pages], [0]),
-    "sample": lambda: a.sample(torch.zeros(1, 8), torch.zeros(1)),
-    "greedy": lambda: a.greedy(torch.zeros(1, 8)),
+    "copy_blocks": lambda: extra.copy_blocks([pages], [0], [1]),
+    "gather_blocks": lambda: extra.gather_blocks([pages], [0], staging),
+    "scatter_blocks": lambda: extra.scatter_blocks(staging, [pages], [0]),
+    "sample": lambda: extra.sample(torch.zeros(1, 8), torch.zeros(1)),
+    "greedy": lambda: extra.greedy(torch.zeros(1, 8)),
     "rmsnorm": lambda: a.rmsnorm(torch.zeros(1, 8), torch.zeros(8)),
     "gemma_rmsnorm": lambda: a.gemma_rmsnorm(torch.zeros(1, 8), torch.zeros(8)),
     "silu_and_mul": lambda: a.silu_and_mul(torch.zeros(1, 8)),
     "gelu_tanh_and_mul": lambda: a.gelu_tanh_and_mul(torch.zeros(1, 8)),
-    "rotate_append": lambda: a.rotate_append(
+    "rotate_append": lambda: extra.rotate_append(
         torch.zeros(1, 3, 16), torch.zeros(1, 16), torch.zeros(1, 16), torch.zeros(1, dtype=torch.int64), pages),
 }
 answers = {}

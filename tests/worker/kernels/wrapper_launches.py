@@ -18,9 +18,10 @@ from typing import Any
 import quire_kernels
 import torch
 import triton
-from quire_kernels import AttentionKind, LatentKind, warmup
+from quire_kernels import extra
 from quire_kernels.compilation import kinds as warmup_kinds
 from quire_kernels.compilation import warmup as warmup_module
+from quire_kernels.extra import AttentionKind, LatentKind, warmup
 from quire_kernels.shared.fp8 import E4M3, E5M2
 from triton.runtime.jit import JITFunction
 
@@ -118,9 +119,9 @@ class Server:
         blocks = self.dice.sample(range(PAGES), 2 * len(new))
         buffers = [self.cache] * self.dice.choice([1, 3])
         staging = torch.empty(len(new), len(buffers) * self.cache[0].nbytes, dtype=torch.uint8)
-        quire_kernels.copy_blocks(buffers, blocks[::2], blocks[1::2])
-        quire_kernels.gather_blocks(buffers, blocks[::2], staging)
-        quire_kernels.scatter_blocks(staging, buffers, blocks[::2])
+        extra.copy_blocks(buffers, blocks[::2], blocks[1::2])
+        extra.gather_blocks(buffers, blocks[::2], staging)
+        extra.scatter_blocks(staging, buffers, blocks[::2])
 
     def planned(self, *, masked: int, lengths: list[int] | None = None) -> dict[str, Any]:
         kind = self.kind
@@ -130,7 +131,7 @@ class Server:
         elif kind.custom_mask and lengths is not None:
             indptr = torch.tensor([0, *accumulate(length * length for length in lengths)], dtype=torch.int32)
             mask = torch.ones(int(indptr[-1]), dtype=torch.bool)
-            packed = quire_kernels.segment_packbits(mask, indptr)[0]
+            packed = quire_kernels.segment_packbits(mask, indptr, "little")[0]
             given |= {"packed_custom_mask": packed} if kind.custom_mask == "packed" else {"custom_mask": mask}
         return given | {
             "pos_encoding_mode": "ALIBI" if kind.has_alibi else "NONE",
@@ -199,10 +200,8 @@ def main() -> None:
             server.turn()
     for rows in (1, 2, 17):
         logits = torch.zeros(rows, 1000 + rows, dtype=torch.bfloat16)
-        quire_kernels.greedy(logits)
-        quire_kernels.sample(
-            logits, torch.zeros(rows), 0.7, torch.ones(rows, dtype=torch.int32), torch.full((rows,), 0.5)
-        )
+        extra.greedy(logits)
+        extra.sample(logits, torch.zeros(rows), 0.7, torch.ones(rows, dtype=torch.int32), torch.full((rows,), 0.5))
     print(json.dumps({"warmed": sorted(warmed), "later": sorted(launches.keys - warmed)}))
 
 

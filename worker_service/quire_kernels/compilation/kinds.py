@@ -236,7 +236,7 @@ def _planned(kind: AttentionKind, tokens: int, device: torch.device) -> dict[str
         given["custom_mask"] = mask
         if kind.custom_mask == "packed":
             indptr = torch.tensor([0, tokens * tokens], dtype=torch.int32)
-            given = {"packed_custom_mask": segment_packbits(mask, indptr)[0]}
+            given = {"packed_custom_mask": segment_packbits(mask, indptr, "little")[0]}
     return given | {
         "pos_encoding_mode": "ALIBI" if kind.has_alibi else "NONE",
         "window_left": kind.window_left,

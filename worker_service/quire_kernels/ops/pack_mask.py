@@ -3,7 +3,8 @@
     packed[i] = sum_j x[8 i + j] * 2^j           bit order "little", as numpy.packbits; "big" is 2^(7 - j)
 
 `segment_packbits` packs each request for itself and starts each at a new byte, so that a kernel finds the mask of a
-request without knowing the others. The bits that fill up a last byte are 0.
+request without knowing the others. The bits that fill up a last byte are 0. "big" is FlashInfer's default; masks of
+attention have to be "little".
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def segment_packbits_kernel(
         tl.store(packed_ptr + output + byte, packed.to(tl.uint8), mask=byte * 8 < bit_count)
 
 
-def packbits(x: torch.Tensor, bitorder: str = "little") -> torch.Tensor:
+def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """Packs eight booleans to a byte.
 
     Args:
@@ -62,9 +63,7 @@ def packbits(x: torch.Tensor, bitorder: str = "little") -> torch.Tensor:
     return _pack(x, [0, x.numel()], bitorder)[0]
 
 
-def segment_packbits(
-    x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "little"
-) -> tuple[torch.Tensor, torch.Tensor]:
+def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
     """Packs each request for itself. Reads `indptr`, so on a GPU it waits: for `plan`, not for `run`.
 
     Args:
@@ -90,7 +89,7 @@ def segment_packbits(
     return packed, torch.tensor(output, dtype=indptr.dtype, device=indptr.device)
 
 
-def segment_packbits_reference(x: torch.Tensor, bounds: list[int], bitorder: str = "little") -> torch.Tensor:
+def segment_packbits_reference(x: torch.Tensor, bounds: list[int], bitorder: str = "big") -> torch.Tensor:
     """Packs in plain torch: the packed bytes of the requests `[bounds[i], bounds[i + 1])`, one after another."""
     weights = torch.tensor([1 << place for place in range(8)])
     if bitorder == "big":

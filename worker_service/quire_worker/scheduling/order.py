@@ -32,7 +32,6 @@ from quire_worker.scheduling.request import Request, Sample
 
 DUE_S_MAX = 600.0  # also what clients give a request unless they are told otherwise
 PRIORITY_S = 60.0
-PRIORITY_MAX = 10  # and least -10
 
 PROMPT_TOKEN_COST = 1
 OUTPUT_TOKEN_COST = 2

@@ -84,10 +84,19 @@ def up(
     ] = None,
     drain_timeout: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, max=86_400, help="For answers that are under way at Ctrl-C, of each."),
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            max=86_400,
+            callback=options.is_number,
+            help="For answers that are under way at Ctrl-C, of each.",
+        ),
     ] = DRAIN_S,
     start_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="How long both may take to serve.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=1, max=86_400, callback=options.is_number, help="How long both may take to serve."
+        ),
     ] = 300.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Once all serve, print their addresses as one line of JSON.")

@@ -21,7 +21,6 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 Transport: TypeAlias = Literal["stream", "calls"]
 OnWait: TypeAlias = Callable[[QuireError], None]
-_AHEAD_TOKENS = ranges.Range(0, ranges.UINT32_MAX, is_integer=True)
 
 
 def async_session(
@@ -94,7 +93,7 @@ def _stream(
 ) -> AsyncSession:
     """Makes a session on a connection of its own: a silent one is replaced, and calls on other connections go on."""
     if "ahead_tokens" in options:
-        ranges.check("ahead_tokens", options["ahead_tokens"], _AHEAD_TOKENS)
+        ranges.check("ahead_tokens", options["ahead_tokens"], ranges.UINT32)
     own = link.another()
 
     async def reconnect() -> pb_grpc.AllocatorServiceAsyncStub:

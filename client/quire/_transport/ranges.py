@@ -15,7 +15,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from quire.errors import InvalidArgumentError, Reason
 from quire.v1.worker_pb2 import SamplingParams
 
-INT32_MAX, UINT32_MAX = 2**31 - 1, 2**32 - 1
+INT32_MAX: Final = 2**31 - 1
 _FLOAT32_MAX: Final = 3.4028234663852886e38
 
 
@@ -32,6 +32,7 @@ class Range(NamedTuple):
         return self.words or f"{'an integer ' if self.is_integer else ''}from {self.low} to {self.high}"
 
 
+UINT32: Final = Range(0, 2**32 - 1, is_integer=True)
 # Ranges of `SamplingParams`, as the worker has them (quire_worker/sampling/params.py; a test compares the two).
 SAMPLING: Final = {
     "max_tokens": Range(1, INT32_MAX, is_integer=True),
@@ -55,7 +56,7 @@ SAMPLING: Final = {
 _WIRE: Final = {
     FieldDescriptor.CPPTYPE_INT32: Range(-(2**31), INT32_MAX, is_integer=True),
     FieldDescriptor.CPPTYPE_INT64: Range(-(2**63), 2**63 - 1, is_integer=True),
-    FieldDescriptor.CPPTYPE_UINT32: Range(0, UINT32_MAX, is_integer=True),
+    FieldDescriptor.CPPTYPE_UINT32: UINT32,
     FieldDescriptor.CPPTYPE_UINT64: Range(0, 2**64 - 1, is_integer=True),
     FieldDescriptor.CPPTYPE_FLOAT: Range(-_FLOAT32_MAX, _FLOAT32_MAX),
 }

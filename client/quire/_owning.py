@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeAlias
 
-from quire._transport import messages
+from quire._transport import messages, ranges
 from quire._transport.channel import AsyncLink, SyncLink
 from quire.engine import AsyncEngine, Engine
 from quire.engine.carriers import CallCarrier, StreamCarrier
@@ -64,6 +64,7 @@ def async_engine(
 
     Raises:
         ValueError: there is no such transport, or room ahead is wanted of one that has none.
+        InvalidArgumentError, TypeError: room ahead is no number of tokens.
     """
     if _is_stream(transport):
         room = AHEAD_TOKENS if ahead_tokens is None else ahead_tokens
@@ -91,6 +92,8 @@ def _stream(
     link: AsyncLink, pool: str, spec: PoolSpec, *, on_wait: OnWait | None = None, **options: int
 ) -> AsyncSession:
     """Makes a session on a connection of its own: a silent one is replaced, and calls on other connections go on."""
+    if "ahead_tokens" in options:
+        ranges.check("ahead_tokens", options["ahead_tokens"], ranges.UINT32)
     own = link.another()
 
     async def reconnect() -> SessionStub:

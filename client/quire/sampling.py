@@ -53,8 +53,9 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters for choosing the next token. The worker checks the ranges. Where a field may be None, None means its
-    default.
+    """Parameters for choosing the next token. Clients check the ranges before they send, and the worker again.
+
+    Where a field may be None, None means its default.
 
     Attributes:
         max_tokens: tokens to generate at most, per sample; at least 1.

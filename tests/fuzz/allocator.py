@@ -277,7 +277,7 @@ class Episode:
         bad = self._spoil(right)
         if bad is None:
             return
-        if isinstance(bad, pb.Step) and bad.number and self.chance.random() < 0.1:
+        if isinstance(bad, packed.Step) and bad.number and self.chance.random() < 0.1:
             bad.number -= 1  # the last step, with other content
         answer = self._call(method, bad)
         if method == "OpenSession" and answer is not None and bad.pool != "unary":  # type: ignore[attr-defined]

@@ -62,7 +62,7 @@ class Plausible:
             return pb.DropCacheRequest(pool="unary", drop=pb.CacheDrop(namespace="tenant", digests=digests))
         if method == "CloseSession":
             return pb.CloseSessionRequest(session_id=owner.session_id)
-        step = pb.Step(session_id=owner.session_id)
+        step = packed.Step(session_id=owner.session_id)
         if self.chance.random() < 0.9:  # else it renews the lease
             step.number = owner.steps.next_step
             self._operation(owner.pool).fill(step)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from quire import sampling, types
+from quire._transport import ranges
 from quire._transport.generating import generate_request
 from quire._transport.messages import fill, fill_tokens, operation
-from quire.errors import InvalidArgumentError, Reason
 from quire.v1 import worker_pb2 as pb
 
-TTL_S_MIN, TTL_S_MAX = 0.1, 3600.0  # the worker's bounds, which it checks as well
+_TTL_S = ranges.Range(0.1, 3600.0)  # the worker's bounds, which it checks as well
 
 
 def prefill_request(
@@ -23,11 +23,7 @@ def prefill_request(
         InvalidArgumentError: BAD_PARAMETER, `ttl_s` is out of range, or a number that the message cannot carry.
     """
     request = operation(pb.PrefillRequest(), request_id)
-    if not isinstance(ttl_s, (int, float)):
-        raise TypeError(f"ttl_s must be a number of seconds, not {ttl_s!r:.80}")
-    if not TTL_S_MIN <= ttl_s <= TTL_S_MAX:
-        text = f"ttl_s must be from {TTL_S_MIN} to {TTL_S_MAX:,.0f}, not {ttl_s}"
-        raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request.request_id, field="ttl_s")
+    ranges.check("ttl_s", ttl_s, _TTL_S, request_id=request.request_id)
     fill(request, request.request_id, namespace=namespace, ttl_ms=round(ttl_s * 1e3))
     fill_tokens(request, prompt, "prompt", request.request_id)
     return request

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire import sampling
+from quire._transport import ranges
 from quire._transport.messages import checked_id, extend, fill, fill_tokens, values_of
 from quire._transport.prompts import warn_of_equal_samples
 from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
@@ -24,7 +25,8 @@ _EARLY_STOPPINGS = {
     "never": worker_pb.EARLY_STOPPING_NEVER,
 }
 # Between messages of an answer that is waited for: a message costs worker and client the same at any length.
-WHOLE_INTERVAL_S, INTERVAL_S_MAX = 1.0, 60.0
+WHOLE_INTERVAL_S = 1.0
+_INTERVAL_S = ranges.Range(0, 60)
 _STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 _FINISH_REASONS = {0: None, **{reason.value: reason for reason in sampling.FinishReason}}
 
@@ -49,16 +51,14 @@ def generate_request(
     """
     request_id = checked_id(request_id)
     params = replace(params or sampling.SamplingParams(), **options)
-    warn_of_equal_samples(params)
     request = worker_pb.GenerateRequest()
     fill(request, request_id, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority)
     fill(request, request_id, cache_salt=cache_salt)
-    if not 0 <= interval_s <= INTERVAL_S_MAX:
-        text = f"interval_s must be from 0 to {INTERVAL_S_MAX:.0f}, not {interval_s}"
-        raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id)
+    ranges.check("interval_s", interval_s, _INTERVAL_S, request_id=request_id)
     request.interval_ms = round(interval_s * 1e3)
     _fill_sampling(request.sampling, params, request_id)
     fill_tokens(request, prompt, "prompt", request_id)
+    warn_of_equal_samples(params)
     return request
 
 
@@ -78,10 +78,12 @@ def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingP
     if not isinstance(biases, Mapping):
         raise TypeError(f"logit_bias must map token ids to numbers, not be {biases!r:.80}")
     extend(message.logit_bias_token_ids, "logit_bias", biases.keys(), request_id)
+    for bias in biases.values():
+        ranges.check("logit_bias", bias, ranges.SAMPLING["logit_bias"], request_id=request_id)
     extend(message.logit_bias, "logit_bias", biases.values(), request_id)
     if params.skip_special_tokens is not True:
         fill(message, request_id, skip_special_tokens=params.skip_special_tokens)
-    if params.include_stop_in_output:
+    if params.include_stop_in_output is not False:
         fill(message, request_id, include_stop_in_output=params.include_stop_in_output)
     if isinstance(params.bad_words, str):
         raise TypeError("bad_words must be several texts, not one")
@@ -98,10 +100,8 @@ def _fill_beams(message: worker_pb.SamplingParams, params: sampling.SamplingPara
     if not isinstance(params.early_stopping, (bool, str)) or params.early_stopping not in _EARLY_STOPPINGS:
         text = f"early_stopping must be True, False or 'never', not {params.early_stopping!r:.80}"
         raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id, field="early_stopping")
-    if params.num_beams != 1:
-        fill(message, request_id, num_beams=params.num_beams)
-    if params.length_penalty != 1:
-        fill(message, request_id, length_penalty=params.length_penalty)
+    beams: dict[str, Any] = {"num_beams": params.num_beams, "length_penalty": params.length_penalty}
+    fill(message, request_id, **{name: value for name, value in beams.items() if value is True or value != 1})
     message.early_stopping = _EARLY_STOPPINGS[params.early_stopping]
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from google.protobuf.message import Message
 
 from quire import types, views
+from quire._transport.ranges import UINT32, check, check_field, shown
 from quire.errors import InvalidArgumentError, Reason
 from quire.protocol.features import APPEND_ONLY, FIRST_BLOCK_ID, TELLS_REMOVED
 from quire.protocol.limits import PROTOCOL_VERSION, REQUEST_ID_CHARACTERS_MAX
@@ -73,6 +74,7 @@ def request_info(message: worker_pb.RequestInfo) -> views.RequestInfo:
 
 def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
     """Returns what an owner declares."""
+    check("first_block_id", spec.first_block_id, UINT32, Reason.MALFORMED)
     message = pb.PoolSpec(
         cache_layout=spec.cache_layout,
         model_fingerprint=spec.model_fingerprint,
@@ -139,6 +141,7 @@ def drop_request(
     pool: str, namespace: str | None, digests: bytes | Iterable[bytes], kept_digest_count: int
 ) -> pb.DropCacheRequest:
     """Asks to forget what is cached of a pool."""
+    check("kept_digest_count", kept_digest_count, UINT32, Reason.MALFORMED)
     return pb.DropCacheRequest(pool=pool, drop=cache_drop(namespace, digests, kept_digest_count))
 
 
@@ -283,10 +286,11 @@ def fill(
     """Sets fields of a message, and returns it.
 
     Raises:
-        InvalidArgumentError: a field cannot carry its value; named, and with the id of the request.
+        InvalidArgumentError: a field does not take its value; named, and with the id of the request.
         TypeError: a value is of the wrong type.
     """
     for name, value in values.items():
+        check_field(_message, name, value, reason, _error_id)
         try:
             setattr(_message, name, value)
         except ValueError as error:  # protobuf's word for a number out of the field's range
@@ -297,14 +301,12 @@ def fill(
 
 
 def _what_is_wrong(name: str, error: ValueError) -> str:
-    if isinstance(error, UnicodeEncodeError):
-        return f"{name} is no text: it has half of a surrogate pair"
-    return f"{name}: {error}"
+    is_half = isinstance(error, UnicodeEncodeError)
+    return f"{name} is no text: it has half of a surrogate pair" if is_half else f"{name}: {error}"
 
 
 def _wrong_type(name: str, value: object, error: TypeError) -> TypeError:
-    """Returns the same with the name of what is wrong: protobuf does not always know it, and callers give a lot."""
-    return TypeError(f"{name} is of the wrong type: {value!r:.80} ({error})")
+    return TypeError(f"{name} is of the wrong type: {shown(value)} ({error})")
 
 
 def values_of(message: Message) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from numbers import Real
 from typing import Final
 
+from quire._transport.ranges import shown
 from quire.errors import InvalidArgumentError, Reason
 
 TIMEOUT_S_MAX: Final = 1e8  # three years; gRPC treats much longer ones as no timeout
@@ -18,5 +19,5 @@ def checked_timeout(timeout_s: float) -> float:
     """
     is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
     if not is_number or not timeout_s >= 0:
-        raise InvalidArgumentError(f"timeout_s must be 0 or more seconds, not {timeout_s!r:.50}", Reason.BAD_PARAMETER)
+        raise InvalidArgumentError(f"timeout_s must be 0 or more seconds, not {shown(timeout_s)}", Reason.BAD_PARAMETER)
     return float(min(timeout_s, TIMEOUT_S_MAX))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
@@ -15,6 +16,7 @@ import typer
 
 from quire._secret_files import read_token
 from quire._transport.channel import DEFAULT_ALLOCATOR, DEFAULT_WORKER
+from quire._transport.timeouts import TIMEOUT_S_MAX
 from quire.tls import Tls, tls_of
 
 Allocator: TypeAlias = Annotated[
@@ -32,10 +34,31 @@ def _file(variable: str, text: str) -> Any:
 TokenFile: TypeAlias = Annotated[
     str | None, typer.Option(envvar="QUIRE_TOKEN_FILE", metavar="PATH", help="File with the bearer token.")
 ]
+
+
+def is_number(value: float) -> float:
+    """Returns a number of the command line.
+
+    Raises:
+        BadParameter: it is NaN, which no range of an option refuses, as no comparison with it holds.
+    """
+    if math.isnan(value):
+        raise typer.BadParameter("nan is no number")
+    return value
+
+
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Timeout: TypeAlias = Annotated[
     float,
-    typer.Option("--timeout", envvar="QUIRE_TIMEOUT", metavar="SECONDS", min=0.001, help="How long a call may take."),
+    typer.Option(
+        "--timeout",
+        envvar="QUIRE_TIMEOUT",
+        metavar="SECONDS",
+        min=0.001,
+        max=TIMEOUT_S_MAX,
+        callback=is_number,
+        help="How long a call may take.",
+    ),
 ]
 DryRun: TypeAlias = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")]
 

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from quire._transport import ranges
 from quire.cli.options import replaced
 from quire.cli.prompts import content
-from quire.errors import UsageError
+from quire.errors import InvalidArgumentError, UsageError
 from quire.sampling import SamplingParams
 
 
@@ -81,6 +82,9 @@ def answers(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _params_of(values: dict[str, Any]) -> SamplingParams:
+    for name, allowed in ranges.SAMPLING.items():
+        if isinstance(values.get(name), (int, float)):
+            _check(name, values[name], allowed)
     for name in ("allowed_token_id", "banned_token_id", "stop_token_id"):
         values[f"{name}s"] = tuple(values.pop(name))
     values["allowed_token_ids"] = values["allowed_token_ids"] or None
@@ -93,11 +97,21 @@ def _params_of(values: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**values)
 
 
+def _check(name: str, value: float, allowed: ranges.Range) -> None:
+    option = "-n" if name == "n" else f"--{name.replace('_', '-')}"
+    try:
+        ranges.check(option, value, allowed)
+    except InvalidArgumentError as error:
+        raise UsageError(error.message) from None
+
+
 def _bias(text: str) -> tuple[int, float]:
     token, _, bias = text.partition("=")
     try:
-        return int(token), float(bias)
+        found = int(token), float(bias)
     except ValueError:
         raise UsageError(
             f"--logit-bias must be a token's id, = and a number, such as 42=-1.5, not {text!r:.80}"
         ) from None
+    _check("logit_bias", found[1], ranges.SAMPLING["logit_bias"])
+    return found

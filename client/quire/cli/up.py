@@ -55,6 +55,10 @@ def _metrics(server: str) -> Any:
     return typer.Option(metavar="ADDRESS", help=f"Of the {server}'s /metrics.")
 
 
+def _seconds(least: float, text: str) -> Any:
+    return typer.Option(metavar="SECONDS", min=least, max=86_400, callback=options.is_number, help=text)
+
+
 def up(
     context: typer.Context,
     server_arguments: Annotated[
@@ -82,13 +86,8 @@ def up(
     tensor_parallel: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Processes that compute the model together.")
     ] = None,
-    drain_timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0, max=86_400, help="For answers that are under way at Ctrl-C, of each."),
-    ] = DRAIN_S,
-    start_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="How long both may take to serve.")
-    ] = 300.0,
+    drain_timeout: Annotated[float, _seconds(0, "For answers that are under way at Ctrl-C, of each.")] = DRAIN_S,
+    start_timeout: Annotated[float, _seconds(1, "How long both may take to serve.")] = 300.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Once all serve, print their addresses as one line of JSON.")
     ] = False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, SupportsIndex
 
 IS_LITTLE_ENDIAN: Final = sys.byteorder == "little"
 _UINT32: Final = array("I")
@@ -70,10 +70,23 @@ def _unpack(empty: array[int], data: bytes) -> array[int]:
 
 
 def _pack(code: str, numbers: Iterable[int]) -> bytes:
+    numbers = tuple(numbers) if not isinstance(numbers, (array, list, tuple)) else numbers
     try:
         column = array(code, numbers)
-    except OverflowError as error:
-        raise ValueError(f"out of range: {error}") from None
+    except (OverflowError, TypeError):
+        _refuse(code, numbers)
+        raise
     if not IS_LITTLE_ENDIAN:
         column.byteswap()
     return column.tobytes()
+
+
+def _refuse(code: str, numbers: Sequence[object]) -> None:
+    """Raises the error of the first number that does not fit."""
+    bits = 8 * array(code).itemsize
+    for number in numbers:
+        if not isinstance(number, SupportsIndex):
+            raise TypeError(f"{number!r:.80} must be an integer from 0 to {2**bits - 1}")
+        if not 0 <= number.__index__() < 1 << bits:
+            shown = f"{number!r:.80}" if number.__index__().bit_length() < 256 else "a number of more than 256 bits"
+            raise ValueError(f"{shown} is out of range: an integer from 0 to {2**bits - 1} is needed")

@@ -105,8 +105,8 @@ class PoolOwner:
     """
 
     def __init__(self, pool: str, spec: pb.PoolSpec, *, incarnation: bytes, window: int = 1) -> None:
-        if not 1 <= window <= _WINDOW_FIELD_MAX:
-            raise ValueError(f"window must be 1 to 8 steps, not {window}")
+        if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= _WINDOW_FIELD_MAX:
+            raise ValueError(f"window must be 1 to 8 steps, not {window!r:.80}")
         self.pool = pool
         self.spec = spec
         self.incarnation = incarnation

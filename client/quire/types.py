@@ -292,7 +292,7 @@ class Allocation:
             (PASS_TOO_LONG).
         pending_token_count: tokens after the matched ones that others are computing.
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
-        junction_token_count: leading tokens that would have matched, had there been a checkpoint. A commit that ends
+        attended_token_count: leading tokens that would have matched, had there been a checkpoint. A commit that ends
             there makes one. 0 if that would gain nothing.
         stops: token counts, rising, where a later prompt's hit may end. Commits that end there make checkpoints.
     """
@@ -304,7 +304,7 @@ class Allocation:
     shortfall: int
     pending_token_count: int
     victim: Victim | None
-    junction_token_count: int = 0
+    attended_token_count: int = 0
     stops: tuple[int, ...] = ()
 
     @property

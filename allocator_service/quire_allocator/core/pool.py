@@ -132,7 +132,7 @@ class Pool:
                 )
             if refused is not None:
                 if refused.result is Result.PENDING:
-                    refused.junction_token_count = junction
+                    refused.attended_token_count = junction
                 return refused
 
         self.admission.note_change()
@@ -151,7 +151,7 @@ class Pool:
         sequence.announcement = self.pending.announce(namespace, digests, place, limit)
         self.sequences[sequence_id], self.last_sequence_id = sequence, sequence_id
         self._count_prompt(prompt, matched, is_return=is_return)
-        told = GrowResult(_OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
+        told = GrowResult(_OK, matched, pending, self.tables(sequence), copies, attended_token_count=junction)
         told.stops = stops.token_counts
         return told
 

@@ -127,12 +127,12 @@ class Match(NamedTuple):
 
     Attributes:
         matched_token_count: tokens that every group can serve.
-        junction_token_count: up to where full attention alone would, if that is more; else 0. A checkpoint of the
+        attended_token_count: up to where full attention alone would, if that is more; else 0. A checkpoint of the
             states there, and the window before it, would have made it a hit.
     """
 
     matched_token_count: int
-    junction_token_count: int
+    attended_token_count: int
 
 
 class Copy(NamedTuple):
@@ -219,7 +219,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
     Attributes:
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.
         matched_token_count: leading tokens shared with published blocks (allocate only).
-        junction_token_count: as in `Match` (allocate only, OK and PENDING).
+        attended_token_count: as in `Match` (allocate only, OK and PENDING).
         stops: token counts at which hits are to end, rising (`retention/stops.py`; allocate only, OK).
         pending_token_count: tokens after those that another sequence is computing (allocate only).
         blocks: per group the last entries of the table, replacing the previous ones; after allocate the whole table.
@@ -231,9 +231,9 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
     """
 
     __slots__ = (
+        "attended_token_count",
         "blocks",
         "copies",
-        "junction_token_count",
         "matched_token_count",
         "pending_token_count",
         "result",
@@ -250,7 +250,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         blocks: tuple[array[int], ...] = (),
         copies: Sequence[Copy] = (),
         *,
-        junction_token_count: int = 0,
+        attended_token_count: int = 0,
         stops: tuple[int, ...] = (),
         shortfall: int = 0,
         victim: Victim | None = None,
@@ -258,7 +258,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         self.result = result
         self.matched_token_count = matched_token_count
         self.pending_token_count = pending_token_count
-        self.junction_token_count = junction_token_count
+        self.attended_token_count = attended_token_count
         self.stops = stops
         self.blocks = blocks
         self.copies = copies
@@ -276,7 +276,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         return (
             self.result,
             *counts,
-            self.junction_token_count,
+            self.attended_token_count,
             self.stops,
             self.blocks,
             list(self.copies),

@@ -301,7 +301,7 @@ def allocate_response(grown: GrowResult) -> pb.AllocateResponse:
         result=result(grown.result),
         matched_token_count=grown.matched_token_count,
         pending_token_count=grown.pending_token_count,
-        junction_token_count=grown.junction_token_count,
+        attended_token_count=grown.attended_token_count,
         stops=grown.stops,
         tables=[block_table(blocks) for blocks in grown.blocks],
         copy_sources=[copy.source for copy in grown.copies],

@@ -273,7 +273,7 @@ def allocation(message: pb.AllocateResponse, group_count: int) -> types.Allocati
         shortfall=message.shortfall,
         pending_token_count=message.pending_token_count,
         victim=_victim(message),
-        junction_token_count=message.junction_token_count,
+        attended_token_count=message.attended_token_count,
         stops=tuple(message.stops),
     )
 

@@ -167,7 +167,7 @@ class CallCarrier(Carrier):
                 grown._replace(
                     matched_token_count=matched,
                     pending_token_count=allocation.pending_token_count,
-                    junction_token_count=allocation.junction_token_count,
+                    attended_token_count=allocation.attended_token_count,
                     stops=allocation.stops,
                 )
             )

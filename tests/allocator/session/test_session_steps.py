@@ -47,7 +47,7 @@ async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: 
         grows=grows((3, 7, b""), (4, 5, d("a"))),
     )
     assert [list(results) for results in (reply.commit_results, reply.fork_results, reply.grow_results)] == [[]] * 3
-    assert (list(reply.copy_sources), list(reply.copy_destinations)) == ([1], [2])
+    assert reply.copies == pb.Copies(sources=[1], destinations=[2])
     assert list(reply.matched_token_counts) == [0, 4]
     assert (list(reply.blocks), list(reply.block_counts)) == ([2, 0, 3], [1, 2])
     assert reply.free_block_count == 0
@@ -66,16 +66,17 @@ async def test_results_that_are_not_all_ok_are_listed_per_operation(allocator: R
     assert list(reply.free_results) == [pb.RESULT_NOT_FOUND]
     assert list(reply.fork_results) == [pb.RESULT_NOT_FOUND, pb.RESULT_OK, pb.RESULT_EXISTS, pb.RESULT_ID_TOO_LOW]
     assert list(reply.grow_results) == [pb.RESULT_NO_SPACE, pb.RESULT_TOO_LONG, pb.RESULT_OK]
-    assert list(reply.grow_shortfalls) == [1, 0, 0]
+    assert list(reply.refusals.shortfalls) == [1, 0, 0]
     assert (list(reply.granted_grows), list(reply.block_counts)) == ([2], [1])
-    assert (list(reply.victim_sequences), list(reply.victim_token_counts)) == ([2, 0, 0], [])
+    assert (reply.refusals.victim_sequences, reply.refusals.victim_token_counts) == ([2, 0, 0], [])
 
 
 async def test_swaps_name_their_commit_group_position_and_block(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator, group_count=2)
     await owner.step(grows=grows((1, 4, b""), (2, 4, b"")))
     reply = await owner.step(commits=commits((1, 4, d("a")), (2, 4, d("a"))))
-    swaps = zip(reply.swap_operations, reply.swap_groups, reply.swap_indices, reply.swap_blocks, strict=True)
+    told = reply.swaps
+    swaps = zip(told.commits, told.groups, told.indices, told.blocks, strict=True)
     assert list(swaps) == [(1, 0, 0, 0), (1, 1, 0, 1)]
 
 
@@ -284,18 +285,18 @@ async def test_a_stream_and_a_unary_session_give_equal_results(allocator: Runnin
         answer = await unary.call(method, sequence_id=sequence_id, token_count=token_count, **new)
         assert [answer.result] == (list(reply.grow_results) or [pb.RESULT_OK])
         assert [block for table in tables_in(answer.tables) for block in table] == list(reply.blocks)
-        assert answer.shortfall == sum(reply.grow_shortfalls)
+        assert answer.shortfall == sum(reply.refusals.shortfalls)
         if letters:
             assert answer.matched_token_count == sum(reply.matched_token_counts)
         else:
-            assert (answer.copy_sources, answer.copy_destinations) == (reply.copy_sources, reply.copy_destinations)
+            assert (answer.copy_sources, answer.copy_destinations) == (reply.copies.sources, reply.copies.destinations)
 
     async def commit(sequence_id: int, token_count: int, letters: str) -> None:
         reply = await stream.step(commits=commits((sequence_id, token_count, d(letters))))
         answer = await unary.call("Commit", sequence_id=sequence_id, token_count=token_count, digests=d(letters))
         assert [answer.result] == (list(reply.commit_results) or [pb.RESULT_OK])
-        assert (answer.swap_groups, answer.swap_indices) == (reply.swap_groups, reply.swap_indices)
-        assert answer.swap_blocks == reply.swap_blocks
+        assert (answer.swap_groups, answer.swap_indices) == (reply.swaps.groups, reply.swaps.indices)
+        assert answer.swap_blocks == reply.swaps.blocks
 
     await grow(1, 6, "a")
     await grow(2, 6, "a")
@@ -328,9 +329,9 @@ async def test_what_left_the_index_is_told_up_to_a_limit(
             await owner.step(grows=phase)
             await owner.step(commits=commits((number, 4, d("a"))))
         freed = await owner.step(frees=pb.FreePhase(sequences=[1, 2, 3]))
-        assert not freed.removed
+        assert not freed.HasField("removed")
         monkeypatch.setattr(limits, limit, told)
         reply = await owner.step(drops=[pb.CacheDrop()])
         assert reply.dropped_block_counts == [3]
-        assert [each.digests for each in reply.removed] == [d("a")] * told
-        assert reply.is_removed_cut
+        assert [each.digests for each in reply.removed.blocks] == [d("a")] * told
+        assert reply.removed.is_cut

@@ -232,9 +232,9 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             matched, junction = index.find_acknowledged(owner.pool, namespace, digests)
             if matched or junction:
                 found.append(
-                    pb.PrefixMatch(pool=owner.name, matched_token_count=matched, junction_token_count=junction)
+                    pb.PrefixMatch(pool=owner.name, matched_token_count=matched, attended_token_count=junction)
                 )
-        found.sort(key=lambda match: (-match.matched_token_count, -match.junction_token_count, match.pool))
+        found.sort(key=lambda match: (-match.matched_token_count, -match.attended_token_count, match.pool))
         return pb.MatchPrefixResponse(matches=found)
 
     @unary

@@ -60,7 +60,7 @@ class QuireSide:
             self.refused_count += 1
             return 0
         matched = answer.matched_token_count
-        told = answer.stops if self._checkpoint_tokens else (answer.junction_token_count,)
+        told = answer.stops if self._checkpoint_tokens else (answer.attended_token_count,)
         is_done = self._compute(sequence, matched, prompt, told, digests)
         is_done = is_done and self._decode(sequence, prompt, request.computed_token_count, digests)
         assert self.pool.free(sequence) is Result.OK

@@ -128,12 +128,12 @@ class PrefixMatch(NamedTuple):
     """Leading tokens of a prompt that a pool has published.
 
     Attributes:
-        junction_token_count: those that full attention alone could serve, if they are more; else 0.
+        attended_token_count: those that full attention alone could serve, if they are more; else 0.
     """
 
     pool: str
     matched_token_count: int
-    junction_token_count: int = 0
+    attended_token_count: int = 0
 
 
 class CacheDropped(NamedTuple):

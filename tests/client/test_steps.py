@@ -144,14 +144,10 @@ def test_only_grows_that_changed_a_table_have_blocks_and_others_none() -> None:
 def test_results_shortfalls_victims_pending_tokens_and_ends_of_passes_belong_to_their_grows() -> None:
     reply = pb.StepReply(
         grow_results=[pb.RESULT_NO_SPACE, pb.RESULT_PENDING, pb.RESULT_QUOTA],
-        junction_token_counts=[0, 64, 0],
-        stop_counts=[2, 0, 1],
-        stops=[16, 32, 112],
+        stops=pb.Stops(counts=[2, 0, 1], token_counts=[16, 32, 112]),
         matched_token_counts=[0, 32, 0],
-        pending_token_counts=[0, 32, 0],
-        grow_shortfalls=[3, 0, 1],
-        victim_sequences=[9, 0, 0],
-        victim_token_counts=[40, 0, 0],
+        unmatched=pb.Unmatched(attended_token_counts=[0, 64, 0], pending_token_counts=[0, 32, 0]),
+        refusals=pb.Refusals(shortfalls=[3, 0, 1], victim_sequences=[9, 0, 0], victim_token_counts=[40, 0, 0]),
     )
     outcome = read(three_grows(), reply, 1)
     assert [grown[1:3] + grown[4:] for grown in outcome.grows] == [
@@ -162,7 +158,7 @@ def test_results_shortfalls_victims_pending_tokens_and_ends_of_passes_belong_to_
 
 
 def test_a_victim_that_loses_nothing_is_still_one() -> None:
-    reply = pb.StepReply(grow_results=[pb.RESULT_NO_SPACE, 0, 0], victim_sequences=[9, 0, 0])
+    reply = pb.StepReply(grow_results=[pb.RESULT_NO_SPACE, 0, 0], refusals=pb.Refusals(victim_sequences=[9, 0, 0]))
     assert read(three_grows(), reply, 1).grows[0].victim == Victim(9, 0)
 
 
@@ -171,7 +167,8 @@ def test_swaps_name_the_sequence_of_their_commit() -> None:
     step.commit(1, 4, [ONE])
     step.commit(7, 4, [ONE])
     reply = pb.StepReply(
-        swap_operations=[1], swap_groups=[0], swap_indices=[3], swap_blocks=[5], copy_sources=[1], copy_destinations=[2]
+        swaps=pb.Swaps(commits=[1], groups=[0], indices=[3], blocks=[5]),
+        copies=pb.Copies(sources=[1], destinations=[2]),
     )
     outcome = read(step.message, reply, 1)
     assert outcome.swaps == [Swap(7, 0, 3, 5)]
@@ -184,20 +181,22 @@ def test_swaps_name_the_sequence_of_their_commit() -> None:
         pb.StepReply(grow_results=[0, 0, 1, 1]),
         pb.StepReply(commit_results=[pb.RESULT_NOT_FOUND]),
         pb.StepReply(matched_token_counts=[1]),
-        pb.StepReply(pending_token_counts=[1, 2]),
-        pb.StepReply(junction_token_counts=[1, 2]),
-        pb.StepReply(stop_counts=[1, 2], stops=[16, 32, 64]),
-        pb.StepReply(stop_counts=[1, 2, 0], stops=[16, 32]),
-        pb.StepReply(stops=[16]),
-        pb.StepReply(grow_shortfalls=[1] * 4),
-        pb.StepReply(victim_sequences=[1]),
+        pb.StepReply(unmatched=pb.Unmatched(pending_token_counts=[1, 2])),
+        pb.StepReply(unmatched=pb.Unmatched(attended_token_counts=[1, 2])),
+        pb.StepReply(stops=pb.Stops(counts=[1, 2], token_counts=[16, 32, 64])),
+        pb.StepReply(stops=pb.Stops(counts=[1, 2, 0], token_counts=[16, 32])),
+        pb.StepReply(stops=pb.Stops(token_counts=[16])),
+        pb.StepReply(refusals=pb.Refusals(shortfalls=[1] * 4)),
+        pb.StepReply(refusals=pb.Refusals(victim_sequences=[1])),
+        pb.StepReply(refusals=pb.Refusals(victim_sequences=[1, 0, 0], victim_token_counts=[1])),
         pb.StepReply(granted_grows=[0], block_counts=[1]),
         pb.StepReply(granted_grows=[0], block_counts=[1, 1], blocks=[1, 2]),
         pb.StepReply(granted_grows=[3], block_counts=[1], blocks=[1]),
         packed.StepReply(granted_grows=bytes(4), block_counts=bytes(4), blocks=bytes(3)),
         pb.StepReply(blocks=[1]),
-        pb.StepReply(swap_operations=[0], swap_groups=[0], swap_indices=[0], swap_blocks=[0]),
-        pb.StepReply(copy_sources=[1]),
+        pb.StepReply(swaps=pb.Swaps(commits=[0], groups=[0], indices=[0], blocks=[0])),
+        pb.StepReply(copies=pb.Copies(sources=[1])),
+        pb.StepReply(takeovers=pb.Takeovers(sequences=[1], groups=[0])),
     ],
     ids=lambda reply: ", ".join(field.name for field, _ in reply.ListFields()),
 )

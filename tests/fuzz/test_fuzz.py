@@ -14,7 +14,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.ownership.replay import StepLog
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.staged_report import StagedReport
-from quire_allocator.wire import step_checks, translate
+from quire_allocator.wire import step_apply, step_checks
 
 from tests.fuzz.allocator import Episode, Seen, ViolationError
 from tests.fuzz.run import REASONS, run_episode
@@ -68,7 +68,7 @@ def forgetful(self: StagedReport, *_: Any) -> None:
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "commits are not counted": (step_checks, "_check_commit", unchecked),
     "a step number is used up by a refusal": (StepLog, "replay", late(StepLog.replay)),
-    "a step is refused after it was applied": (translate, "omit_zeros", too_late),
+    "a step is refused after it was applied": (step_apply, "pack_column", too_late),
     "a chunk is refused by a crash": (StagedReport, "_add_sequence", forgetful),
 }
 

@@ -161,19 +161,19 @@ def _grows_come_before_frees(original: Any, pool: Any, columns: Any, reply: Any)
 @plant(step_apply, "_grow")
 def _copies_are_not_told(original: Any, pool: Any, columns: Any, reply: Any) -> None:
     original(pool, columns, reply)
-    reply.copy_sources = reply.copy_destinations = b""
+    reply.ClearField("copies")
 
 
 @plant(step_apply, "_commit")
 def _swaps_are_not_told(original: Any, pool: Any, columns: Any, reply: Any) -> None:
     original(pool, columns, reply)
-    reply.swap_operations = reply.swap_groups = reply.swap_indices = reply.swap_blocks = b""
+    reply.ClearField("swaps")
 
 
 @plant(step_apply, "apply_step")
 def _takeovers_are_not_told(original: Any, pool: Any, columns: Any, reply: Any) -> None:
     original(pool, columns, reply)
-    reply.takeover_sequences = reply.takeover_groups = reply.takeover_indices = b""
+    reply.ClearField("takeovers")
 
 
 @plant(step_apply, "apply_step")

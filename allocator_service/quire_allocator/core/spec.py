@@ -127,12 +127,12 @@ class Match(NamedTuple):
 
     Attributes:
         matched_token_count: tokens that every group can serve.
-        junction_token_count: up to where full attention alone would, if that is more; else 0. A checkpoint of the
+        attended_token_count: up to where full attention alone would, if that is more; else 0. A checkpoint of the
             states there, and the window before it, would have made it a hit.
     """
 
     matched_token_count: int
-    junction_token_count: int
+    attended_token_count: int
 
 
 class Copy(NamedTuple):
@@ -219,7 +219,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
     Attributes:
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.
         matched_token_count: leading tokens shared with published blocks (allocate only).
-        junction_token_count: as in `Match` (allocate only, OK and PENDING).
+        attended_token_count: as in `Match` (allocate only, OK and PENDING).
         stops: token counts at which hits are to end, rising (`retention/stops.py`; allocate only, OK).
         pending_token_count: tokens after those that another sequence is computing (allocate only).
         blocks: per group the last entries of the table, replacing the previous ones; after allocate the whole table.
@@ -231,9 +231,9 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
     """
 
     __slots__ = (
+        "attended_token_count",
         "blocks",
         "copies",
-        "junction_token_count",
         "matched_token_count",
         "pending_token_count",
         "result",
@@ -256,7 +256,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         self.result = result
         self.matched_token_count = matched_token_count
         self.pending_token_count = pending_token_count
-        self.junction_token_count = 0
+        self.attended_token_count = 0
         self.stops: tuple[int, ...] = ()
         self.blocks = blocks
         self.copies = copies
@@ -265,7 +265,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
 
     def with_match(self, match: Match, stops: tuple[int, ...] = ()) -> GrowResult:
         """Adds what is known of the prompt of a new sequence, and returns this answer."""
-        self.matched_token_count, self.junction_token_count = match
+        self.matched_token_count, self.attended_token_count = match
         self.stops = stops
         return self
 
@@ -276,7 +276,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         return f"GrowResult{self._values()!r}"
 
     def _values(self) -> tuple[object, ...]:
-        counts = (self.matched_token_count, self.pending_token_count, self.junction_token_count)
+        counts = (self.matched_token_count, self.pending_token_count, self.attended_token_count)
         return (self.result, *counts, self.stops, self.blocks, list(self.copies), self.shortfall, self.victim)
 
 

@@ -47,15 +47,18 @@ def apply_step(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> Non
 
 def _tell_takeovers(pool: Pool, reply: packed.StepReply) -> None:
     takeovers, pool.admission.takeovers = pool.admission.takeovers, []
-    reply.takeover_sequences = pack_uint64([takeover.sequence_id for takeover in takeovers])
-    reply.takeover_groups = pack_uint32([takeover.group for takeover in takeovers])
-    reply.takeover_indices = pack_uint32([takeover.position for takeover in takeovers])
+    told = reply.takeovers
+    told.sequences = pack_uint64([takeover.sequence_id for takeover in takeovers])
+    told.groups = pack_uint32([takeover.group for takeover in takeovers])
+    told.indices = pack_uint32([takeover.position for takeover in takeovers])
 
 
 def _tell_removed(pool: Pool, reply: packed.StepReply) -> None:
-    found, reply.is_removed_cut = pool.log.removed_in(reply.number, limits.REMOVED_TOLD_MAX, limits.REMOVED_SCOPES_MAX)
+    found, is_cut = pool.log.removed_in(reply.number, limits.REMOVED_TOLD_MAX, limits.REMOVED_SCOPES_MAX)
+    if found:
+        reply.removed.is_cut = is_cut
     for scope, digests in found.items():
-        reply.removed.add(namespace=scope.namespace.name, groups=scope.manager.groups, digests=bytes(digests))
+        reply.removed.blocks.add(namespace=scope.namespace.name, groups=scope.manager.groups, digests=bytes(digests))
 
 
 def _commit(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
@@ -69,10 +72,11 @@ def _commit(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
         for swap in swaps:
             swapped.append((operation, swap))
     if swapped:
-        reply.swap_operations = pack_uint32([operation for operation, _ in swapped])
-        reply.swap_groups = pack_uint32([swap.group for _, swap in swapped])
-        reply.swap_indices = pack_uint32([swap.position for _, swap in swapped])
-        reply.swap_blocks = pack_uint32([swap.block for _, swap in swapped])
+        told = reply.swaps
+        told.commits = pack_uint32([operation for operation, _ in swapped])
+        told.groups = pack_uint32([swap.group for _, swap in swapped])
+        told.indices = pack_uint32([swap.position for _, swap in swapped])
+        told.blocks = pack_uint32([swap.block for _, swap in swapped])
     if _any_refused(results):
         reply.commit_results.extend(results)
         columns.has_refused = True
@@ -106,11 +110,11 @@ def _grow(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
     for _, grown in others:
         if grown.copies:
             copies += grown.copies
-        if grown.result or grown.matched_token_count or grown.pending_token_count or _is_told_stops(grown):
+        if grown.result or grown.matched_token_count or _is_told_more(grown):
             is_plain = False
     if copies:
-        reply.copy_sources = pack_uint32([copy.source for copy in copies])
-        reply.copy_destinations = pack_uint32([copy.destination for copy in copies])
+        reply.copies.sources = pack_uint32([copy.source for copy in copies])
+        reply.copies.destinations = pack_uint32([copy.destination for copy in copies])
     if not is_plain:
         _describe(columns, others, reply)
 
@@ -164,35 +168,45 @@ def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], re
     count = len(columns.grow_sequences)
     if any(grown.result for _, grown in others):
         columns.has_refused = True
-        results = [_wire(Result.OK)] * count
-        shortfalls, victims, lost = [0] * count, [0] * count, [0] * count
+        _describe_refused(count, others, reply)
+    if any(grown.matched_token_count for _, grown in others):
+        matched = [0] * count
         for number, grown in others:
-            results[number], shortfalls[number] = _wire(grown.result), grown.shortfall
-            if grown.victim is not None:
-                victims[number], lost[number] = grown.victim
-        reply.grow_results.extend(results)
-        reply.grow_shortfalls = pack_column(shortfalls)
-        reply.victim_sequences = pack_uint64(victims) if any(victims) else b""
-        reply.victim_token_counts = pack_column(lost)
-    if any(grown.matched_token_count or grown.pending_token_count for _, grown in others):
-        matched, pending = [0] * count, [0] * count
+            matched[number] = grown.matched_token_count
+        reply.matched_token_counts = pack_uint32(matched)
+    if any(grown.attended_token_count or grown.pending_token_count for _, grown in others):
+        attended, pending = [0] * count, [0] * count
         for number, grown in others:
-            matched[number], pending[number] = grown.matched_token_count, grown.pending_token_count
-        reply.matched_token_counts = pack_column(matched)
-        reply.pending_token_counts = pack_column(pending)
-    if any(_is_told_stops(grown) for _, grown in others):
-        junctions, stop_counts, stops = [0] * count, [0] * count, list[int]()
+            attended[number], pending[number] = grown.attended_token_count, grown.pending_token_count
+        reply.unmatched.attended_token_counts = pack_column(attended)
+        reply.unmatched.pending_token_counts = pack_column(pending)
+    if any(grown.stops for _, grown in others):
+        stop_counts, token_counts = [0] * count, list[int]()
         for number, grown in others:  # in the order of the grows
-            junctions[number], stop_counts[number] = grown.junction_token_count, len(grown.stops)
-            stops += grown.stops
-        reply.junction_token_counts = pack_column(junctions)
-        reply.stop_counts = pack_column(stop_counts)
-        reply.stops = pack_uint32(stops)
+            stop_counts[number] = len(grown.stops)
+            token_counts += grown.stops
+        reply.stops.counts = pack_uint32(stop_counts)
+        reply.stops.token_counts = pack_uint32(token_counts)
 
 
-def _is_told_stops(grown: GrowResult) -> bool:
-    """Returns whether the owner gets the stops of this grow."""
-    return grown.junction_token_count > 0 or grown.stops != ()
+def _describe_refused(count: int, others: Sequence[tuple[int, GrowResult]], reply: packed.StepReply) -> None:
+    results = [_wire(Result.OK)] * count
+    shortfalls, victims, lost = [0] * count, [0] * count, [0] * count
+    for number, grown in others:
+        results[number], shortfalls[number] = _wire(grown.result), grown.shortfall
+        if grown.victim is not None:
+            victims[number], lost[number] = grown.victim
+    reply.grow_results.extend(results)
+    if any(shortfalls) or any(victims):
+        told = reply.refusals
+        told.shortfalls = pack_column(shortfalls)
+        told.victim_sequences = pack_uint64(victims) if any(victims) else b""
+        told.victim_token_counts = pack_column(lost)
+
+
+def _is_told_more(grown: GrowResult) -> bool:
+    """Returns whether the owner gets more of a new sequence than its blocks and matched tokens."""
+    return grown.pending_token_count > 0 or grown.attended_token_count > 0 or grown.stops != ()
 
 
 def _any_refused(results: Sequence[int]) -> bool:

@@ -280,8 +280,3 @@ def _features_of(spec: PoolSpec) -> list[str]:
 def block_table(blocks: array[int]) -> pb.BlockTable:
     """Returns the message of a table: its block ids as uint32 little-endian."""
     return pb.BlockTable(blocks=pack_uint32(blocks))
-
-
-def omit_zeros(values: list[int]) -> list[int]:
-    """Returns the values, or an empty array if all are 0."""
-    return values if any(values) else []

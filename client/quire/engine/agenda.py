@@ -338,7 +338,7 @@ class Agenda:
             return
         admission.answer = sequence = admission.sequence
         sequence.matched = sequence.computed = sequence.committed = grown.matched_token_count
-        sequence.junction = grown.junction_token_count
+        sequence.attended = grown.attended_token_count
         sequence.checkpoints = grown.stops if self._has_states else ()
         sequence._chain.extend(sequence.tokens[: sequence.matched])
         sequence.room = grown.token_count

@@ -69,7 +69,7 @@ class EngineSequence:
         computed, committed: tokens in the pages, and those of them that the allocator was told of.
         room: tokens that there are blocks for.
         matched: leading tokens that were in the pages when it was admitted, or forked.
-        junction: leading tokens that would have been, had there been a checkpoint (see docs/hybrid.md).
+        attended: leading tokens that would have been, had there been a checkpoint (see docs/hybrid.md).
         table: a row of block ids for each group, in order of position; `NULL_BLOCK` where a window has moved on. A
             state's row is its one block.
         checkpoints: token counts, rising, where a pass has to end so that its state is kept for others.
@@ -80,12 +80,12 @@ class EngineSequence:
         "_chain",
         "_host",
         "_refusal",
+        "attended",
         "checkpoints",
         "committed",
         "computed",
         "id",
         "is_live",
-        "junction",
         "matched",
         "namespace",
         "room",
@@ -99,7 +99,7 @@ class EngineSequence:
         self.tokens = tokens
         self.namespace = namespace
         self.token_count_max = token_count_max
-        self.computed = self.committed = self.room = self.matched = self.junction = 0
+        self.computed = self.committed = self.room = self.matched = self.attended = 0
         self.table: list[list[int]] = [[] for _ in host.groups]
         self.checkpoints: tuple[int, ...] = ()
         self.is_live = True

@@ -13,10 +13,8 @@ from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 _Told: TypeAlias = dict[str, Any]  # the fields of a reply that are not empty, by name
-_SELDOM_TOLD: Final = frozenset(
-    {"swap_operations", "copy_sources", "copy_destinations", "takeover_sequences", "takeover_groups"}
-    | {"takeover_indices", "emptied_blocks", "outside_drops", "removed", "is_removed_cut"}
-)
+_SELDOM_TOLD: Final = frozenset({"swaps", "copies", "takeovers", "emptied_blocks", "outside_drops", "removed"})
+_NOTHING_REMOVED: Final = pb.Removed()
 NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry without a block: it fell out of a window
 
 
@@ -106,7 +104,7 @@ class GrowOutcome(NamedTuple):
         victim: the sequence to preempt (NO_SPACE only), if preempting one helps.
         token_count: tokens that were asked for, or that matched, if those are more. With OK there is room for them, and
             the last entries of the tables are for the last of them.
-        junction_token_count: leading tokens that would have matched, had there been a checkpoint. A commit that ends
+        attended_token_count: leading tokens that would have matched, had there been a checkpoint. A commit that ends
             there makes one. 0 if that would gain nothing (new sequences only).
         stops: token counts, rising, where a later prompt's hit may end. Commits that end there make checkpoints (new
             sequences only).
@@ -120,7 +118,7 @@ class GrowOutcome(NamedTuple):
     pending_token_count: int = 0
     victim: Victim | None = None
     token_count: int = 0
-    junction_token_count: int = 0
+    attended_token_count: int = 0
     stops: tuple[int, ...] = ()
 
 
@@ -168,20 +166,21 @@ def read_reply(step: packed.Step, reply: packed.StepReply, group_count: int) -> 
     free_block_count = told.get("free_block_count", 0)
     if told.keys().isdisjoint(_SELDOM_TOLD) and not step.drops:
         return StepOutcome(commits, frees, forks, grows, [], [], free_block_count)
+    removed: pb.Removed = told.get("removed", _NOTHING_REMOVED)
     return StepOutcome(
         commits,
         frees,
         forks,
         grows,
-        swaps=_swaps(told, commit_ids) if "swap_operations" in told else [],
-        copies=_copies(told),
+        swaps=_swaps(told["swaps"], commit_ids) if "swaps" in told else [],
+        copies=_copies(told["copies"]) if "copies" in told else [],
         free_block_count=free_block_count,
-        takeovers=_takeovers(told),
+        takeovers=_takeovers(told["takeovers"]) if "takeovers" in told else (),
         emptied=_numbers(told, "emptied_blocks"),
         dropped=_dropped(step, told) if step.drops else (),
         outside_drops=tuple(map(read_drop, told.get("outside_drops", ()))),
-        removed=tuple(Removed(each.namespace, tuple(each.groups), each.digests) for each in told.get("removed", ())),
-        is_removed_cut=told.get("is_removed_cut", False),
+        removed=tuple(Removed(each.namespace, tuple(each.groups), each.digests) for each in removed.blocks),
+        is_removed_cut=removed.is_cut,
     )
 
 
@@ -202,22 +201,25 @@ def _numbers(told: _Told, column: str) -> array[int]:
     return unpack_uint32(told.get(column, b""))
 
 
-def _swaps(told: _Told, commit_ids: Sequence[int]) -> list[Swap]:
-    operations = _numbers(told, "swap_operations")
-    if max(operations) >= len(commit_ids):
+def _swaps(swaps: packed.Swaps, commit_ids: Sequence[int]) -> list[Swap]:
+    commits = unpack_uint32(swaps.commits)
+    if commits and max(commits) >= len(commit_ids):
         raise ValueError("a swap of a commit that the step does not have")
-    rest = [_numbers(told, column) for column in ("swap_groups", "swap_indices", "swap_blocks")]
-    return list(map(Swap._make, zip([commit_ids[operation] for operation in operations], *rest, strict=True)))
+    sequences = [commit_ids[commit] for commit in commits]
+    return list(map(Swap._make, _rows(sequences, swaps.groups, swaps.indices, swaps.blocks)))
 
 
-def _copies(told: _Told) -> list[Copy]:
-    return list(map(Copy._make, zip(_numbers(told, "copy_sources"), _numbers(told, "copy_destinations"), strict=True)))
+def _copies(copies: packed.Copies) -> list[Copy]:
+    return list(map(Copy._make, _rows(unpack_uint32(copies.sources), copies.destinations)))
 
 
-def _takeovers(told: _Told) -> list[Takeover]:
-    sequences = unpack_uint64(told.get("takeover_sequences", b""))
-    rows = zip(sequences, _numbers(told, "takeover_groups"), _numbers(told, "takeover_indices"), strict=True)
-    return list(map(Takeover._make, rows))
+def _takeovers(takeovers: packed.Takeovers) -> list[Takeover]:
+    return list(map(Takeover._make, _rows(unpack_uint64(takeovers.sequences), takeovers.groups, takeovers.indices)))
+
+
+def _rows(first: Sequence[int], *columns: bytes) -> Iterable[tuple[int, ...]]:
+    """Returns parallel columns row by row, the first one as numbers; ValueError where they differ in length."""
+    return zip(first, *map(unpack_uint32, columns), strict=True)
 
 
 def _dropped(step: packed.Step, told: _Told) -> Sequence[int]:
@@ -235,11 +237,11 @@ def _results(told: _Told, column: str, count: int) -> list[Result]:
     return [Result(value) for value in values] if values else [Result.OK] * count
 
 
-def _optional(told: _Told, column: str, count: int) -> Iterable[int]:
-    """Reads a column of uint32; an empty one means that every number is 0."""
-    if column not in told:
+def _optional(data: bytes, count: int) -> Iterable[int]:
+    """Reads a column of uint32 of the grows; an empty one means that every number is 0."""
+    if not data:
         return repeat(0, count)
-    values = _numbers(told, column)
+    values = unpack_uint32(data)
     if len(values) != count:
         raise ValueError(f"{len(values)} numbers for {count} grows")
     return values
@@ -250,37 +252,47 @@ def _grows(step: packed.Step, told: _Told, group_count: int) -> list[GrowOutcome
     sequences = unpack_uint64(step.grows.sequences)
     count = len(sequences)
     token_counts: Iterable[int] = unpack_uint32(step.grows.token_counts)
+    matched = _optional(told.get("matched_token_counts", b""), count)
     if "matched_token_counts" in told:
-        token_counts = map(max, token_counts, _numbers(told, "matched_token_counts"))
+        token_counts = map(max, token_counts, matched)
+    shortfalls: Iterable[int] = repeat(0, count)
     victims: Iterable[Victim | None] = repeat(None, count)
-    if "victim_sequences" in told:
-        named = unpack_uint64(told["victim_sequences"])
-        lost = zip(named, _optional(told, "victim_token_counts", len(named)), strict=True)
-        victims = [Victim(*victim) if victim[0] else None for victim in lost]
+    if "refusals" in told:
+        shortfalls, victims = _optional(told["refusals"].shortfalls, count), _victims(told["refusals"], count)
+    attended: Iterable[int] = repeat(0, count)
+    pending: Iterable[int] = repeat(0, count)
+    if "unmatched" in told:
+        attended = _optional(told["unmatched"].attended_token_counts, count)
+        pending = _optional(told["unmatched"].pending_token_counts, count)
     columns = zip(
         sequences,
         _results(told, "grow_results", count),
-        _optional(told, "matched_token_counts", count),
+        matched,
         _tables(told, count, group_count),
-        _optional(told, "grow_shortfalls", count),
-        _optional(told, "pending_token_counts", count),
+        shortfalls,
+        pending,
         victims,
         token_counts,
-        _optional(told, "junction_token_counts", count),
-        _stops(told, count),
+        attended,
+        _stops(told["stops"], count) if "stops" in told else repeat((), count),
         strict=True,
     )
     return list(map(GrowOutcome._make, columns))
 
 
-def _stops(told: _Told, count: int) -> Iterable[tuple[int, ...]]:
-    """Reads the stops of each grow; no column means that none has any."""
-    if "stop_counts" not in told and "stops" not in told:
-        return repeat((), count)
-    counts, stops = _numbers(told, "stop_counts"), _numbers(told, "stops")
-    if len(counts) != count or sum(counts) != len(stops):
-        raise ValueError(f"{len(counts)} counts of {len(stops)} stops for {count} grows")
-    each = iter(stops)
+def _victims(refusals: packed.Refusals, count: int) -> Iterable[Victim | None]:
+    if not refusals.victim_sequences:
+        return repeat(None, count)
+    rows = zip(unpack_uint64(refusals.victim_sequences), _optional(refusals.victim_token_counts, count), strict=True)
+    return [Victim(*row) if row[0] else None for row in rows]
+
+
+def _stops(stops: packed.Stops, count: int) -> list[tuple[int, ...]]:
+    """Reads the stops of each grow."""
+    counts, token_counts = unpack_uint32(stops.counts), unpack_uint32(stops.token_counts)
+    if len(counts) != count or sum(counts) != len(token_counts):
+        raise ValueError(f"{len(counts)} counts of {len(token_counts)} stops for {count} grows")
+    each = iter(token_counts)
     return [tuple(islice(each, number)) for number in counts]
 
 

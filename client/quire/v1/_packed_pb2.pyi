@@ -269,64 +269,36 @@ class StepReply(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    GRANTED_GROWS_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    MATCHED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     COMMIT_RESULTS_FIELD_NUMBER: _builtins.int
     FREE_RESULTS_FIELD_NUMBER: _builtins.int
     FORK_RESULTS_FIELD_NUMBER: _builtins.int
     GROW_RESULTS_FIELD_NUMBER: _builtins.int
-    SWAP_OPERATIONS_FIELD_NUMBER: _builtins.int
-    SWAP_GROUPS_FIELD_NUMBER: _builtins.int
-    SWAP_INDICES_FIELD_NUMBER: _builtins.int
-    SWAP_BLOCKS_FIELD_NUMBER: _builtins.int
-    MATCHED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    GRANTED_GROWS_FIELD_NUMBER: _builtins.int
-    BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
-    COPY_SOURCES_FIELD_NUMBER: _builtins.int
-    COPY_DESTINATIONS_FIELD_NUMBER: _builtins.int
-    GROW_SHORTFALLS_FIELD_NUMBER: _builtins.int
-    PENDING_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    VICTIM_SEQUENCES_FIELD_NUMBER: _builtins.int
-    VICTIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    JUNCTION_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    STOP_COUNTS_FIELD_NUMBER: _builtins.int
+    SWAPS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     STOPS_FIELD_NUMBER: _builtins.int
-    TAKEOVER_SEQUENCES_FIELD_NUMBER: _builtins.int
-    TAKEOVER_GROUPS_FIELD_NUMBER: _builtins.int
-    TAKEOVER_INDICES_FIELD_NUMBER: _builtins.int
+    UNMATCHED_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    STATE_DIGEST_FIELD_NUMBER: _builtins.int
+    TAKEOVERS_FIELD_NUMBER: _builtins.int
     EMPTIED_BLOCKS_FIELD_NUMBER: _builtins.int
     DROPPED_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     OUTSIDE_DROPS_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
-    IS_REMOVED_CUT_FIELD_NUMBER: _builtins.int
-    FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    STATE_DIGEST_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     number: _builtins.int
-    swap_operations: _builtins.bytes
-    swap_groups: _builtins.bytes
-    swap_indices: _builtins.bytes
-    swap_blocks: _builtins.bytes
-    matched_token_counts: _builtins.bytes
+    free_block_count: _builtins.int
     granted_grows: _builtins.bytes
     block_counts: _builtins.bytes
     blocks: _builtins.bytes
-    copy_sources: _builtins.bytes
-    copy_destinations: _builtins.bytes
-    grow_shortfalls: _builtins.bytes
-    pending_token_counts: _builtins.bytes
-    victim_sequences: _builtins.bytes
-    victim_token_counts: _builtins.bytes
-    junction_token_counts: _builtins.bytes
-    stop_counts: _builtins.bytes
-    stops: _builtins.bytes
-    takeover_sequences: _builtins.bytes
-    takeover_groups: _builtins.bytes
-    takeover_indices: _builtins.bytes
+    matched_token_counts: _builtins.bytes
+    state_digest: _builtins.bytes
     emptied_blocks: _builtins.bytes
     dropped_block_counts: _builtins.bytes
-    is_removed_cut: _builtins.bool
-    free_block_count: _builtins.int
-    state_digest: _builtins.bytes
     @_builtins.property
     def commit_results(self) -> _containers.RepeatedScalarFieldContainer[_allocator_pb2.Result.ValueType]: ...
     @_builtins.property
@@ -336,50 +308,195 @@ class StepReply(_message.Message):
     @_builtins.property
     def grow_results(self) -> _containers.RepeatedScalarFieldContainer[_allocator_pb2.Result.ValueType]: ...
     @_builtins.property
+    def swaps(self) -> Global___Swaps: ...
+    @_builtins.property
+    def copies(self) -> Global___Copies: ...
+    @_builtins.property
+    def stops(self) -> Global___Stops: ...
+    @_builtins.property
+    def unmatched(self) -> Global___Unmatched: ...
+    @_builtins.property
+    def refusals(self) -> Global___Refusals: ...
+    @_builtins.property
+    def takeovers(self) -> Global___Takeovers: ...
+    @_builtins.property
     def outside_drops(self) -> _containers.RepeatedCompositeFieldContainer[_allocator_pb2.CacheDrop]: ...
     @_builtins.property
-    def removed(self) -> _containers.RepeatedCompositeFieldContainer[_allocator_pb2.RemovedBlocks]: ...
+    def removed(self) -> _allocator_pb2.Removed: ...
     def __init__(
         self,
         *,
         session_id: _builtins.bytes = ...,
         number: _builtins.int = ...,
+        free_block_count: _builtins.int = ...,
+        granted_grows: _builtins.bytes = ...,
+        block_counts: _builtins.bytes = ...,
+        blocks: _builtins.bytes = ...,
+        matched_token_counts: _builtins.bytes = ...,
         commit_results: _abc.Iterable[_allocator_pb2.Result.ValueType] | None = ...,
         free_results: _abc.Iterable[_allocator_pb2.Result.ValueType] | None = ...,
         fork_results: _abc.Iterable[_allocator_pb2.Result.ValueType] | None = ...,
         grow_results: _abc.Iterable[_allocator_pb2.Result.ValueType] | None = ...,
-        swap_operations: _builtins.bytes = ...,
-        swap_groups: _builtins.bytes = ...,
-        swap_indices: _builtins.bytes = ...,
-        swap_blocks: _builtins.bytes = ...,
-        matched_token_counts: _builtins.bytes = ...,
-        granted_grows: _builtins.bytes = ...,
-        block_counts: _builtins.bytes = ...,
-        blocks: _builtins.bytes = ...,
-        copy_sources: _builtins.bytes = ...,
-        copy_destinations: _builtins.bytes = ...,
-        grow_shortfalls: _builtins.bytes = ...,
-        pending_token_counts: _builtins.bytes = ...,
-        victim_sequences: _builtins.bytes = ...,
-        victim_token_counts: _builtins.bytes = ...,
-        junction_token_counts: _builtins.bytes = ...,
-        stop_counts: _builtins.bytes = ...,
-        stops: _builtins.bytes = ...,
-        takeover_sequences: _builtins.bytes = ...,
-        takeover_groups: _builtins.bytes = ...,
-        takeover_indices: _builtins.bytes = ...,
+        swaps: Global___Swaps | None = ...,
+        copies: Global___Copies | None = ...,
+        stops: Global___Stops | None = ...,
+        unmatched: Global___Unmatched | None = ...,
+        refusals: Global___Refusals | None = ...,
+        state_digest: _builtins.bytes = ...,
+        takeovers: Global___Takeovers | None = ...,
         emptied_blocks: _builtins.bytes = ...,
         dropped_block_counts: _builtins.bytes = ...,
         outside_drops: _abc.Iterable[_allocator_pb2.CacheDrop] | None = ...,
-        removed: _abc.Iterable[_allocator_pb2.RemovedBlocks] | None = ...,
-        is_removed_cut: _builtins.bool = ...,
-        free_block_count: _builtins.int = ...,
-        state_digest: _builtins.bytes = ...,
+        removed: _allocator_pb2.Removed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "refusals", b"refusals", "removed", b"removed", "stops", b"stops", "swaps", b"swaps", "takeovers", b"takeovers", "unmatched", b"unmatched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "dropped_block_counts", b"dropped_block_counts", "emptied_blocks", b"emptied_blocks", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "is_removed_cut", b"is_removed_cut", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "pending_token_counts", b"pending_token_counts", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "stop_counts", b"stop_counts", "stops", b"stops", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copies", b"copies", "dropped_block_counts", b"dropped_block_counts", "emptied_blocks", b"emptied_blocks", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "refusals", b"refusals", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "stops", b"stops", "swaps", b"swaps", "takeovers", b"takeovers", "unmatched", b"unmatched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReply: _TypeAlias = StepReply  # noqa: Y015
+
+@_typing.final
+class Swaps(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMITS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    INDICES_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    commits: _builtins.bytes
+    groups: _builtins.bytes
+    indices: _builtins.bytes
+    blocks: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        commits: _builtins.bytes = ...,
+        groups: _builtins.bytes = ...,
+        indices: _builtins.bytes = ...,
+        blocks: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "commits", b"commits", "groups", b"groups", "indices", b"indices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Swaps: _TypeAlias = Swaps  # noqa: Y015
+
+@_typing.final
+class Copies(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCES_FIELD_NUMBER: _builtins.int
+    DESTINATIONS_FIELD_NUMBER: _builtins.int
+    sources: _builtins.bytes
+    destinations: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        sources: _builtins.bytes = ...,
+        destinations: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destinations", b"destinations", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Copies: _TypeAlias = Copies  # noqa: Y015
+
+@_typing.final
+class Stops(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    counts: _builtins.bytes
+    token_counts: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        counts: _builtins.bytes = ...,
+        token_counts: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "token_counts", b"token_counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stops: _TypeAlias = Stops  # noqa: Y015
+
+@_typing.final
+class Unmatched(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTENDED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    PENDING_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    attended_token_counts: _builtins.bytes
+    pending_token_counts: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        attended_token_counts: _builtins.bytes = ...,
+        pending_token_counts: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_token_counts", b"attended_token_counts", "pending_token_counts", b"pending_token_counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unmatched: _TypeAlias = Unmatched  # noqa: Y015
+
+@_typing.final
+class Refusals(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHORTFALLS_FIELD_NUMBER: _builtins.int
+    VICTIM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    VICTIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    shortfalls: _builtins.bytes
+    victim_sequences: _builtins.bytes
+    victim_token_counts: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        shortfalls: _builtins.bytes = ...,
+        victim_sequences: _builtins.bytes = ...,
+        victim_token_counts: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shortfalls", b"shortfalls", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Refusals: _TypeAlias = Refusals  # noqa: Y015
+
+@_typing.final
+class Takeovers(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    INDICES_FIELD_NUMBER: _builtins.int
+    sequences: _builtins.bytes
+    groups: _builtins.bytes
+    indices: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        sequences: _builtins.bytes = ...,
+        groups: _builtins.bytes = ...,
+        indices: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "indices", b"indices", "sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Takeovers: _TypeAlias = Takeovers  # noqa: Y015

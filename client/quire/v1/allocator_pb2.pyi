@@ -96,7 +96,7 @@ class _ResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Result.ValueTy
     buf:lint:ignore ENUM_ZERO_VALUE_SUFFIX
     """
     RESULT_NO_SPACE: _Result.ValueType  # 1
-    """There are not enough free blocks; `grow_shortfalls` says how many are missing."""
+    """There are not enough free blocks; `Refusals.shortfalls` says how many are missing."""
     RESULT_NOT_FOUND: _Result.ValueType  # 2
     """The sequence is not live."""
     RESULT_EXISTS: _Result.ValueType  # 3
@@ -110,7 +110,7 @@ class _ResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Result.ValueTy
     they have committed it.
     """
     RESULT_QUOTA: _Result.ValueType  # 6
-    """The namespace would hold more blocks than its quota allows; `grow_shortfalls` says by how many."""
+    """The namespace would hold more blocks than its quota allows; `Refusals.shortfalls` says by how many."""
     RESULT_UNCOMMITTED: _Result.ValueType  # 7
     """A fork, in a pool with STATE groups, of a parent that has room for tokens that it has not committed: its running
     block may hold the state after some of them, which no fork can share.
@@ -119,7 +119,7 @@ class _ResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Result.ValueTy
     """The new sequence is in a namespace that the caller's certificate does not permit."""
     RESULT_PASS_TOO_LONG: _Result.ValueType  # 9
     """The tokens would fit, but not so many at once: a pass and the window before it take more blocks than the pool has,
-    by as many as `grow_shortfalls` says. Ask for a smaller chunk, after what has been computed is committed.
+    by as many as `Refusals.shortfalls` says. Ask for a smaller chunk, after what has been computed is committed.
     """
     RESULT_ID_TOO_LOW: _Result.ValueType  # 10
     """The id of a new sequence is not higher than every earlier one of the session, though no live one has it: ids are
@@ -140,7 +140,7 @@ RESULT_OK: Result.ValueType  # 0
 buf:lint:ignore ENUM_ZERO_VALUE_SUFFIX
 """
 RESULT_NO_SPACE: Result.ValueType  # 1
-"""There are not enough free blocks; `grow_shortfalls` says how many are missing."""
+"""There are not enough free blocks; `Refusals.shortfalls` says how many are missing."""
 RESULT_NOT_FOUND: Result.ValueType  # 2
 """The sequence is not live."""
 RESULT_EXISTS: Result.ValueType  # 3
@@ -154,7 +154,7 @@ RESULT_PENDING: Result.ValueType  # 5
 they have committed it.
 """
 RESULT_QUOTA: Result.ValueType  # 6
-"""The namespace would hold more blocks than its quota allows; `grow_shortfalls` says by how many."""
+"""The namespace would hold more blocks than its quota allows; `Refusals.shortfalls` says by how many."""
 RESULT_UNCOMMITTED: Result.ValueType  # 7
 """A fork, in a pool with STATE groups, of a parent that has room for tokens that it has not committed: its running
 block may hold the state after some of them, which no fork can share.
@@ -163,7 +163,7 @@ RESULT_FORBIDDEN: Result.ValueType  # 8
 """The new sequence is in a namespace that the caller's certificate does not permit."""
 RESULT_PASS_TOO_LONG: Result.ValueType  # 9
 """The tokens would fit, but not so many at once: a pass and the window before it take more blocks than the pool has,
-by as many as `grow_shortfalls` says. Ask for a smaller chunk, after what has been computed is committed.
+by as many as `Refusals.shortfalls` says. Ask for a smaller chunk, after what has been computed is committed.
 """
 RESULT_ID_TOO_LOW: Result.ValueType  # 10
 """The id of a new sequence is not higher than every earlier one of the session, though no live one has it: ids are
@@ -1227,82 +1227,42 @@ Global___GrowPhase: _TypeAlias = GrowPhase  # noqa: Y015
 
 @_typing.final
 class StepReply(_message.Message):
-    """StepReply: what a step did."""
+    """StepReply: what a step did. Fields from 16 on are seldom sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    GRANTED_GROWS_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    MATCHED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     COMMIT_RESULTS_FIELD_NUMBER: _builtins.int
     FREE_RESULTS_FIELD_NUMBER: _builtins.int
     FORK_RESULTS_FIELD_NUMBER: _builtins.int
     GROW_RESULTS_FIELD_NUMBER: _builtins.int
-    SWAP_OPERATIONS_FIELD_NUMBER: _builtins.int
-    SWAP_GROUPS_FIELD_NUMBER: _builtins.int
-    SWAP_INDICES_FIELD_NUMBER: _builtins.int
-    SWAP_BLOCKS_FIELD_NUMBER: _builtins.int
-    MATCHED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    GRANTED_GROWS_FIELD_NUMBER: _builtins.int
-    BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
-    COPY_SOURCES_FIELD_NUMBER: _builtins.int
-    COPY_DESTINATIONS_FIELD_NUMBER: _builtins.int
-    GROW_SHORTFALLS_FIELD_NUMBER: _builtins.int
-    PENDING_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    VICTIM_SEQUENCES_FIELD_NUMBER: _builtins.int
-    VICTIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    JUNCTION_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    STOP_COUNTS_FIELD_NUMBER: _builtins.int
+    SWAPS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     STOPS_FIELD_NUMBER: _builtins.int
-    TAKEOVER_SEQUENCES_FIELD_NUMBER: _builtins.int
-    TAKEOVER_GROUPS_FIELD_NUMBER: _builtins.int
-    TAKEOVER_INDICES_FIELD_NUMBER: _builtins.int
+    UNMATCHED_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    STATE_DIGEST_FIELD_NUMBER: _builtins.int
+    TAKEOVERS_FIELD_NUMBER: _builtins.int
     EMPTIED_BLOCKS_FIELD_NUMBER: _builtins.int
     DROPPED_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     OUTSIDE_DROPS_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
-    IS_REMOVED_CUT_FIELD_NUMBER: _builtins.int
-    FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    STATE_DIGEST_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """The session, 16 bytes."""
     number: _builtins.int
     """Number of the step that is answered."""
-    is_removed_cut: _builtins.bool
     free_block_count: _builtins.int
     """Blocks that can be granted after this step (empty and cached)."""
     state_digest: _builtins.bytes
     """Digest of the pool's state after every 64th step, of large tables a part each time (docs/session.md); otherwise
     empty. An owner whose own digest differs attaches without `resume_session` and reports.
     """
-    @_builtins.property
-    def commit_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]:
-        """Per operation of each phase, its result; each array is empty when all are RESULT_OK."""
-
-    @_builtins.property
-    def free_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]: ...
-    @_builtins.property
-    def fork_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]: ...
-    @_builtins.property
-    def grow_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]: ...
-    @_builtins.property
-    def swap_operations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Swaps: a commit met a digest that another block already carries, so the sequence's table entry now names that
-        block, and the sequence's own block was dropped. Per swap, index of the commit, group, index in the table, and
-        block to use from now on. In an append-only pool the table stays as it is: the sequence keeps its own block, and
-        holds the one named here beside it, its twin.
-        """
-
-    @_builtins.property
-    def swap_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def swap_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def swap_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def matched_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow: leading tokens that are shared with published blocks and need not be computed."""
-
     @_builtins.property
     def granted_grows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices of the grows that changed a table, rising. `block_counts` says for each of them, group after group, how
@@ -1317,61 +1277,43 @@ class StepReply(_message.Message):
         """Block ids in the order of `block_counts`; 0xFFFFFFFF for an entry without a block."""
 
     @_builtins.property
-    def copy_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Copies to run before any write of this step: the whole page, in every buffer that holds a part of it."""
+    def matched_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per grow: leading tokens that are shared with published blocks and need not be computed. Empty when all are 0."""
 
     @_builtins.property
-    def copy_destinations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def grow_shortfalls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow: blocks that are missing where the result is NO_SPACE, that exceed the quota where it is QUOTA, or the
-        pool where it is PASS_TOO_LONG. Empty when all are 0.
-        """
+    def commit_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]:
+        """Per operation of each phase, its result; each array is empty when all are RESULT_OK."""
 
     @_builtins.property
-    def pending_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow of a new sequence: tokens of its prefix, after the matched ones, that other sequences are computing. Empty
-        when all are 0.
-        """
+    def free_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]: ...
+    @_builtins.property
+    def fork_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]: ...
+    @_builtins.property
+    def grow_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]: ...
+    @_builtins.property
+    def swaps(self) -> Global___Swaps:
+        """Table entries that commits replaced."""
 
     @_builtins.property
-    def victim_sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow where the result is NO_SPACE: the victim, which is the sequence that is cheapest to preempt (0: there is
-        none), and the tokens that it would have to compute again. Empty when all are 0.
-        """
+    def copies(self) -> Global___Copies:
+        """Copies to run before any write of this step."""
 
     @_builtins.property
-    def victim_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def junction_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow of a new sequence: the junction, which is the leading tokens that full attention alone could have shared
-        (in a pool without full attention, that an earlier prompt had too), where that is more than was matched: windows
-        and states had nothing there. It is a stop of the sequence: a commit that ends there makes a checkpoint, which the next
-        prompt hits. 0 where nothing would be gained. Empty when all are 0.
-        """
+    def stops(self) -> Global___Stops:
+        """Where commits of new sequences make checkpoints."""
 
     @_builtins.property
-    def stop_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow of a new sequence: how many stops it has. A stop is a token count at which a later prompt's hit may end: the
-        last edge of its prompt that leaves a token to compute, the junction, and in a pool with STATE groups some more before
-        the end of the prompt and behind it. A commit that ends there makes a checkpoint. At most 32. Empty when all are 0, as
-        where all groups are of full attention.
-        """
+    def unmatched(self) -> Global___Unmatched:
+        """What is known of the prefixes of new sequences beyond their matched tokens."""
 
     @_builtins.property
-    def stops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their token counts, rising, of one grow after the other."""
+    def refusals(self) -> Global___Refusals:
+        """What the owner of a refused grow can do."""
 
     @_builtins.property
-    def takeover_sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Takeovers, in an append-only pool: before the grows, blocks were short, and nobody else held the twins of what a
-        sequence keeps in a group from an index in its table on. Its own blocks are published in their place.
-        """
+    def takeovers(self) -> Global___Takeovers:
+        """In an append-only pool: twins that were replaced before the grows."""
 
-    @_builtins.property
-    def takeover_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def takeover_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def emptied_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """In a pool where a quota limits what is cached: blocks that became empty with this step and were granted to nobody;
@@ -1388,55 +1330,276 @@ class StepReply(_message.Message):
         """What others than the owner have dropped since the step before (`DropCache`), in order, before its first phase."""
 
     @_builtins.property
-    def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovedBlocks]:
-        """In a pool with the feature "tells-removed": what could be hit before this step or was published by it, and cannot be hit after
-        it. Of more than 8,192 digests, or 1,024 namespaces, some, and `is_removed_cut` is set: others have left, too.
-        """
+    def removed(self) -> Global___Removed:
+        """In a pool with the feature "tells-removed": digests that left the index."""
 
     def __init__(
         self,
         *,
         session_id: _builtins.bytes = ...,
         number: _builtins.int = ...,
+        free_block_count: _builtins.int = ...,
+        granted_grows: _abc.Iterable[_builtins.int] | None = ...,
+        block_counts: _abc.Iterable[_builtins.int] | None = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        matched_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         commit_results: _abc.Iterable[Global___Result.ValueType] | None = ...,
         free_results: _abc.Iterable[Global___Result.ValueType] | None = ...,
         fork_results: _abc.Iterable[Global___Result.ValueType] | None = ...,
         grow_results: _abc.Iterable[Global___Result.ValueType] | None = ...,
-        swap_operations: _abc.Iterable[_builtins.int] | None = ...,
-        swap_groups: _abc.Iterable[_builtins.int] | None = ...,
-        swap_indices: _abc.Iterable[_builtins.int] | None = ...,
-        swap_blocks: _abc.Iterable[_builtins.int] | None = ...,
-        matched_token_counts: _abc.Iterable[_builtins.int] | None = ...,
-        granted_grows: _abc.Iterable[_builtins.int] | None = ...,
-        block_counts: _abc.Iterable[_builtins.int] | None = ...,
-        blocks: _abc.Iterable[_builtins.int] | None = ...,
-        copy_sources: _abc.Iterable[_builtins.int] | None = ...,
-        copy_destinations: _abc.Iterable[_builtins.int] | None = ...,
-        grow_shortfalls: _abc.Iterable[_builtins.int] | None = ...,
-        pending_token_counts: _abc.Iterable[_builtins.int] | None = ...,
-        victim_sequences: _abc.Iterable[_builtins.int] | None = ...,
-        victim_token_counts: _abc.Iterable[_builtins.int] | None = ...,
-        junction_token_counts: _abc.Iterable[_builtins.int] | None = ...,
-        stop_counts: _abc.Iterable[_builtins.int] | None = ...,
-        stops: _abc.Iterable[_builtins.int] | None = ...,
-        takeover_sequences: _abc.Iterable[_builtins.int] | None = ...,
-        takeover_groups: _abc.Iterable[_builtins.int] | None = ...,
-        takeover_indices: _abc.Iterable[_builtins.int] | None = ...,
+        swaps: Global___Swaps | None = ...,
+        copies: Global___Copies | None = ...,
+        stops: Global___Stops | None = ...,
+        unmatched: Global___Unmatched | None = ...,
+        refusals: Global___Refusals | None = ...,
+        state_digest: _builtins.bytes = ...,
+        takeovers: Global___Takeovers | None = ...,
         emptied_blocks: _abc.Iterable[_builtins.int] | None = ...,
         dropped_block_counts: _abc.Iterable[_builtins.int] | None = ...,
         outside_drops: _abc.Iterable[Global___CacheDrop] | None = ...,
-        removed: _abc.Iterable[Global___RemovedBlocks] | None = ...,
-        is_removed_cut: _builtins.bool = ...,
-        free_block_count: _builtins.int = ...,
-        state_digest: _builtins.bytes = ...,
+        removed: Global___Removed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "refusals", b"refusals", "removed", b"removed", "stops", b"stops", "swaps", b"swaps", "takeovers", b"takeovers", "unmatched", b"unmatched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "dropped_block_counts", b"dropped_block_counts", "emptied_blocks", b"emptied_blocks", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "is_removed_cut", b"is_removed_cut", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "pending_token_counts", b"pending_token_counts", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "stop_counts", b"stop_counts", "stops", b"stops", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copies", b"copies", "dropped_block_counts", b"dropped_block_counts", "emptied_blocks", b"emptied_blocks", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "refusals", b"refusals", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "stops", b"stops", "swaps", b"swaps", "takeovers", b"takeovers", "unmatched", b"unmatched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReply: _TypeAlias = StepReply  # noqa: Y015
+
+@_typing.final
+class Swaps(_message.Message):
+    """Swaps: commits met digests that other blocks already carry, so the sequences' table entries now name those blocks,
+    and the sequences' own blocks were dropped. In an append-only pool the tables stay as they are: a sequence keeps its
+    own block, and holds the one named here beside it, its twin.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMITS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    INDICES_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def commits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per swap: index of the commit, group, index in the table, and block to use from now on."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        commits: _abc.Iterable[_builtins.int] | None = ...,
+        groups: _abc.Iterable[_builtins.int] | None = ...,
+        indices: _abc.Iterable[_builtins.int] | None = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "commits", b"commits", "groups", b"groups", "indices", b"indices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Swaps: _TypeAlias = Swaps  # noqa: Y015
+
+@_typing.final
+class Copies(_message.Message):
+    """Copies: blocks to copy before any write of the step, each a whole page, in every buffer that holds a part of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCES_FIELD_NUMBER: _builtins.int
+    DESTINATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per copy: the block to read and the block to write."""
+
+    @_builtins.property
+    def destinations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sources: _abc.Iterable[_builtins.int] | None = ...,
+        destinations: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destinations", b"destinations", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Copies: _TypeAlias = Copies  # noqa: Y015
+
+@_typing.final
+class Stops(_message.Message):
+    """Stops: token counts at which a later prompt's hit may end: the last edge of a prompt that leaves a token to compute,
+    what full attention had (`Unmatched`), and in a pool with STATE groups some more before the end of the prompt and
+    behind it. A commit that ends there makes a checkpoint.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per grow: how many stops it has, at most 32; 0 for a live sequence, and where all groups are of full attention."""
+
+    @_builtins.property
+    def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their token counts, rising, of one grow after the other."""
+
+    def __init__(
+        self,
+        *,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        token_counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "token_counts", b"token_counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stops: _TypeAlias = Stops  # noqa: Y015
+
+@_typing.final
+class Unmatched(_message.Message):
+    """Unmatched: what is known of prefixes beyond their matched tokens. Each column is empty when all are 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTENDED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    PENDING_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def attended_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per grow of a new sequence: leading tokens that full attention alone could have shared (in a pool without full
+        attention, that an earlier prompt had too), where they are more than the matched ones: windows and states had
+        nothing there. This is the *junction*, and a stop of the sequence: a commit that ends there makes a checkpoint,
+        which the next prompt hits. 0 where nothing would be gained.
+        """
+
+    @_builtins.property
+    def pending_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per grow of a new sequence: tokens of its prefix, after the matched ones, that other sequences are computing."""
+
+    def __init__(
+        self,
+        *,
+        attended_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        pending_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_token_counts", b"attended_token_counts", "pending_token_counts", b"pending_token_counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unmatched: _TypeAlias = Unmatched  # noqa: Y015
+
+@_typing.final
+class Refusals(_message.Message):
+    """Refusals: what lacks to refused grows. Each column is empty when all are 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHORTFALLS_FIELD_NUMBER: _builtins.int
+    VICTIM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    VICTIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shortfalls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per grow: blocks that are missing where the result is NO_SPACE, that exceed the quota where it is QUOTA, or the pool
+        where it is PASS_TOO_LONG.
+        """
+
+    @_builtins.property
+    def victim_sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per grow where the result is NO_SPACE: the victim, which is the sequence that is cheapest to preempt (0: there is
+        none), and the tokens that it would have to compute again.
+        """
+
+    @_builtins.property
+    def victim_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        shortfalls: _abc.Iterable[_builtins.int] | None = ...,
+        victim_sequences: _abc.Iterable[_builtins.int] | None = ...,
+        victim_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shortfalls", b"shortfalls", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Refusals: _TypeAlias = Refusals  # noqa: Y015
+
+@_typing.final
+class Takeovers(_message.Message):
+    """Takeovers: blocks were short, and nobody else held the twins of what a sequence keeps in a group from an index in its
+    table on. Its own blocks are published in their place.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    INDICES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per takeover: the sequence, the group, and the first index in the table."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[_builtins.int] | None = ...,
+        groups: _abc.Iterable[_builtins.int] | None = ...,
+        indices: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "indices", b"indices", "sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Takeovers: _TypeAlias = Takeovers  # noqa: Y015
+
+@_typing.final
+class Removed(_message.Message):
+    """Removed: what could be hit before the step or was published by it, and cannot be hit after it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    IS_CUT_FIELD_NUMBER: _builtins.int
+    is_cut: _builtins.bool
+    """Of more than 8,192 digests, or 1,024 namespaces, some are told, and this is set: others have left, too."""
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovedBlocks]:
+        """The digests, by namespace and groups."""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[Global___RemovedBlocks] | None = ...,
+        is_cut: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "is_cut", b"is_cut"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Removed: _TypeAlias = Removed  # noqa: Y015
 
 @_typing.final
 class RemovedBlocks(_message.Message):
@@ -1717,23 +1880,23 @@ class PrefixMatch(_message.Message):
 
     POOL_FIELD_NUMBER: _builtins.int
     MATCHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    JUNCTION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    ATTENDED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     matched_token_count: _builtins.int
     """Leading tokens published there that all groups can serve."""
-    junction_token_count: _builtins.int
-    """The junction, as in StepReply: with it, the tokens from the matched ones to here need only what states keep."""
+    attended_token_count: _builtins.int
+    """As in Unmatched: the tokens from the matched ones to here need only what windows and states keep."""
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         matched_token_count: _builtins.int = ...,
-        junction_token_count: _builtins.int = ...,
+        attended_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["junction_token_count", b"junction_token_count", "matched_token_count", b"matched_token_count", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_token_count", b"attended_token_count", "matched_token_count", b"matched_token_count", "pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

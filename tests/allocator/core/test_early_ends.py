@@ -72,7 +72,7 @@ def test_of_a_prompt_that_goes_on_from_another_only_what_is_new_counts() -> None
     pool = make_pool(300, full(4), state(1024))
     serve(pool, text(1, 40), 129)
     answer = pool.allocate(2, 161, text(1, 40))
-    assert (answer.matched_token_count, answer.junction_token_count) == (128, 0)
+    assert (answer.matched_token_count, answer.attended_token_count) == (128, 0)
     assert pool.sequences[2].turn.early == 156  # eight blocks are new
     assert answer.stops[:3] == (156, 160, 164)
 

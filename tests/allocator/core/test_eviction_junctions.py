@@ -49,7 +49,7 @@ def test_what_other_groups_do_not_serve_is_shared_by_who_computes_it_again() -> 
     compute(pool, 1, TEXT, [14], keeps=True)
     pool.free(1)
     answer = pool.allocate(2, PROMPT_TOKENS, OTHER)
-    assert (answer.matched_token_count, answer.junction_token_count) == (0, 40)
+    assert (answer.matched_token_count, answer.attended_token_count) == (0, 40)
     compute(pool, 2, OTHER, [6, 14], keeps=True)  # a pass ends before both texts part
     assert [(run.hits, run.size // 32) for run in runs_on(pool, TEXT)] == [(1, 6), (1, 4), (0, 4)]
     assert policy_of(pool)._medians[1] == 0.2, "how much the prompt left behind is learned once, where both part"
@@ -62,7 +62,7 @@ def test_nothing_is_left_behind_where_only_a_checkpoint_lacks() -> None:
     compute(pool, 1, TEXT, [14], keeps=True)
     pool.free(1)
     answer = pool.allocate(2, PROMPT_TOKENS, TEXT)
-    assert (answer.matched_token_count, answer.junction_token_count) == (32, 56)
+    assert (answer.matched_token_count, answer.attended_token_count) == (32, 56)
     upper, lower = runs_on(pool, TEXT)
     assert (upper.hits, lower.hits) == (1, 0)
     assert lower.kind != LEFT

@@ -28,7 +28,7 @@ SYSTEM = "abcd"  # 64 tokens in blocks of 16, the common prefix of three prompts
 
 
 def told(answer: GrowResult) -> tuple[Result, int, int]:
-    return (answer.result, answer.matched_token_count, answer.junction_token_count)
+    return (answer.result, answer.matched_token_count, answer.attended_token_count)
 
 
 def served(pool: Pool, sequence_id: int, letters: str) -> tuple[int, int]:
@@ -36,7 +36,7 @@ def served(pool: Pool, sequence_id: int, letters: str) -> tuple[int, int]:
     size, length = pool.digest_tokens, len(letters) * pool.digest_tokens
     answer = pool.allocate(sequence_id, length, d(letters))
     assert answer.result is Result.OK
-    junction = answer.junction_token_count
+    junction = answer.attended_token_count
     if junction:
         commit(pool, sequence_id, letters[: junction // size], junction, keep=junction)
         assert grow(pool, sequence_id, length).result is Result.OK

@@ -104,7 +104,7 @@ async def test_a_prompt_whose_prefix_is_being_computed_is_told_and_may_wait(allo
     both.defer_token_counts.extend([4, 8])
     reply = await owner.step(grows=both)
     assert list(reply.grow_results) == [pb.RESULT_PENDING, pb.RESULT_OK]
-    assert list(reply.pending_token_counts) == [4, 4]
+    assert list(reply.unmatched.pending_token_counts) == [4, 4]
     assert list(reply.granted_grows) == [1]
     await owner.step(commits=commits((1, 4, d("a"))))
     assert list((await owner.step(grows=grows((3, 8, d("a"))))).matched_token_counts) == [4]
@@ -125,8 +125,8 @@ async def test_no_space_names_the_cheapest_victim(allocator: RunningAllocator) -
     await owner.step(commits=commits((1, 16, d("abcd")), (2, 12, d("xyz"))))
     asked = grows((3, 8, b""))
     reply = await owner.step(grows=asked)
-    assert (list(reply.grow_results), list(reply.grow_shortfalls)) == ([pb.RESULT_NO_SPACE], [1])
-    assert (list(reply.victim_sequences), list(reply.victim_token_counts)) == ([2], [12])
+    assert (list(reply.grow_results), list(reply.refusals.shortfalls)) == ([pb.RESULT_NO_SPACE], [1])
+    assert (reply.refusals.victim_sequences, reply.refusals.victim_token_counts) == ([2], [12])
 
 
 async def test_a_namespace_cannot_hold_more_than_its_quota(allocator: RunningAllocator) -> None:

@@ -48,8 +48,8 @@ async def test_by_unary_calls_the_second_prompt_is_told_and_the_third_hits(clien
         seen = []
         for number, letters in enumerate(("abcdwx", "abcdyz", "abcduv"), 1):
             done = await session.allocate(number, 96, d(letters))
-            seen.append((done.matched_token_count, done.junction_token_count))
-            until = done.junction_token_count
+            seen.append((done.matched_token_count, done.attended_token_count))
+            until = done.attended_token_count
             if until:
                 await session.commit(number, until, d(letters)[: 2 * until], keep_token_count=until)
                 assert (await session.grow(number, 96)).ok
@@ -91,7 +91,7 @@ async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that
     assert first.stops[:3] == (64, 80, 112)  # the last one is of the answer
     await done(("commit", (1, 96, d("abcdwx")), {}))
     (told,) = (await done(("allocate", (2, 96, d("abcdyz")), {}))).grows
-    assert (told.matched_token_count, told.junction_token_count) == (0, 64)
+    assert (told.matched_token_count, told.attended_token_count) == (0, 64)
     before = allocator.service.directory.pool("a")
     stops = [sequence.turn.token_counts for sequence in before.pool.sequences.values()]
     assert [own[:2] for own in stops] == [(64, 80), (64, 80)]
@@ -104,7 +104,7 @@ async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that
     assert [sequence.turn.token_counts for sequence in after.pool.sequences.values()] == stops
     assert (after.spec.retention, after.spec.chunk_token_count_max) == ("auto", 96)
     (hit,) = (await done(("allocate", (3, 96, d("abcduv")), {}))).grows
-    assert (hit.matched_token_count, hit.junction_token_count) == (64, 0)
+    assert (hit.matched_token_count, hit.attended_token_count) == (64, 0)
     summary = await client.get_pool("a")
     assert (summary.spec.retention, summary.spec.chunk_token_count_max) == ("auto", 96)
     await session.close()

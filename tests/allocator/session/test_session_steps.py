@@ -45,7 +45,7 @@ async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: 
         grows=grows((3, 7, b""), (4, 5, d("a"))),
     )
     assert [list(results) for results in (reply.commit_results, reply.fork_results, reply.grow_results)] == [[]] * 3
-    assert (list(reply.copy_sources), list(reply.copy_destinations)) == ([1], [2])
+    assert reply.copies == pb.Copies(sources=[1], destinations=[2])
     assert list(reply.matched_token_counts) == [0, 4]
     assert (list(reply.blocks), list(reply.block_counts)) == ([2, 0, 3], [1, 2])
     assert reply.free_block_count == 0
@@ -64,16 +64,17 @@ async def test_results_that_are_not_all_ok_are_listed_per_operation(allocator: R
     assert list(reply.free_results) == [pb.RESULT_NOT_FOUND]
     assert list(reply.fork_results) == [pb.RESULT_NOT_FOUND, pb.RESULT_OK, pb.RESULT_EXISTS, pb.RESULT_ID_TOO_LOW]
     assert list(reply.grow_results) == [pb.RESULT_NO_SPACE, pb.RESULT_TOO_LONG, pb.RESULT_OK]
-    assert list(reply.grow_shortfalls) == [1, 0, 0]
+    assert list(reply.refusals.shortfalls) == [1, 0, 0]
     assert (list(reply.granted_grows), list(reply.block_counts)) == ([2], [1])
-    assert (list(reply.victim_sequences), list(reply.victim_token_counts)) == ([2, 0, 0], [])
+    assert (reply.refusals.victim_sequences, reply.refusals.victim_token_counts) == ([2, 0, 0], [])
 
 
 async def test_swaps_name_their_commit_group_position_and_block(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator, group_count=2)
     await owner.step(grows=grows((1, 4, b""), (2, 4, b"")))
     reply = await owner.step(commits=commits((1, 4, d("a")), (2, 4, d("a"))))
-    swaps = zip(reply.swap_operations, reply.swap_groups, reply.swap_indices, reply.swap_blocks, strict=True)
+    told = reply.swaps
+    swaps = zip(told.commits, told.groups, told.indices, told.blocks, strict=True)
     assert list(swaps) == [(1, 0, 0, 0), (1, 1, 0, 1)]
 
 
@@ -286,9 +287,9 @@ async def test_what_left_the_index_is_told_up_to_a_limit(
             await owner.step(grows=phase)
             await owner.step(commits=commits((number, 4, d("a"))))
         freed = await owner.step(frees=pb.FreePhase(sequences=[1, 2, 3]))
-        assert not freed.removed
+        assert not freed.HasField("removed")
         monkeypatch.setattr(limits, limit, told)
         reply = await owner.step(drops=[pb.CacheDrop()])
         assert reply.dropped_block_counts == [3]
-        assert [each.digests for each in reply.removed] == [d("a")] * told
-        assert reply.is_removed_cut
+        assert [each.digests for each in reply.removed.blocks] == [d("a")] * told
+        assert reply.removed.is_cut

@@ -316,6 +316,6 @@ def plain(answer: Any, group_count: int) -> Any:
         copies = [tuple(copy) for copy in answer.copies]
         victim = tuple(answer.victim) if answer.victim is not None else None
         counts = (answer.matched_token_count, answer.pending_token_count)
-        stops = (answer.junction_token_count, answer.stops)
+        stops = (answer.attended_token_count, answer.stops)
         return (answer.result.name, *counts, blocks, copies, answer.shortfall, victim, *stops)
     return answer

@@ -87,7 +87,7 @@ class StopRules:
         end = prompt_end(prompt_token_count, self._edge_tokens)
         if not self._has_any:
             return Turn((), end, 0)
-        found, early = {end, match.junction_token_count}, 0
+        found, early = {end, match.attended_token_count}, 0
         if self.foresees and partings is not None:
             early = early_stop(self._groups, self._edge_tokens, prompt_token_count, max(match))
             found.add(early)

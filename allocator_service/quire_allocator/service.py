@@ -42,7 +42,6 @@ from quire_allocator.watch import Watching
 from quire_allocator.wire import authorization, translate, views
 from quire_allocator.wire.translate import require
 
-_VIEWS: Final = ", ".join(f"{number} ({name})" for name, number in pb.PoolView.items())
 WAITERS_MAX: Final = 1_000  # owners already logged as waiting; the oldest are forgotten
 log = structlog.get_logger()
 
@@ -243,20 +242,21 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
     @unary
     def GetPool(self, request: pb.GetPoolRequest, permissions: Permissions) -> pb.GetPoolResponse:
-        name = translate.pool_name(request.pool)
-        require(
-            request.view in pb.PoolView.values(),
-            f"view {request.view} is not known: it is one of {_VIEWS}",
-            field="view",
-        )
-        authorization.require_observing(permissions, name)
-        owner = self.directory.pool(name)
-        response = pb.GetPoolResponse(summary=views.summary(owner, self.clock()))
-        if request.view == pb.POOL_VIEW_BLOCKS:
-            views.add_block_states(owner.pool, request, response)
-            views.add_sequences(owner.pool, request, response, permissions)
-        elif request.view == pb.POOL_VIEW_USAGE:
-            views.add_usage(owner.pool, response, permissions)
+        owner = self._observed(request.pool, permissions)
+        return pb.GetPoolResponse(summary=views.summary(owner, self.clock()))
+
+    @unary
+    def GetPoolBlocks(self, request: pb.GetPoolBlocksRequest, permissions: Permissions) -> pb.GetPoolBlocksResponse:
+        owner = self._observed(request.pool, permissions)
+        response = pb.GetPoolBlocksResponse(summary=views.summary(owner, self.clock()))
+        views.add_blocks(owner.pool, request, response, permissions)
+        return response
+
+    @unary
+    def GetPoolUsage(self, request: pb.GetPoolUsageRequest, permissions: Permissions) -> pb.GetPoolUsageResponse:
+        owner = self._observed(request.pool, permissions)
+        response = pb.GetPoolUsageResponse(summary=views.summary(owner, self.clock()))
+        views.add_usage(owner.pool, response, permissions)
         return response
 
     @unary
@@ -289,6 +289,16 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             self.counters.count_rpc("WatchEvents", code)
 
     # -- shared --------------------------------------------------------------------------------------------------------
+
+    def _observed(self, pool: str, permissions: Permissions) -> Ownership:
+        """Returns the open pool of that name for a caller that may look into it.
+
+        Raises:
+            Refusal: MALFORMED, POOL_FORBIDDEN, POOL_UNKNOWN.
+        """
+        name = translate.pool_name(pool)
+        authorization.require_observing(permissions, name)
+        return self.directory.pool(name)
 
     def _observable(self, permissions: Permissions) -> list[Ownership]:
         """Returns the open pools that a caller may look into, by name."""

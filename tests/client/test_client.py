@@ -328,12 +328,13 @@ def test_an_error_inside_a_session_is_not_hidden_by_a_failure_to_close(tmp_path:
 def test_many_sequences_come_in_pages(server: ScriptedServer) -> None:
     summary = pb.PoolSummary(pool="p", session_kind=pb.SESSION_KIND_UNARY)
 
-    def answer(request: pb.GetPoolRequest, _context: grpc.ServicerContext) -> pb.GetPoolResponse:
-        after = request.after_sequence_id
+    def answer(request: pb.GetPoolBlocksRequest, _context: grpc.ServicerContext) -> pb.GetPoolBlocksResponse:
+        after = int(request.page_token or "0")
         page = [pb.SequenceInfo(sequence_id=after + 1), pb.SequenceInfo(sequence_id=after + 2)]
-        return pb.GetPoolResponse(summary=summary, block_states=b"\0", sequences=page, truncated=after < 4)
+        following = str(after + 2) if after < 4 else ""
+        return pb.GetPoolBlocksResponse(summary=summary, block_states=b"\0", sequences=page, next_page_token=following)
 
-    server.answers["GetPool"] = answer
+    server.answers["GetPoolBlocks"] = answer
     with Allocator(server.address) as client:
         pool = client.get_pool_blocks("p")
     assert [sequence.sequence_id for sequence in pool.sequences] == [1, 2, 3, 4, 5, 6]

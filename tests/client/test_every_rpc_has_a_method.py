@@ -48,6 +48,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "DropCache": ("pool",),
     "MatchPrefix": ([],),
     "GetPool": ("pool",),
+    "GetPoolBlocks": ("pool",),
+    "GetPoolUsage": ("pool",),
     "WatchEvents": ("pool",),
     "Generate": ("prompt",),
     "Prefill": ("prompt",),
@@ -80,7 +82,9 @@ def server() -> Iterator[ScriptedServer]:
             empty = GetMessageClass(method.output_type)
             running.answers[method.name] = partial(_answer_with, empty)
         summary = pb.PoolSummary(pool="pool", session_kind=pb.SESSION_KIND_UNARY)
-        running.answers["GetPool"] = lambda *_: pb.GetPoolResponse(summary=summary)
+        for answer in (pb.GetPoolResponse, pb.GetPoolBlocksResponse, pb.GetPoolUsageResponse):
+            name = answer.__name__.removesuffix("Response")
+            running.answers[name] = partial(_answer_with, partial(answer, summary=summary))
         running.answers["OpenSession"] = lambda *_: pb.OpenSessionResponse(session_id=bytes(16), next_step=1)
         running.answers["Apply"] = lambda *_: pb.StepReply(session_id=bytes(16), number=1)
         running.answers["Generate"] = two_samples

@@ -62,14 +62,6 @@ async def attach_with_an_unknown_kind() -> QuireError:
     return from_rpc_error(caught.value)
 
 
-async def look_with_an_unknown_view() -> QuireError:
-    async with running_allocator() as allocator:
-        await StreamOwner.ready(allocator)
-        with refused(Reason.MALFORMED, "view 99 is not known") as caught:
-            await allocator.stub.GetPool(pb.GetPoolRequest(pool="a", view=UNKNOWN))
-    return from_rpc_error(caught.value)
-
-
 async def sample_with_an_unknown_end() -> QuireError:
     with pytest.raises(QuireError, match="must be one of this version's, not 99") as caught:
         sampling_of(worker_pb.SamplingParams(num_beams=2, early_stopping=UNKNOWN), 100)
@@ -78,7 +70,6 @@ async def sample_with_an_unknown_end() -> QuireError:
 
 REQUESTS = {
     "GroupSpec.kind": attach_with_an_unknown_kind,
-    "GetPoolRequest.view": look_with_an_unknown_view,
     "SamplingParams.early_stopping": sample_with_an_unknown_end,
 }
 

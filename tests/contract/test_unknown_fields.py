@@ -136,7 +136,7 @@ async def test_an_owner_and_a_reader_are_answered_as_without_unknown_fields() ->
         "CacheEvent",
         "OpenSessionRequest",
         "Step",
-        "GetPoolResponse",
+        "GetPoolBlocksResponse",
     } <= meddler.seen
 
 

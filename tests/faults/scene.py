@@ -289,13 +289,13 @@ class Owner:
         assert self.session.disagreement_count == 0
 
 
-async def pool_of(place: Place, pool: str) -> pb.GetPoolResponse:
+async def pool_of(place: Place, pool: str) -> pb.GetPoolBlocksResponse:
     """A pool with its tables, past any proxy."""
     async with AsyncAllocator(place.address) as client:
-        return await client._stub.GetPool(pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS))
+        return await client._stub.GetPoolBlocks(pb.GetPoolBlocksRequest(pool=pool))
 
 
-def rows_of(seen: pb.GetPoolResponse) -> list[SequenceRow]:
+def rows_of(seen: pb.GetPoolBlocksResponse) -> list[SequenceRow]:
     """The sequences of a pool, as the digest of its state wants them."""
     assert not seen.truncated
     return [

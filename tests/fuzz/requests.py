@@ -16,7 +16,7 @@ from quire_allocator.core.pool import Pool
 GROW = packed.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # of an unknown sequence
 TEXTS_MAX = 6
 PLACES = 256
-READING = ("MatchPrefix", "ListPools", "GetPool")
+READING = ("MatchPrefix", "ListPools", "GetPool", "GetPoolBlocks", "GetPoolUsage")
 
 
 class Plausible:
@@ -90,9 +90,9 @@ class Plausible:
         """Makes a request of any reader."""
         if method == "MatchPrefix":
             return pb.MatchPrefixRequest(namespace="tenant", digests=b"".join(self._prompt()))
-        if method == "GetPool":
-            return pb.GetPoolRequest(pool="pool", view=self.chance.choice((0, 1, 2)))
-        return pb.ListPoolsRequest()
+        kinds = {"GetPool": pb.GetPoolRequest, "GetPoolBlocks": pb.GetPoolBlocksRequest}
+        kinds["GetPoolUsage"] = pb.GetPoolUsageRequest
+        return kinds[method](pool="pool") if method in kinds else pb.ListPoolsRequest()
 
     def _request_id(self) -> str:
         """Returns a request id that no other request has by accident; the one before may be used again on purpose."""

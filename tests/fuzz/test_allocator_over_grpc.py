@@ -41,7 +41,7 @@ class Scene:
 
     def look(self) -> bytes:
         """Everything that can be seen of the bystander's pool."""
-        seen = self.call("GetPool", pb.GetPoolRequest(pool="bystander", view=pb.POOL_VIEW_BLOCKS))
+        seen = self.call("GetPoolBlocks", pb.GetPoolBlocksRequest(pool="bystander"))
         seen.summary.lease_remaining_ms = 0
         return bytes(seen.SerializeToString(deterministic=True))
 
@@ -73,7 +73,9 @@ RIGHT: dict[str, Any] = {
     "MatchPrefix": pb.MatchPrefixRequest(digests=d("ab")),
     "GetServerInfo": server_pb2.GetServerInfoRequest(),
     "ListPools": pb.ListPoolsRequest(),
-    "GetPool": pb.GetPoolRequest(pool="bystander", view=pb.POOL_VIEW_USAGE),
+    "GetPool": pb.GetPoolRequest(pool="bystander"),
+    "GetPoolBlocks": pb.GetPoolBlocksRequest(pool="bystander", page_size=1),
+    "GetPoolUsage": pb.GetPoolUsageRequest(pool="bystander"),
     "WatchEvents": pb.WatchEventsRequest(pool="bystander", session_id=bytes(16), cursor=1),
 }
 

@@ -78,7 +78,7 @@ class Scene:
 
     def state(self) -> list[Any]:
         """Everything that a call could have changed in the pool that everybody is after, and the names of all pools."""
-        seen = self.call("everything", "GetPool", pool="a", view=pb.POOL_VIEW_BLOCKS)
+        seen = self.call("everything", "GetPoolBlocks", pool="a")
         seen.summary.ClearField("lease_remaining_ms")
         pools = self.call("everything", "ListPools").pools
         return [seen, [pool.pool for pool in pools if not pool.pool.startswith("fresh/")]]
@@ -293,7 +293,9 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "MatchPrefix": (unary("MatchPrefix", namespace="red", digests=d("a")), None, USING),
     "GetServerInfo": (get_server_info, None, None),
     "ListPools": (unary("ListPools"), None, None),
-    "GetPool": (unary("GetPool", pool="a", view=pb.POOL_VIEW_BLOCKS), None, None),
+    "GetPool": (unary("GetPool", pool="a"), None, None),
+    "GetPoolBlocks": (unary("GetPoolBlocks", pool="a"), None, None),
+    "GetPoolUsage": (unary("GetPoolUsage", pool="a"), None, None),
     "WatchEvents": (watch, None, None),
     "Generate": (generate, None, USING),
     "Prefill": (prefill, None, USING),

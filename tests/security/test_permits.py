@@ -233,10 +233,10 @@ async def test_a_reader_is_shown_its_own_namespaces_and_pools_only() -> None:
         assert [pool.pool for pool in (await stub.ListPools(pb.ListPoolsRequest())).pools] == ["seen"]
         request = pb.MatchPrefixRequest(namespace="red", digests=d("re"))
         assert [match.pool for match in (await stub.MatchPrefix(request)).matches] == ["seen"]
-        blocks = await stub.GetPool(pb.GetPoolRequest(pool="seen", view=pb.POOL_VIEW_BLOCKS))
+        blocks = await stub.GetPoolBlocks(pb.GetPoolBlocksRequest(pool="seen"))
         assert [sequence.namespace for sequence in blocks.sequences] == ["red"]
         assert blocks.summary.sequence_count == 2
-        usage = (await stub.GetPool(pb.GetPoolRequest(pool="seen", view=pb.POOL_VIEW_USAGE))).usage
+        usage = (await stub.GetPoolUsage(pb.GetPoolUsageRequest(pool="seen"))).usage
         assert [space.namespace for space in usage.namespaces] == ["red"]
         assert usage.namespace_count == 1
         assert {prefix.namespace for prefix in usage.longest_prefixes} == {"red"}

@@ -6,7 +6,9 @@ Namespaces that a reader may not use are left out.
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
@@ -19,6 +21,9 @@ from quire_allocator.core.readers.usage import PrefixUse
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.wire import translate
+
+_NO_SEQUENCE: Final = 1 << 64  # no id is as high
+_PLACE: Final = re.compile(r"\d{1,20}\.\d{1,20}\.\d{1,20}", re.ASCII)
 
 
 def pool_page(owners: Iterable[Ownership], request: pb.ListPoolsRequest, now: float) -> pb.ListPoolsResponse:
@@ -34,7 +39,7 @@ def pool_page(owners: Iterable[Ownership], request: pb.ListPoolsRequest, now: fl
         if owner.name <= after:
             continue
         if len(response.pools) == count_max or byte_count >= limits.POOLS_PAGE_BYTES_MAX:
-            response.next_page_token = base64.urlsafe_b64encode(response.pools[-1].pool.encode()).decode()
+            response.next_page_token = _page_token(response.pools[-1].pool)
             break
         each = summary(owner, now)
         each.spec.ClearField("quotas")
@@ -45,16 +50,28 @@ def pool_page(owners: Iterable[Ownership], request: pb.ListPoolsRequest, now: fl
 
 def _name_in(page_token: str) -> str:
     """Returns the name of the last pool of the page before; empty at the beginning."""
-    if not page_token:
-        return ""
     try:
-        return translate.pool_name(base64.b64decode(page_token, altchars=b"-_", validate=True).decode("ascii"))
+        return translate.pool_name(_told_in(page_token)) if page_token else ""
     except (ValueError, Refusal):
-        raise Refusal(
-            "MALFORMED",
-            "page_token is none that this allocator gave: leave it out to begin with the first page",
-            field="page_token",
-        ) from None
+        raise _unknown_token() from None
+
+
+def _page_token(told: str) -> str:
+    return base64.urlsafe_b64encode(told.encode()).decode()
+
+
+def _told_in(page_token: str) -> str:
+    """Returns what a token was made of.
+
+    Raises:
+        ValueError: it is no token.
+    """
+    return base64.b64decode(page_token, altchars=b"-_", validate=True).decode("ascii")
+
+
+def _unknown_token() -> Refusal:
+    text = "page_token is none that this allocator gave: leave it out to begin with the first page"
+    return Refusal("MALFORMED", text, field="page_token")
 
 
 def summary(owner: Ownership, now: float) -> pb.PoolSummary:
@@ -82,35 +99,70 @@ def summary(owner: Ownership, now: float) -> pb.PoolSummary:
     )
 
 
-def add_block_states(pool: Pool, request: pb.GetPoolRequest, response: pb.GetPoolResponse) -> None:
-    """Adds the states of as many blocks as one answer carries."""
-    first = max(request.first_block, pool.spec.first_block_id)
-    end = first + limits.STATES_PER_ANSWER_MAX
-    response.first_block = first
-    response.block_states = usage.block_states(pool).to_bytes(first, end)
-    response.truncated |= end < pool.spec.block_id_end
+class _Place(NamedTuple):
+    """The beginning of a page: block states from a block on, sequences from an id on, the first one's tables from an
+    entry on."""
+
+    block: int
+    sequence_id: int
+    entry: int
+
+    @property
+    def token(self) -> str:
+        return _page_token(".".join(map(str, self)))
 
 
-def add_sequences(
-    pool: Pool, request: pb.GetPoolRequest, response: pb.GetPoolResponse, permissions: Permissions
+def _place_in(page_token: str) -> _Place:
+    if not page_token:
+        return _Place(0, 0, 0)
+    try:
+        told = _told_in(page_token)
+    except ValueError:
+        raise _unknown_token() from None
+    if _PLACE.fullmatch(told) is None:
+        raise _unknown_token()
+    return _Place(*map(int, told.split(".")))
+
+
+def add_blocks(
+    pool: Pool, request: pb.GetPoolBlocksRequest, response: pb.GetPoolBlocksResponse, permissions: Permissions
 ) -> None:
-    """Adds as many sequences as one answer carries. The tables of the last one may continue in the next answer."""
+    """Adds as many block states and sequences as one answer carries. The tables of the last sequence may continue in
+    the next one.
+
+    Raises:
+        Refusal: MALFORMED, the page token is none of this allocator's.
+    """
+    place = _place_in(request.page_token)
+    first = max(place.block, pool.spec.first_block_id)
+    end = min(first + limits.STATES_PER_ANSWER_MAX, max(first, pool.spec.block_id_end))
+    response.block_states = usage.block_states(pool).to_bytes(first, end)
+    following = _add_sequences(pool, place, request.page_size, response, permissions)
+    if following is not None or end < pool.spec.block_id_end:
+        response.next_page_token = _Place(end, *(following or (_NO_SEQUENCE, 0))).token
+
+
+def _add_sequences(
+    pool: Pool, place: _Place, count_max: int, response: pb.GetPoolBlocksResponse, permissions: Permissions
+) -> tuple[int, int] | None:
+    """Adds a page of sequences; returns the id and the table entry that the next page begins with, if there is one."""
     bytes_left = limits.SEQUENCE_BYTES_PER_ANSWER_MAX
-    for sequence_id in sorted(key for key in pool.sequences if key > request.after_sequence_id):
+    for sequence_id in sorted(key for key in pool.sequences if key >= place.sequence_id):
         if not permissions.may_use(pool.sequences[sequence_id].namespace.name):
             continue
-        if bytes_left <= 0 or (response.sequences and response.sequences[-1].continues):
-            response.truncated = True
-            return
-        first = request.first_entry if sequence_id == request.after_sequence_id + 1 else 0
-        entries_max = max(1, bytes_left // (4 * len(pool.spec.groups)))
-        info = _sequence(pool, sequence_id, first, first + entries_max)
+        if bytes_left <= 0 or (count_max and len(response.sequences) == count_max):
+            return sequence_id, 0
+        first = place.entry if sequence_id == place.sequence_id else 0
+        end = first + max(1, bytes_left // (4 * len(pool.spec.groups)))
+        info = _sequence(pool, sequence_id, first, end)
         response.sequences.append(info)
-        response.truncated |= info.continues
+        if info.continues:
+            return sequence_id, end
         bytes_left -= info.ByteSize()
+    return None
 
 
-def add_usage(pool: Pool, response: pb.GetPoolResponse, permissions: Permissions) -> None:
+def add_usage(pool: Pool, response: pb.GetPoolUsageResponse, permissions: Permissions) -> None:
     """Adds the largest namespaces and prefixes, and how fragmented the index and the pages are."""
     runs, run_blocks = usage.run_counts(pool)
     response.usage.CopyFrom(

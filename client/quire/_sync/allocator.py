@@ -72,17 +72,16 @@ class Allocator(Connected):
     def get_pool_blocks(self, pool: str, *, timeout_s: float | None = None) -> views.PoolBlocks:
         """Says who holds what in one pool. A large one takes several calls, so that its parts are not of one
         instant."""
-        request: pb.GetPoolRequest | None = pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS)
-        pages = []
-        while request is not None:
-            pages.append(self._link.call(self._stub.GetPool, request, timeout_s))
-            request = messages.next_page(request, pages[-1])
+        request, pages = pb.GetPoolBlocksRequest(pool=pool), list[pb.GetPoolBlocksResponse]()
+        while not pages or pages[-1].next_page_token:
+            request.page_token = pages[-1].next_page_token if pages else ""
+            pages.append(self._link.call(self._stub.GetPoolBlocks, request, timeout_s))
         return messages.pool_blocks(pages)
 
     def get_pool_usage(self, pool: str, *, timeout_s: float | None = None) -> views.PoolUsage:
         """Returns where the memory of one pool goes: namespaces, longest and most shared prefixes, fragmentation."""
-        request = pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_USAGE)
-        return messages.pool_usage(self._link.call(self._stub.GetPool, request, timeout_s))
+        request = pb.GetPoolUsageRequest(pool=pool)
+        return messages.pool_usage(self._link.call(self._stub.GetPoolUsage, request, timeout_s))
 
     def match_prefix(
         self, digests: bytes | Iterable[bytes], namespace: str = "", *, timeout_s: float | None = None

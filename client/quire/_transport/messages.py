@@ -145,7 +145,7 @@ def drop_request(
     return pb.DropCacheRequest(pool=pool, drop=cache_drop(namespace, digests, kept_digest_count))
 
 
-def pool_usage(message: pb.GetPoolResponse) -> views.PoolUsage:
+def pool_usage(message: pb.GetPoolUsageResponse) -> views.PoolUsage:
     """Returns where the memory of a pool goes."""
     usage = message.usage
     values = values_of(usage)
@@ -158,7 +158,7 @@ def pool_usage(message: pb.GetPoolResponse) -> views.PoolUsage:
     return views.PoolUsage(**values)
 
 
-def pool_blocks(pages: Sequence[pb.GetPoolResponse]) -> views.PoolBlocks:
+def pool_blocks(pages: Sequence[pb.GetPoolBlocksResponse]) -> views.PoolBlocks:
     """Returns who holds what, from all pages of an answer; the summary is the last page's."""
     parts: dict[int, list[pb.SequenceInfo]] = {}  # a long sequence comes in several
     for page in pages:
@@ -169,22 +169,6 @@ def pool_blocks(pages: Sequence[pb.GetPoolResponse]) -> views.PoolBlocks:
         block_states=b"".join(page.block_states for page in pages),
         sequences=tuple(map(_sequence, parts.values())),
     )
-
-
-def next_page(request: pb.GetPoolRequest, page: pb.GetPoolResponse) -> pb.GetPoolRequest | None:
-    """Returns what to ask for after this page; None after the last one."""
-    if not page.truncated:
-        return None
-    following = pb.GetPoolRequest()
-    following.CopyFrom(request)
-    following.first_block = page.first_block + len(page.block_states)
-    if page.sequences:
-        last = page.sequences[-1]
-        following.after_sequence_id = last.sequence_id - 1 if last.continues else last.sequence_id
-        # Groups of larger blocks have shorter tables: the longest one says how far all have come.
-        entries = max(len(table.blocks) // 4 for table in last.tables) if last.continues else 0
-        following.first_entry = last.first_entry + entries if last.continues else 0
-    return following if following != request else None
 
 
 def match_request(digests: bytes | Iterable[bytes], namespace: str) -> pb.MatchPrefixRequest:

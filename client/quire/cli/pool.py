@@ -97,7 +97,7 @@ def show(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Prints GetPool with POOL_VIEW_BLOCKS and POOL_VIEW_USAGE."""
+    """Prints GetPoolBlocks and GetPoolUsage."""
     with Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found, usage = client.get_pool_blocks(pool), client.get_pool_usage(pool)
     if as_json:

@@ -195,30 +195,6 @@ SESSION_KIND_UNARY: SessionKind.ValueType  # 2
 """With unary calls."""
 Global___SessionKind: _TypeAlias = SessionKind  # noqa: Y015
 
-class _PoolView:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _PoolViewEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolView.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    POOL_VIEW_UNSPECIFIED: _PoolView.ValueType  # 0
-    """The summary."""
-    POOL_VIEW_BLOCKS: _PoolView.ValueType  # 1
-    """The summary, the state of every block, and a page of sequences with their tables."""
-    POOL_VIEW_USAGE: _PoolView.ValueType  # 2
-    """The summary, and where the memory goes: namespaces, longest and most shared prefixes."""
-
-class PoolView(_PoolView, metaclass=_PoolViewEnumTypeWrapper):
-    """PoolView: what GetPool tells beside the summary."""
-
-POOL_VIEW_UNSPECIFIED: PoolView.ValueType  # 0
-"""The summary."""
-POOL_VIEW_BLOCKS: PoolView.ValueType  # 1
-"""The summary, the state of every block, and a page of sequences with their tables."""
-POOL_VIEW_USAGE: PoolView.ValueType  # 2
-"""The summary, and where the memory goes: namespaces, longest and most shared prefixes."""
-Global___PoolView: _TypeAlias = PoolView  # noqa: Y015
-
 @_typing.final
 class GroupSpec(_message.Message):
     """GroupSpec: one KV cache group of a pool."""
@@ -2078,40 +2054,21 @@ Global___GroupUsage: _TypeAlias = GroupUsage  # noqa: Y015
 
 @_typing.final
 class GetPoolRequest(_message.Message):
-    """GetPoolRequest: asks for one pool. A large pool takes several answers: while the last answer is `truncated`, ask
-    again from where its block states and its sequences ended. The answer leaves out what is in namespaces that the
-    caller may not use, except for counts.
-    """
+    """GetPoolRequest: asks for one pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
-    VIEW_FIELD_NUMBER: _builtins.int
-    AFTER_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
-    FIRST_ENTRY_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Its name."""
-    view: Global___PoolView.ValueType
-    """How much to tell."""
-    after_sequence_id: _builtins.int
-    """With POOL_VIEW_BLOCKS: only sequences with a higher id, to page through many."""
-    first_block: _builtins.int
-    """With POOL_VIEW_BLOCKS: block states from this block on; none where it is beyond the last block."""
-    first_entry: _builtins.int
-    """With POOL_VIEW_BLOCKS: of the sequence `after_sequence_id + 1`, table entries from this index on."""
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
-        view: Global___PoolView.ValueType = ...,
-        after_sequence_id: _builtins.int = ...,
-        first_block: _builtins.int = ...,
-        first_entry: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence_id", b"after_sequence_id", "first_block", b"first_block", "first_entry", b"first_entry", "pool", b"pool", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2124,28 +2081,76 @@ class GetPoolResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SUMMARY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def summary(self) -> Global___PoolSummary:
+        """The summary."""
+
+    def __init__(
+        self,
+        *,
+        summary: Global___PoolSummary | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolResponse: _TypeAlias = GetPoolResponse  # noqa: Y015
+
+@_typing.final
+class GetPoolBlocksRequest(_message.Message):
+    """GetPoolBlocksRequest: asks for a page of a pool's blocks and sequences. Pages are not of one instant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Name of the pool."""
+    page_size: _builtins.int
+    """Sequences to tell at most; 0 means as many as fit. An answer may have fewer, so that it fits a message."""
+    page_token: _builtins.str
+    """`next_page_token` of the page before; empty for the first one. Any other text fails with INVALID_ARGUMENT."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolBlocksRequest: _TypeAlias = GetPoolBlocksRequest  # noqa: Y015
+
+@_typing.final
+class GetPoolBlocksResponse(_message.Message):
+    """GetPoolBlocksResponse: a page. It leaves out what is in namespaces that the caller may not use, except for counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: _builtins.int
     BLOCK_STATES_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
-    TRUNCATED_FIELD_NUMBER: _builtins.int
-    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
-    USAGE_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     block_states: _builtins.bytes
-    """One byte per block: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more). At most 1,048,576."""
-    truncated: _builtins.bool
-    """True if there are more block states, sequences or table entries than fit one answer."""
-    first_block: _builtins.int
-    """The block that the first of `block_states` is about."""
+    """One byte per block, after those of the page before: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or
+    more). At most 1,048,576.
+    """
+    next_page_token: _builtins.str
+    """Asks for the next page; empty after the last one."""
     @_builtins.property
     def summary(self) -> Global___PoolSummary:
         """The summary."""
 
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceInfo]:
-        """Sequences by id."""
-
-    @_builtins.property
-    def usage(self) -> Global___PoolUsage:
-        """Where the memory goes, with POOL_VIEW_USAGE."""
+        """Sequences by id, after those of the page before."""
 
     def __init__(
         self,
@@ -2153,17 +2158,67 @@ class GetPoolResponse(_message.Message):
         summary: Global___PoolSummary | None = ...,
         block_states: _builtins.bytes = ...,
         sequences: _abc.Iterable[Global___SequenceInfo] | None = ...,
-        truncated: _builtins.bool = ...,
-        first_block: _builtins.int = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_states", b"block_states", "next_page_token", b"next_page_token", "sequences", b"sequences", "summary", b"summary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolBlocksResponse: _TypeAlias = GetPoolBlocksResponse  # noqa: Y015
+
+@_typing.final
+class GetPoolUsageRequest(_message.Message):
+    """GetPoolUsageRequest: asks where the memory of a pool goes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Name of the pool."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolUsageRequest: _TypeAlias = GetPoolUsageRequest  # noqa: Y015
+
+@_typing.final
+class GetPoolUsageResponse(_message.Message):
+    """GetPoolUsageResponse: where the memory of a pool goes, in namespaces that the caller may use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def summary(self) -> Global___PoolSummary:
+        """The summary."""
+
+    @_builtins.property
+    def usage(self) -> Global___PoolUsage:
+        """The usage."""
+
+    def __init__(
+        self,
+        *,
+        summary: Global___PoolSummary | None = ...,
         usage: Global___PoolUsage | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_states", b"block_states", "first_block", b"first_block", "sequences", b"sequences", "summary", b"summary", "truncated", b"truncated", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetPoolResponse: _TypeAlias = GetPoolResponse  # noqa: Y015
+Global___GetPoolUsageResponse: _TypeAlias = GetPoolUsageResponse  # noqa: Y015
 
 @_typing.final
 class PoolUsage(_message.Message):
@@ -2313,11 +2368,9 @@ class SequenceInfo(_message.Message):
     """Tokens that it can hold, and tokens that it has committed."""
     committed_token_count: _builtins.int
     first_entry: _builtins.int
-    """Index of the first entry of every table here; above 0 where an earlier answer carried the first entries."""
+    """Index of the first entry of every table here; above 0 where an earlier page carried the first entries."""
     continues: _builtins.bool
-    """True if the tables go on: ask again with `after_sequence_id` one below this id, and `first_entry` at the next
-    entry.
-    """
+    """True if the tables go on in the next page."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """One table per group, from `first_entry` on."""

@@ -77,6 +77,16 @@ class AllocatorServiceStub:
                 request_serializer=quire_dot_v1_dot_allocator__pb2.GetPoolRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_allocator__pb2.GetPoolResponse.FromString,
                 _registered_method=True)
+        self.GetPoolBlocks = channel.unary_unary(
+                '/quire.v1.AllocatorService/GetPoolBlocks',
+                request_serializer=quire_dot_v1_dot_allocator__pb2.GetPoolBlocksRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_allocator__pb2.GetPoolBlocksResponse.FromString,
+                _registered_method=True)
+        self.GetPoolUsage = channel.unary_unary(
+                '/quire.v1.AllocatorService/GetPoolUsage',
+                request_serializer=quire_dot_v1_dot_allocator__pb2.GetPoolUsageRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_allocator__pb2.GetPoolUsageResponse.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/quire.v1.AllocatorService/WatchEvents',
                 request_serializer=quire_dot_v1_dot_allocator__pb2.WatchEventsRequest.SerializeToString,
@@ -156,8 +166,22 @@ class AllocatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetPool(self, request, context):
-        """GetPool: describes one pool; with a view it also says which sequence holds which block, or where the memory goes.
-        It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name. Read-only.
+        """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
+        the next two do. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPoolBlocks(self, request, context):
+        """GetPoolBlocks: says which sequence of a pool holds which block, a page at a time. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPoolUsage(self, request, context):
+        """GetPoolUsage: says where the memory of a pool goes: namespaces, longest and most shared prefixes. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -222,6 +246,16 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     servicer.GetPool,
                     request_deserializer=quire_dot_v1_dot_allocator__pb2.GetPoolRequest.FromString,
                     response_serializer=quire_dot_v1_dot_allocator__pb2.GetPoolResponse.SerializeToString,
+            ),
+            'GetPoolBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPoolBlocks,
+                    request_deserializer=quire_dot_v1_dot_allocator__pb2.GetPoolBlocksRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_allocator__pb2.GetPoolBlocksResponse.SerializeToString,
+            ),
+            'GetPoolUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPoolUsage,
+                    request_deserializer=quire_dot_v1_dot_allocator__pb2.GetPoolUsageRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_allocator__pb2.GetPoolUsageResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -452,6 +486,60 @@ class AllocatorService:
             '/quire.v1.AllocatorService/GetPool',
             quire_dot_v1_dot_allocator__pb2.GetPoolRequest.SerializeToString,
             quire_dot_v1_dot_allocator__pb2.GetPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPoolBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.AllocatorService/GetPoolBlocks',
+            quire_dot_v1_dot_allocator__pb2.GetPoolBlocksRequest.SerializeToString,
+            quire_dot_v1_dot_allocator__pb2.GetPoolBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPoolUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.AllocatorService/GetPoolUsage',
+            quire_dot_v1_dot_allocator__pb2.GetPoolUsageRequest.SerializeToString,
+            quire_dot_v1_dot_allocator__pb2.GetPoolUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

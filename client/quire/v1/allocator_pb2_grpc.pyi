@@ -85,9 +85,13 @@ class AllocatorServiceStub:
     ListPools: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ListPoolsRequest, _allocator_pb2.ListPoolsResponse]
     """ListPools: summarizes the attached pools, by name, a page at a time. Read-only."""
     GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
-    """GetPool: describes one pool; with a view it also says which sequence holds which block, or where the memory goes.
-    It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name. Read-only.
+    """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
+    the next two do. Read-only.
     """
+    GetPoolBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolBlocksRequest, _allocator_pb2.GetPoolBlocksResponse]
+    """GetPoolBlocks: says which sequence of a pool holds which block, a page at a time. Read-only."""
+    GetPoolUsage: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolUsageRequest, _allocator_pb2.GetPoolUsageResponse]
+    """GetPoolUsage: says where the memory of a pool goes: namespaces, longest and most shared prefixes. Read-only."""
     WatchEvents: _grpc.UnaryStreamMultiCallable[_allocator_pb2.WatchEventsRequest, _allocator_pb2.CacheEvent]
     """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
     order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
@@ -138,9 +142,13 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     ListPools: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ListPoolsRequest, _allocator_pb2.ListPoolsResponse]  # type: ignore[assignment]
     """ListPools: summarizes the attached pools, by name, a page at a time. Read-only."""
     GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
-    """GetPool: describes one pool; with a view it also says which sequence holds which block, or where the memory goes.
-    It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name. Read-only.
+    """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
+    the next two do. Read-only.
     """
+    GetPoolBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolBlocksRequest, _allocator_pb2.GetPoolBlocksResponse]  # type: ignore[assignment]
+    """GetPoolBlocks: says which sequence of a pool holds which block, a page at a time. Read-only."""
+    GetPoolUsage: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolUsageRequest, _allocator_pb2.GetPoolUsageResponse]  # type: ignore[assignment]
+    """GetPoolUsage: says where the memory of a pool goes: namespaces, longest and most shared prefixes. Read-only."""
     WatchEvents: _aio.UnaryStreamMultiCallable[_allocator_pb2.WatchEventsRequest, _allocator_pb2.CacheEvent]  # type: ignore[assignment]
     """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
     order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
@@ -236,9 +244,25 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.GetPoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.GetPoolResponse, _abc.Awaitable[_allocator_pb2.GetPoolResponse]]:
-        """GetPool: describes one pool; with a view it also says which sequence holds which block, or where the memory goes.
-        It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name. Read-only.
+        """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
+        the next two do. Read-only.
         """
+
+    @_abc_1.abstractmethod
+    def GetPoolBlocks(
+        self,
+        request: _allocator_pb2.GetPoolBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_pb2.GetPoolBlocksResponse, _abc.Awaitable[_allocator_pb2.GetPoolBlocksResponse]]:
+        """GetPoolBlocks: says which sequence of a pool holds which block, a page at a time. Read-only."""
+
+    @_abc_1.abstractmethod
+    def GetPoolUsage(
+        self,
+        request: _allocator_pb2.GetPoolUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_pb2.GetPoolUsageResponse, _abc.Awaitable[_allocator_pb2.GetPoolUsageResponse]]:
+        """GetPoolUsage: says where the memory of a pool goes: namespaces, longest and most shared prefixes. Read-only."""
 
     @_abc_1.abstractmethod
     def WatchEvents(

@@ -1323,8 +1323,8 @@ class GetStatusResponse(_message.Message):
     """
     table_entry_count_max: _builtins.int
     state_digest: _builtins.bytes
-    """Digest of the block tables as the worker knows them (docs/session.md); computed from the allocator's `GetPool` it
-    is the same whenever no step is under way.
+    """Digest of the block tables as the worker knows them (docs/session.md); computed from the allocator's
+    `GetPoolBlocks` it is the same whenever no step is under way.
     """
     report_count: _builtins.int
     """Totals since the worker started: block reports that an allocator asked for, the first and empty one included, and

@@ -266,6 +266,6 @@ async def state(
     allocator: RunningAllocator, pool: str = "a"
 ) -> tuple[bytes, list[tuple[int, int, int, list[list[int]]]]]:
     """States of all blocks; id, tokens, committed tokens and tables of all sequences: nothing that time changes."""
-    seen = await allocator.stub.GetPool(pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS))
+    seen = await allocator.stub.GetPoolBlocks(pb.GetPoolBlocksRequest(pool=pool))
     sequences = [(s.sequence_id, s.token_count, s.committed_token_count, tables_in(s.tables)) for s in seen.sequences]
     return seen.block_states, sequences

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quire import AsyncAllocator
-from quire.errors import Reason
+from quire.errors import Reason, from_rpc_error
 from quire.protocol.limits import MESSAGE_BYTES_MAX
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
@@ -190,12 +190,33 @@ async def test_a_sequence_that_goes_while_it_is_read_harms_nobody(
     owner = await UnaryOwner.open(allocator, block_count=20, block_size=1)
     for sequence_id in (1, 2):
         await owner.allocate(sequence_id=sequence_id, token_count=9)
-    request = pb.GetPoolRequest(pool="a", view=pb.POOL_VIEW_BLOCKS, after_sequence_id=0, first_entry=4)
-    (first,) = (await allocator.stub.GetPool(request)).sequences
+    request = pb.GetPoolBlocksRequest(pool="a")
+    request.page_token = (await allocator.stub.GetPoolBlocks(request)).next_page_token
+    (first,) = (await allocator.stub.GetPoolBlocks(request)).sequences
     assert (first.sequence_id, first.first_entry, len(first.tables[0].blocks), first.continues) == (1, 4, 16, True)
     await owner.free(sequence_id=1)
-    (second,) = (await allocator.stub.GetPool(request)).sequences
+    (second,) = (await allocator.stub.GetPoolBlocks(request)).sequences
     assert (second.sequence_id, second.first_entry) == (2, 0)
+
+
+@pytest.mark.parametrize("token", ["no token", "bm8=", "MS4y", "LTEuMC4w", "MC4wLjAuMA=="])
+async def test_a_token_that_the_allocator_did_not_give_is_refused(allocator: RunningAllocator, token: str) -> None:
+    await UnaryOwner.open(allocator)
+    with refused(Reason.MALFORMED, "page_token is none that this allocator gave") as caught:
+        await allocator.stub.GetPoolBlocks(pb.GetPoolBlocksRequest(pool="a", page_token=token))
+    assert from_rpc_error(caught.value).field == "page_token"
+
+
+async def test_a_page_has_as_many_sequences_as_were_asked_for(allocator: RunningAllocator) -> None:
+    owner = await UnaryOwner.open(allocator)
+    for sequence_id in range(1, 6):
+        await owner.allocate(sequence_id, 1)
+    request, pages = pb.GetPoolBlocksRequest(pool="a", page_size=2), []
+    while not pages or request.page_token:
+        page = await allocator.stub.GetPoolBlocks(request)
+        pages.append(([sequence.sequence_id for sequence in page.sequences], len(page.block_states)))
+        request.page_token = page.next_page_token
+    assert pages == [([1, 2], 8), ([3, 4], 0), ([5], 0)]
 
 
 def test_one_answer_of_everything_fits_a_message() -> None:

@@ -52,7 +52,7 @@ async def test_a_hybrid_pool_gives_back_what_fell_out_and_leaves_null_entries(al
     await owner.allocate(sequence_id=1, token_count=112)
     await owner.commit(sequence_id=1, token_count=112, digests=d("abcdefg"))
     # 7 blocks of full attention; token 112 reads from 112 - 31 = 81 on: blocks 5 and 6 of each sliding group.
-    seen = await allocator.stub.GetPool(pb.GetPoolRequest(pool="a", view=pb.POOL_VIEW_BLOCKS))
+    seen = await allocator.stub.GetPoolBlocks(pb.GetPoolBlocksRequest(pool="a"))
     full, *sliding = tables_in(seen.sequences[0].tables)
     assert (len(full), NULL in full) == (7, False)
     assert [table[:5] for table in sliding] == [[NULL] * 5] * 2
@@ -65,7 +65,7 @@ async def test_groups_out_of_order_keep_their_own_tables(allocator: RunningAlloc
     owner = await opened(allocator, SLIDING, FULL, SLIDING)
     allocated = await owner.allocate(sequence_id=1, token_count=48)
     await owner.commit(sequence_id=1, token_count=48, digests=d("abc"))
-    seen = await allocator.stub.GetPool(pb.GetPoolRequest(pool="a", view=pb.POOL_VIEW_BLOCKS))
+    seen = await allocator.stub.GetPoolBlocks(pb.GetPoolBlocksRequest(pool="a"))
     tables = tables_in(seen.sequences[0].tables)
     assert [table.count(NULL) for table in tables] == [1, 0, 1]
     assert [table[1:] for table in tables] == [list(table[1:]) for table in allocated.tables]
@@ -144,7 +144,7 @@ async def test_usage_tells_where_the_memory_goes(allocator: RunningAllocator) ->
     await owner.commit(sequence_id=1, token_count=9, digests=d("ab"))
     await owner.fork(parent_id=1, child_id=2)
     await owner.allocate(sequence_id=3, token_count=4)
-    seen = await allocator.stub.GetPool(pb.GetPoolRequest(pool="a", view=pb.POOL_VIEW_USAGE))
+    seen = await allocator.stub.GetPoolUsage(pb.GetPoolUsageRequest(pool="a"))
     # The parent was granted 12 tokens and has 9, the fork's half-filled block has room for 3, the last one for 4.
     assert seen.summary.unwritten_slot_count == 3 + 3 + 4
     usage = seen.usage

@@ -178,6 +178,7 @@ def main() -> None:
             side: cleanup.enter_context(gateway(stack.worker_address, Path(made) / side, extra))
             for side, (extra, _) in SIDES.items()
         }
+        assert stack.worker is not None
         rows = chats(gateways, stack.worker, options)
         print("chats: measured", file=sys.stderr)
         continued = turns(gateways["text"], options.model, options.turns)

@@ -1,8 +1,9 @@
-"""Cost in the gateway of what agents ask for: tools, reasoning, and turns through `previous_response_id`.
+"""Cost of what agents ask for: tools, reasoning, and turns through `previous_response_id`.
 
-Three gateways stand before one worker of the demo model: one reads answers as text, one looks for calls of a tool,
+Three gateways stand before one worker: one reads answers as text, one looks for calls of a tool,
 and one tells reasoning apart. The same streamed chat, of as many greedy tokens, goes to each in turn, and each round
-begins with another one; a ratio is the median of the rounds'. The turns are of one chat, whose answers lie in the
+begins with another one; a ratio or a difference is the median of the rounds'. A difference in microseconds a token is
+what models of any size pay. The turns are of one chat, whose answers lie in the
 pages: each row gives what one turn computed and what is its own tail, from the usage of its response.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -20,10 +22,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from gateway import name_all_tokens
 from quire import Client
 from quire.local import LocalStack, ServerProcess
 from report import Goal, add_output_arguments, publish
-from serving_sides.models import DEMO
+from serving_sides.models import DEMO, make_llama_32m
 
 COST_MAX: Final = 0.02  # of the tokens a second
 TOOL: Final = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -38,6 +41,7 @@ Row = dict[str, Any]
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="`demo` or `llama-32m` (random weights) (default: %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=256, help="of a chat (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=25, help="rounds of chats (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=4, help="that continue a response (default: %(default)s)")
@@ -46,6 +50,18 @@ def arguments() -> argparse.Namespace:
     if min(options.output_tokens, options.repeat, options.turns) < 1:
         parser.error("counts must be at least 1")
     return options
+
+
+def model_of(name: str, folder: Path) -> Path:
+    """Returns the folder of a model whose tokens have texts, one of them to end an answer, as structures need it."""
+    if name == "demo":
+        return DEMO
+    make_llama_32m(folder)
+    name_all_tokens(folder)
+    shutil.copy(DEMO / "chat_template.jinja", folder)
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 0}))
+    return folder
 
 
 @contextmanager
@@ -69,7 +85,7 @@ def post(process: ServerProcess, path: str, body: dict[str, Any]) -> bytes:
     """
     host, _, port = process.address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=120)
-    connection.request("POST", path, json.dumps({"model": "demo", **body}), {"Content-Type": "application/json"})
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
     data = answer.read()
     connection.close()
@@ -84,16 +100,17 @@ def cpu_s(process: ServerProcess) -> float:
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
-def chats(gateways: dict[str, ServerProcess], options: argparse.Namespace) -> list[Row]:
-    """Returns a row for each gateway: its rate, its processor time, and both over those of text alone."""
+def chats(gateways: dict[str, ServerProcess], worker: ServerProcess, options: argparse.Namespace) -> list[Row]:
+    """Returns a row for each gateway: its rate, the processor time of both servers, and all beside text alone."""
     rates: dict[str, list[float]] = {side: [] for side in gateways}
     work: dict[str, list[float]] = {side: [] for side in gateways}
+    of_worker: dict[str, list[float]] = {side: [] for side in gateways}
     ask = {"messages": [{"role": "user", "content": "The for statement"}], "max_tokens": options.output_tokens}
     ask |= {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     for number in range(-1, options.repeat):
         first = number % len(gateways)
         for side, process in [*gateways.items()][first:] + [*gateways.items()][:first]:
-            before_s, started_s = cpu_s(process), time.perf_counter()
+            before_s, worker_s, started_s = cpu_s(process), cpu_s(worker), time.perf_counter()
             last = post(process, "/v1/chat/completions", ask | SIDES[side][1]).split(b"data: ")[-2]
             seconds, count = time.perf_counter() - started_s, json.loads(last)["usage"]["completion_tokens"]
             if count != options.output_tokens:
@@ -101,13 +118,18 @@ def chats(gateways: dict[str, ServerProcess], options: argparse.Namespace) -> li
             if number >= 0:  # the first one of each warms it
                 rates[side].append(count / seconds)
                 work[side].append((cpu_s(process) - before_s) / count * 1e6)
+                of_worker[side].append((cpu_s(worker) - worker_s) / count * 1e6)
     return [
         {
+            "model": options.model,
             "what": side,
             "tokens_per_s": round(statistics.median(rates[side]), 1),
             "rate_over_text": round(_ratio(rates[side], rates["text"]), 3),
+            "added_us_per_token": round(_added(*([1e6 / rate for rate in rates[name]] for name in (side, "text"))), 1),
             "gateway_us_per_token": round(statistics.median(work[side]), 1),
-            "gateway_time_over_text": round(_ratio(work[side], work["text"]), 3),
+            "gateway_added_us": round(_added(work[side], work["text"]), 1),
+            "worker_us_per_token": round(statistics.median(of_worker[side]), 1),
+            "worker_added_us": round(_added(of_worker[side], of_worker["text"]), 1),
             "tail_tokens": "",
             "computed_tokens": "",
         }
@@ -115,11 +137,15 @@ def chats(gateways: dict[str, ServerProcess], options: argparse.Namespace) -> li
     ]
 
 
+def _added(mine: list[float], theirs: list[float]) -> float:
+    return statistics.median(own - other for own, other in zip(mine, theirs, strict=True))
+
+
 def _ratio(mine: list[float], theirs: list[float]) -> float:
     return statistics.median(own / other for own, other in zip(mine, theirs, strict=True))
 
 
-def turns(process: ServerProcess, count: int) -> list[Row]:
+def turns(process: ServerProcess, model: str, count: int) -> list[Row]:
     """Returns a row for each turn of a chat that continues the response before it."""
     rows: list[Row] = []
     ask = {"input": "The for statement. " * 16, "max_output_tokens": 100, "temperature": 0}
@@ -130,11 +156,8 @@ def turns(process: ServerProcess, count: int) -> list[Row]:
         usage = following["usage"]
         rows.append(
             {
+                "model": model,
                 "what": f"turn {number + 1}",
-                "tokens_per_s": "",
-                "rate_over_text": "",
-                "gateway_us_per_token": "",
-                "gateway_time_over_text": "",
                 "tail_tokens": usage["input_tokens"] - said["usage"]["total_tokens"],
                 "computed_tokens": usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"],
             }
@@ -147,23 +170,31 @@ def main() -> None:
     """Measures, and prints or writes the report."""
     options = arguments()
     with tempfile.TemporaryDirectory() as made, ExitStack() as cleanup:
-        stack = cleanup.enter_context(LocalStack(DEMO, worker_arguments=["--blocks", "512"]))
+        served = model_of(options.model, Path(made) / "model")
+        stack = cleanup.enter_context(LocalStack(served, worker_arguments=["--blocks", "512"]))
         with Client(stack.worker_address) as worker:
             block_size = worker.status().block_size
         gateways = {
             side: cleanup.enter_context(gateway(stack.worker_address, Path(made) / side, extra))
             for side, (extra, _) in SIDES.items()
         }
-        rows = chats(gateways, options)
+        assert stack.worker is not None
+        rows = chats(gateways, stack.worker, options)
         print("chats: measured", file=sys.stderr)
-        continued = turns(gateways["text"], options.turns)
+        continued = turns(gateways["text"], options.model, options.turns)
     goals = [
-        Goal(f"tokens/s of a chat with {row['what']} over text", row["rate_over_text"], 1 - COST_MAX, "higher")
+        Goal(
+            f"{options.model}: tokens/s of a chat with {row['what']} over text",
+            row["rate_over_text"],
+            1 - COST_MAX,
+            "higher",
+        )
         for row in rows[1:]
     ]
     beyond = max(row["computed_tokens"] - row["tail_tokens"] for row in continued)
-    goals.append(Goal("tokens that a turn computes beyond its tail", beyond, block_size, "lower"))
-    publish("The gateway for agents", rows + continued, goals, as_json=options.json, csv_file=options.csv)
+    goals.append(Goal(f"{options.model}: tokens that a turn computes beyond its tail", beyond, block_size, "lower"))
+    rows += [dict.fromkeys(rows[0], "") | row for row in continued]
+    publish("The gateway for agents", rows, goals, as_json=options.json, csv_file=options.csv)
 
 
 if __name__ == "__main__":

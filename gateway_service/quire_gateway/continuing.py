@@ -6,6 +6,7 @@ again then has the same text and other tokens, so the pages of the earlier answe
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -66,15 +67,26 @@ def continued(
         parting: where both differ.
         spelled: bytes of the tokens behind it.
     """
-    theirs = [spelled[token] for token in said[parting.said :]]
+    theirs, counts = _written([spelled[token] for token in said[parting.said :]])
     ours = [spelled[token] for token in prompt[parting.prompt :]]
-    common = _common_length(b"".join(theirs), b"".join(ours))
-    ends = {end: index for index, end in enumerate(accumulate(map(len, ours)), start=1) if end <= common}
-    best = (0, 0)
-    for index, end in enumerate(accumulate(map(len, theirs)), start=1):
-        if end in ends:
-            best = (index, ends[end])
-    return (*said[: parting.said + best[0]], *prompt[parting.prompt + best[1] :])
+    common = _common_length(theirs, b"".join(ours))
+    own_counts = {end: count for count, end in enumerate(accumulate(map(len, ours)), start=1)}
+    best = max((end for end in counts.keys() & own_counts.keys() if end <= common), default=0)
+    return (*said[: parting.said + counts.get(best, 0)], *prompt[parting.prompt + own_counts.get(best, 0) :])
+
+
+def _written(tokens: Sequence[bytes]) -> tuple[bytes, dict[int, int]]:
+    """Returns tokens as an answer writes them, and their count by each length at which a token ends.
+
+    Bytes that are no text become U+FFFD, so that is what a conversation has of them.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text, counts = b"", {}
+    for count, token in enumerate(tokens, start=1):
+        text += decoder.decode(token, count == len(tokens)).encode()
+        if not decoder.getstate()[0]:  # else the next token completes a character
+            counts[len(text)] = count
+    return text, counts
 
 
 def _common_length(one: bytes, other: bytes) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from quire_gateway.continuing import Said, continued
 
-TURN, TURN_AS_TEXT, A, B, AB = range(5)  # a special token, an ordinary one of the same text, and texts
-SPELLED = {TURN: b"<turn>", TURN_AS_TEXT: b"<turn>", A: b"a", B: b"b", AB: b"ab"}
+# A special token, an ordinary one of the same text, texts, half a character, and the sign for what is none.
+TURN, TURN_AS_TEXT, A, B, AB, HALF, NONE = range(7)
+SPELLED = {TURN: b"<turn>", TURN_AS_TEXT: b"<turn>", A: b"a", B: b"b", AB: b"ab", HALF: b"\xc3", NONE: b"\xef\xbf\xbd"}
 
 
 def of(tokens: tuple[int, ...], prompt_token_count: int) -> Said:
@@ -36,6 +37,22 @@ def test_the_last_token_of_a_prompt_may_be_one_with_the_first_of_its_answer() ->
     parting = said.parting(prompt)
     assert parting is not None
     assert continued(said.tokens, prompt, parting, SPELLED) == (TURN, A, B, A, B)
+
+
+def test_an_answer_keeps_tokens_that_are_no_text() -> None:
+    said = of((TURN, A, TURN, A, HALF, A, B, HALF), 3)
+    prompt = (TURN, A, TURN, A, NONE, AB, NONE, TURN, B)
+    parting = said.parting(prompt)
+    assert parting is not None
+    assert continued(said.tokens, prompt, parting, SPELLED) == (*said.tokens, TURN, B)
+
+
+def test_half_a_character_is_not_what_was_said_where_the_prompt_has_another_text() -> None:
+    said = of((TURN, A, TURN, A, HALF, A), 3)
+    prompt = (TURN, A, TURN, A, B, TURN)
+    parting = said.parting(prompt)
+    assert parting is not None
+    assert continued(said.tokens, prompt, parting, SPELLED) == prompt
 
 
 def test_a_text_that_spells_special_tokens_is_not_what_was_said() -> None:

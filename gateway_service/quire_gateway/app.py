@@ -84,7 +84,7 @@ def make_app(
             fingerprint=call.model.fingerprint,
             service_tier=ask.service_tier,
         )
-        return Served(fleet, call, shape, telemetry, state.started_s, keep_alive_s=keep_alive_s)
+        return Served(fleet, call, shape, telemetry, state.started_s, memory=state.memory, keep_alive_s=keep_alive_s)
 
     @app.post("/v1/completions", openapi_extra=described(CompletionBody))
     async def completions(request: Request) -> Response:

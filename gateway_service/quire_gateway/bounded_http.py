@@ -27,6 +27,7 @@ HEAD_BYTES_MAX: Final = 65_536  # of a request line and its headers: what nginx 
 HEAD_S: Final = 20.0  # from a connection, or the first byte of a request, to the end of its headers
 BEHIND_MAX: Final = 32  # requests that may be sent before the one in front of them is answered
 STALLED_S: Final = 60.0  # for which a caller may read nothing of its answer
+UNREAD_BYTES_MAX: Final = 16 << 10  # of a connection's answers, beyond which its requests wait, and are charged
 LEFT_S: Final = 1.0  # after which it is looked whether a caller that sends no more has left; HTTP/1.0 cannot be asked
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT: Final = b":\n\n"  # of a stream of events
@@ -59,6 +60,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Starts the deadline of the first request."""
+        cast("asyncio.Transport", transport).set_write_buffer_limits(high=UNREAD_BYTES_MAX)
         super().connection_made(Lingering(cast("asyncio.Transport", transport), self.loop))  # type: ignore[arg-type]
         self._wait()
         self._waiting.add(self)
@@ -193,15 +195,21 @@ class BoundedHttp(HttpToolsProtocol):
         flow, version = cycle.flow, cycle.scope["http_version"]
         is_ended_by_closing = False
 
-        async def send(message: Message) -> None:
-            nonlocal is_ended_by_closing
+        async def is_read() -> bool:
+            """Waits until the caller has read most of what was sent, and ends the connection of one that does not."""
             if flow.write_paused and not cycle.disconnected:
                 try:
                     async with asyncio.timeout(STALLED_S):
                         await flow.drain()
                 except TimeoutError:
                     cycle.transport.abort()
-                    return
+                    return False
+            return True
+
+        async def send(message: Message) -> None:
+            nonlocal is_ended_by_closing
+            if flow.write_paused and not await is_read():
+                return
             if message["type"] == "http.response.start":
                 if cycle.more_body:  # the rest of the body is read and dropped
                     cycle.transport.is_unread = True  # type: ignore[attr-defined]
@@ -219,6 +227,8 @@ class BoundedHttp(HttpToolsProtocol):
             if is_ended_by_closing:
                 cycle.expected_content_length = len(message.get("body", b""))
             await cycle.send(message)  # type: ignore[arg-type]
+            if flow.write_paused and not message.get("more_body"):
+                await is_read()  # its memory is the request's until then
 
         async def answered(scope: Scope, receive: Receive, _send: Send) -> None:
             await app(scope, receive, send)

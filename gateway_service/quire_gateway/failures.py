@@ -130,6 +130,16 @@ def missing(name: str | None) -> ApiError:
     return ApiError(400, f"you must provide {name or 'a body'}", param=name, code="missing_required_parameter")
 
 
+def full_of_answers() -> ApiError:
+    """Refuses an answer that would take more memory than is left for its caller's."""
+    return ApiError(
+        429,
+        "the answers under way fill what memory there is for them: read them, ask for fewer logprobs, or stream",
+        kind=RATE,
+        code="queue_full",
+    )
+
+
 def unavailable(message: str) -> ApiError:
     """Returns the error of a request that no worker can answer now."""
     return ApiError(503, message, kind=SERVER, code="unavailable")

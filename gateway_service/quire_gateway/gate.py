@@ -23,12 +23,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire_gateway import hosts
 from quire_gateway.arriving import Bodies, LeftError, too_large
 from quire_gateway.entries import Entry
-from quire_gateway.failures import RATE, ApiError, defect
+from quire_gateway.failures import RATE, ApiError, defect, full_of_answers
 from quire_gateway.hosts import Hosts
 from quire_gateway.keys import ApiKey, ApiKeys
 from quire_gateway.limits import KeyLimits
 from quire_gateway.metrics import Telemetry
-from quire_gateway.shares import Shares
+from quire_gateway.shares import Charge, Shares
 
 log = structlog.get_logger()
 
@@ -41,6 +41,9 @@ WORK: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/respons
 BODIES_BYTES: Final = 64 << 20  # all bodies in flight may take the largest of: this,
 BODIES_PER_BODY: Final = 8  # this many bodies of the largest size,
 BODY_BYTES_EXPECTED: Final = 32 << 10  # and this many for each request that may be in flight
+ANSWERS_BYTES: Final = 256 << 20  # all answers under way may take the larger of this,
+ANSWER_BYTES_EXPECTED: Final = 64 << 10  # and this many for each request that may be in flight
+SMALL_BYTES: Final = 16 << 10  # of an answer that is not counted: it leaves its request's memory at once
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,64}")
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
@@ -49,7 +52,8 @@ class Gate:
     """Admits a request to the endpoints, or refuses it.
 
     Args:
-        app: the endpoints. They find `namespace`, `split_special_tokens` and `request_id` in `scope["state"]`.
+        app: the endpoints. They find `namespace`, `split_special_tokens`, `request_id` and `memory`, the charge of
+            their answer, in `scope["state"]`.
         telemetry: the metrics to update.
         keys: of the callers; None admits everybody, with the nameless namespace.
         operator_token: required by `OPERATOR_PATHS`; None with `keys` closes them to everybody.
@@ -89,6 +93,8 @@ class Gate:
         bodies_bytes = max(BODIES_BYTES, BODIES_PER_BODY * body_bytes_max, BODY_BYTES_EXPECTED * in_flight_max)
         self._body_shares = Shares(bodies_bytes, is_for_several=are_several)
         self._bodies = Bodies(self._body_shares, body_bytes_max)
+        answers_bytes = max(ANSWERS_BYTES, ANSWER_BYTES_EXPECTED * in_flight_max)
+        self._answer_shares = Shares(answers_bytes, is_for_several=are_several)
         self.is_draining = False
         self.idle = asyncio.Event()
         self.idle.set()
@@ -97,7 +103,8 @@ class Gate:
         """Replaces the keys. Requests that keys no more there have begun are answered."""
         self._keys = keys
         self._limits.keep(keys.digests)
-        self._places.is_for_several = self._body_shares.is_for_several = keys.namespace_count > 1
+        for shares in (self._places, self._body_shares, self._answer_shares):
+            shares.is_for_several = keys.namespace_count > 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request in or refuses it, and notes its end in the log and the metrics."""
@@ -115,6 +122,7 @@ class Gate:
             state = scope.setdefault("state", {})
             state.update(namespace=namespace, request_id=request_id.decode(), started_s=started_s)
             state["split_special_tokens"] = None if key is None else key.split_special_tokens
+            state["memory"] = answer.memory = Charge(self._answer_shares, namespace)
             if _is_work(scope["path"]) and scope["method"] == "POST":
                 name = "" if key is None else key.name
                 entry = Entry(request_id.decode(), name, namespace, scope["path"], started_s)
@@ -131,6 +139,8 @@ class Gate:
             log.error("request failed", request_id=request_id.decode(), error=type(error).__name__, where=_where(error))
             await answer.refuse(defect())
         finally:
+            if answer.memory is not None:
+                answer.memory.end()
             self._telemetry.answers[_route(scope["path"]), answer.status] += 1
             if _is_work(scope["path"]):
                 self._telemetry.whole.observe(time.monotonic() - started_s)
@@ -281,19 +291,33 @@ def let_in(gate: Gate, origins: Sequence[str]) -> ASGIApp:
 
 
 class _Answer:
-    """Adds the request's id to the headers, and keeps the status."""
+    """Adds the request's id to the headers, keeps the status, and charges what goes out as a whole."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
         self._request_id = request_id
+        self._is_refused = False
+        self.memory: Charge | None = None
         self.status = 0  # no answer was sent: the caller left
         self.error = ""
 
     async def __call__(self, message: Message) -> None:
+        if self._is_refused:
+            return
         if message["type"] == "http.response.start":
+            if not self._is_charged(message):
+                await self.refuse(full_of_answers())
+                self._is_refused = True
+                return
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
         await self._send(message)
+
+    def _is_charged(self, start: Message) -> bool:
+        """Charges an answer, beside what its request has taken, and returns whether there is room for it."""
+        memory = self.memory
+        size = next((int(value) for name, value in start.get("headers", ()) if name == b"content-length"), 0)
+        return memory is None or size <= max(SMALL_BYTES, memory.amount) or memory.add(size - memory.amount)
 
     async def refuse(self, error: ApiError) -> None:
         """Answers with an error, unless an answer has begun."""

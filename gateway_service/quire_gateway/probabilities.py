@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import orjson
 from quire.sampling import TokenLogprobs
 
 LOGPROB_MIN: Final = -9999.0  # for -inf, which JSON cannot say; as OpenAI has it
@@ -102,7 +103,7 @@ def _decoded(data: bytes) -> tuple[str, bytes]:
 
 
 def of_completion(tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]) -> dict[str, Any]:
-    """Returns `logprobs` of a choice, or of a piece of it.
+    """Returns `logprobs` of a choice, or of a piece of it: of each token as JSON, which takes a quarter of the memory.
 
     Args:
         tokens: in their order.
@@ -112,27 +113,39 @@ def of_completion(tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets:
     return {
         "tokens": [_text(spelled[token.token_id]) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [_top(token, spelled) for token in tokens],
+        "top_logprobs": [_json(_top(token, spelled)) for token in tokens],
         "text_offset": list(offsets),
     }
 
 
 def of_chat(tokens: Sequence[Told], spelled: Mapping[int, bytes]) -> dict[str, Any]:
-    """Returns `logprobs` of a choice, or of a piece of it."""
+    """Returns `logprobs` of a choice, or of a piece of it: each token as JSON."""
     content = [
-        {
-            **_described(token.token_id, token.logprob, spelled),
-            "top_logprobs": [_described(other, logprob, spelled) for other, logprob in token.top],
-        }
+        _json(
+            {
+                **_described(token.token_id, token.logprob, spelled),
+                "top_logprobs": [_described(other, logprob, spelled) for other, logprob in token.top],
+            }
+        )
         for token in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def of_prompt(tokens: Iterable[Told], spelled: Mapping[int, bytes]) -> list[dict[str, Any] | None]:
+def joined_logprobs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns `logprobs` of tokens whose parts are these."""
+    whole = dict(parts[0])
+    for part in parts[1:]:
+        for name, values in part.items():
+            if values is not None:
+                whole[name] += values
+    return whole
+
+
+def of_prompt(tokens: Iterable[Told], spelled: Mapping[int, bytes]) -> list[orjson.Fragment | None]:
     """Returns `prompt_logprobs` as vLLM has them: for each token but the first the likeliest ones in its place, and
-    itself, by their ids. The rank of one that is not among them is not known."""
-    found: list[dict[str, Any] | None] = []
+    itself, by their ids, as JSON. The rank of one that is not among them is not known."""
+    found: list[orjson.Fragment | None] = []
     for token in tokens:
         if token.logprob is None:
             found.append(None)
@@ -142,7 +155,7 @@ def of_prompt(tokens: Iterable[Told], spelled: Mapping[int, bytes]) -> list[dict
             str(number): {"logprob": logprob, "rank": ranks.get(number), "decoded_token": _text(spelled[number])}
             for number, logprob in ((token.token_id, token.logprob), *token.top)
         }
-        found.append(described)
+        found.append(_json(described))
     return found
 
 
@@ -159,6 +172,10 @@ def _top(token: Told, spelled: Mapping[int, bytes]) -> dict[str, float] | None:
 def _described(token_id: int, logprob: float | None, spelled: Mapping[int, bytes]) -> dict[str, Any]:
     data = spelled[token_id]
     return {"token": _text(data), "logprob": logprob, "bytes": list(data)}
+
+
+def _json(described: object) -> orjson.Fragment:
+    return orjson.Fragment(orjson.dumps(described))
 
 
 def _text(data: bytes) -> str:

@@ -17,18 +17,21 @@ from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
 from quire.streams import AsyncChunkStream
 
+from quire_gateway.answer_sizes import bounded, bytes_of
 from quire_gateway.asks import Ask, with_defaults
 from quire_gateway.calls.plans import TAIL_TOKENS, Plan, ends_behind_reasoning, ends_in_reasoning, plan_of
 from quire_gateway.continuing import Said, continued
 from quire_gateway.entries import Entry
-from quire_gateway.failures import ApiError, of_quire, unavailable
+from quire_gateway.failures import ApiError, full_of_answers, of_quire, unavailable
 from quire_gateway.fleet import Backend, Fleet, Model
+from quire_gateway.shares import Charge
 from quire_gateway.unary import ELSEWHERE, spelled, tokens_of
 
 log = structlog.get_logger()
 
 REQUEST_ID_MAX: Final = 64
 WHOLE_INTERVAL_S: Final = 1.0  # between pieces of an answer that goes out as a whole: each costs the worker something
+QUEUED_MAX: Final = 64  # pieces of several prompts that nobody has read yet
 
 
 class Piece(NamedTuple):
@@ -113,7 +116,7 @@ async def prepare(
             param=ask.prompt_param if longest >= model.sequence_tokens_max else ask.names["max_tokens"],
             code="context_length_exceeded",
         )
-    call = Call(ask, model, tokens, namespace, request_id, timeout_s, entry, as_split)
+    call = Call(bounded(ask, tokens), model, tokens, namespace, request_id, timeout_s, entry, as_split)
     return call if ask.tells_reasoning is None else await _planned(fleet, call)
 
 
@@ -147,23 +150,31 @@ async def _planned(fleet: Fleet, call: Call) -> Call:
     return call._replace(ask=ask, plan=plan._replace(tells_reasoning=bool(ask.tells_reasoning)))
 
 
-async def pieces(fleet: Fleet, call: Call) -> AsyncGenerator[Piece, None]:
+async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Piece, None]:
     """Yields what workers answer, as it comes; leaving it cancels what is not finished.
 
+    Pieces of a stream are charged until the next one is asked for, others until the charge ends.
+
     Raises:
-        ApiError: a worker failed, or none is left.
+        ApiError: a worker failed, or none is left; the answer takes too much memory.
     """
     if len(call.tokens) == 1:
         answers = _answers(fleet, call, 0) if call.held is None else _of_branch(call, call.held)
         async with aclosing(answers) as chunks:
             async for chunk in chunks:
+                byte_count = _charged(memory, call, chunk)
                 yield Piece(0, chunk)
+                if call.ask.is_streamed:
+                    memory.give_back(byte_count)
         return
-    queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # never more than the answers' text
+    queue: asyncio.Queue[Piece | None] = asyncio.Queue()
+    room = asyncio.Semaphore(QUEUED_MAX)
 
     async def read(number: int) -> None:
         async with aclosing(_answers(fleet, call, number)) as chunks:
             async for chunk in chunks:
+                _charged(memory, call, chunk)
+                await room.acquire()
                 queue.put_nowait(Piece(number, chunk))
 
     async def read_all() -> None:
@@ -180,10 +191,26 @@ async def pieces(fleet: Fleet, call: Call) -> AsyncGenerator[Piece, None]:
     try:
         while (piece := await queue.get()) is not None:
             yield piece
+            room.release()
+            if call.ask.is_streamed:
+                memory.give_back(bytes_of(call.ask, piece.chunk))
         await reading
     finally:
         reading.cancel()
         await asyncio.wait((reading,))
+
+
+def _charged(memory: Charge, call: Call, chunk: Chunk) -> int:
+    """Charges what a chunk takes until it is told, and returns how much that is.
+
+    Raises:
+        ApiError: there is no room for it.
+    """
+    byte_count = bytes_of(call.ask, chunk)
+    if byte_count and not memory.add(byte_count):
+        memory.end()  # at once: others that come to their limit in the same moment have room then
+        raise full_of_answers()
+    return byte_count
 
 
 async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chunk, None]:

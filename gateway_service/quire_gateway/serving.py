@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import string
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -23,12 +23,23 @@ from quire_gateway.calls.reader import AnswerReader
 from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
-from quire_gateway.probabilities import Places, Told, of_prompt, text_of, token_ids, told_of, told_of_prompt
+from quire_gateway.probabilities import (
+    Places,
+    Told,
+    joined_logprobs,
+    of_prompt,
+    text_of,
+    token_ids,
+    told_of,
+    told_of_prompt,
+)
 from quire_gateway.relay import Call
 from quire_gateway.replies import Answer, Beside, Form, Taken, reason_of
+from quire_gateway.shares import Charge
 from quire_gateway.stream_head import KEEP_ALIVE_S, StreamHead
 
 log = structlog.get_logger()
+SLICE_TOKENS: Final = 128  # whose logprobs are put into words at a time, some milliseconds
 _ID_CHARACTERS: Final = string.ascii_letters + string.digits
 
 
@@ -68,6 +79,7 @@ class Served(Response):
         form: the shape of the answer.
         telemetry: what is counted.
         started_s: when the request came, on the scale of `time.monotonic`.
+        memory: what the request takes.
         keep_alive_s: silence of a stream after which it gets a comment; 0 for none.
     """
 
@@ -79,10 +91,12 @@ class Served(Response):
         telemetry: Telemetry,
         started_s: float,
         *,
+        memory: Charge,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         super().__init__()
         self._keep_alive_s = keep_alive_s
+        self._memory = memory
         self._fleet, self._call, self._form = fleet, call, form
         self._telemetry, self._started_s = telemetry, started_s
         self._taken = Taken()
@@ -110,13 +124,22 @@ class Served(Response):
         Raises:
             ApiError: nothing can be answered.
         """
-        await self._whole(_nowhere)
+        try:
+            await self._whole(_nowhere)
+        finally:
+            self._memory.end()
 
     async def _whole(self, send: Send) -> None:
         """Sends all choices in one answer."""
-        has_echo = bool(self._call.ask.options.get("echo"))
         choices = self._new_choices()
-        async with aclosing(relay.pieces(self._fleet, self._call)) as pieces:
+        try:
+            await self._send_whole(send, choices)
+        finally:
+            choices.clear()  # an error refers to this frame, and garbage is rarely collected
+
+    async def _send_whole(self, send: Send, choices: list[_Choice]) -> None:
+        has_echo = bool(self._call.ask.options.get("echo"))
+        async with aclosing(relay.pieces(self._fleet, self._call, self._memory)) as pieces:
             async for number, came in pieces:
                 choice = choices[self._index(number, came)]
                 chunk = await self._echoed(number, came, choice) if has_echo else came
@@ -131,13 +154,12 @@ class Served(Response):
                 self._note(chunk)
         self._check_whole(choices)
         answers = []
+        of_prompts = [await self._prompt_logprobs(number) for number in range(len(self._call.tokens))]
         for index, choice in enumerate(choices):
             number = index // self._call.ask.choice_count
-            beside = self._beside(
-                number, choice.token_ids, await self._logprobs(choice, "".join(choice.texts), choice.told)
-            )
-            of_its_prompt = await self._prompt_logprobs(number)
-            answers.append(self._answer(choice, beside, of_its_prompt))
+            told, choice.told = choice.told, []
+            beside = self._beside(number, choice.token_ids, await self._logprobs(choice, "".join(choice.texts), told))
+            answers.append(self._answer(choice, beside, of_prompts[number]))
         await self._count_reasoning(choices)
         body = self._form.whole(answers, self._taken)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -151,7 +173,7 @@ class Served(Response):
         choices = self._new_choices()
         head = StreamHead(send, self._keep_alive_s)
         try:
-            async with head, aclosing(relay.pieces(self._fleet, self._call)) as pieces:
+            async with head, aclosing(relay.pieces(self._fleet, self._call, self._memory)) as pieces:
                 async for number, came in pieces:
                     index = self._index(number, came)
                     choice = choices[index]
@@ -293,7 +315,8 @@ class Served(Response):
         if count is None:
             return None
         told = self._told_of_prompt(number, count)
-        return of_prompt(told, await unary.spelled(self._fleet, self._call.model, token_ids(told)))
+        spelled = await unary.spelled(self._fleet, self._call.model, token_ids(told))
+        return [each async for part in _in_slices(told) for each in of_prompt(part, spelled)]
 
     async def _logprobs(self, choice: _Choice, text: str, told: list[Told]) -> Mapping[str, Any] | None:
         """Returns what the caller is told of these tokens, the next ones of a choice, which come with this text.
@@ -306,8 +329,11 @@ class Served(Response):
         spelled = await unary.spelled(self._fleet, self._call.model, token_ids(told))
         ask = self._call.ask  # what could be the beginning of a stop text comes after its tokens
         choice.places.add(text, is_held=ask.is_streamed and "stop" in ask.options and choice.finish_reason is None)
-        offsets = [choice.places.of(spelled[token.token_id]) for token in told]
-        return self._form.logprobs(told, spelled, offsets)
+        parts = []
+        async for part in _in_slices(told):
+            offsets = [choice.places.of(spelled[token.token_id]) for token in part]
+            parts.append(self._form.logprobs(part, spelled, offsets))
+        return joined_logprobs(parts)
 
     def _note(self, chunk: Chunk) -> None:
         if self._waits_for_first:
@@ -334,6 +360,14 @@ class Served(Response):
         """
         if any(choice.finish_reason is None for choice in choices):
             raise ApiError(502, "a worker ended its answer too early", kind="server_error", code="incomplete")
+
+
+async def _in_slices(told: Sequence[Told]) -> AsyncIterator[Sequence[Told]]:
+    """Yields tokens a few at a time, so that other requests are served between them; once, if there are none."""
+    for first in range(0, max(len(told), 1), SLICE_TOKENS):
+        if first:
+            await asyncio.sleep(0)
+        yield told[first : first + SLICE_TOKENS]
 
 
 async def _nowhere(_message: Message) -> None:

@@ -33,3 +33,41 @@ class Shares:
         self._taken[caller] -= amount
         if not self._taken[caller]:
             del self._taken[caller]
+
+
+class Charge:
+    """The amount that one request takes of its caller's share, until it ends.
+
+    Args:
+        shares: that it takes from.
+        caller: of the request.
+
+    Attributes:
+        amount: that it has taken.
+    """
+
+    def __init__(self, shares: Shares, caller: str) -> None:
+        self._shares, self._caller = shares, caller
+        self._has_ended = False
+        self.amount = 0
+
+    def another(self) -> Charge:
+        """Returns the charge of another request of the same caller."""
+        return Charge(self._shares, self._caller)
+
+    def add(self, amount: int) -> bool:
+        """Takes more, and returns whether the caller may have it."""
+        if self._has_ended or not self._shares.take(self._caller, amount):
+            return False
+        self.amount += amount
+        return True
+
+    def give_back(self, amount: int) -> None:
+        """Frees a part of what was taken."""
+        self._shares.give_back(self._caller, amount)
+        self.amount -= amount
+
+    def end(self) -> None:
+        """Frees all of it; no more can be taken."""
+        self._has_ended = True
+        self.give_back(self.amount)

@@ -38,7 +38,7 @@ class ScriptedServer:
     An answer is a function of request and context: it returns a message, or for a stream an iterator of messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, threads: int = 8) -> None:
         self.answers: dict[str, Callable[[Any, grpc.ServicerContext], Any]] = {}
         self.attempts: Counter[str] = Counter()
         self.requests: list[Any] = []
@@ -47,7 +47,7 @@ class ScriptedServer:
         self.asked = threading.Event()
         self.cancelled = threading.Event()
         self.released = threading.Event()
-        self.server = grpc.server(ThreadPoolExecutor(8))
+        self.server = grpc.server(ThreadPoolExecutor(threads))
         servicer: Any = self  # has every method, by __getattr__
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(servicer, self.server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self.server)
@@ -68,8 +68,8 @@ class ScriptedServer:
 
 
 @contextmanager
-def scripted_server() -> Iterator[ScriptedServer]:
-    server = ScriptedServer()
+def scripted_server(*, threads: int = 8) -> Iterator[ScriptedServer]:
+    server = ScriptedServer(threads=threads)
     try:
         yield server
     finally:

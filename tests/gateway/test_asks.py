@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 import pytest
 from pydantic import ValidationError
 from quire.errors import (
@@ -380,5 +381,5 @@ def test_of_equal_texts_the_likelier_token_is_told() -> None:
     told = [Told(1, -0.5, ((2, -0.1), (1, -0.5))), Told(3, None, ())]
     found = of_completion(told, {1: b"\xe2", 2: b"\x98", 3: b"ab"}, [5, 6])
     assert found["tokens"] == ["\N{REPLACEMENT CHARACTER}", "ab"]
-    assert found["top_logprobs"] == [{"\N{REPLACEMENT CHARACTER}": -0.1}, None]
+    assert orjson.loads(orjson.dumps(found["top_logprobs"])) == [{"\N{REPLACEMENT CHARACTER}": -0.1}, None]
     assert found["text_offset"] == [5, 6]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -17,7 +16,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from prometheus_client import CollectorRegistry
 from quire.local import ServerProcess
@@ -27,12 +25,22 @@ from quire_gateway.metrics import Telemetry
 from quire_gateway.responses.store import Store
 from starlette.routing import Route
 
-from tests.client.servers import ScriptedServer, endless, scripted_server, two_samples
+from tests.client.servers import ScriptedServer, endless, scripted_server
 from tests.gateway.scene import curl, gateway, script
+from tests.security.gateway_callers import (
+    GROWTH_BYTES_MAX,
+    HONEST,
+    HOSTILE,
+    NEEDED,
+    as_many,
+    connect,
+    first_token_s,
+    request,
+    rss,
+    warm_up,
+)
 
-HONEST, HOSTILE = "sk-honest-0123456789", "sk-hostile-0123456789"
 FIRST_TOKEN_S_MAX, LIVENESS_S_MAX = 2.0, 1.0
-GROWTH_BYTES_MAX = 256 << 20
 BODY_BYTES = 8 << 20
 KINDS = {
     "/v1/completions": "CompletionBody",
@@ -40,13 +48,6 @@ KINDS = {
     "/v1/responses": "ResponseBody",
     "/v1/branches": "PrefillBody",
     "/v1/branches/branch_00/score": "ScoreBody",
-}
-NEEDED: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "p"},
-    "/v1/chat/completions": {"messages": [{"role": "user"}]},
-    "/v1/responses": {"input": "p"},
-    "/v1/branches": {},
-    "/v1/branches/branch_00/score": {},
 }
 ITEMS = (1, -1.5, "a", "", None, True, [], {}, [[]], {"a": 1})
 
@@ -58,12 +59,6 @@ def worker() -> Iterator[ScriptedServer]:
         yield server
 
 
-def as_many(asked: Any, context: Any) -> Iterator[Any]:
-    """Yields a script of one sample per request."""
-    answers = two_samples(asked, context)
-    return answers if asked.sampling.n == 2 else (each for each in answers if each.sample == 0)
-
-
 @pytest.fixture(scope="module")
 def served(worker: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     keys = f"{HONEST} honest,{HOSTILE} hostile"
@@ -73,48 +68,12 @@ def served(worker: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> 
         yield process
 
 
-def warm_up(served: ServerProcess) -> None:
-    for _ in range(3):
-        assert first_token_s(served, HONEST) < 60
-
-
-def connect(served: ServerProcess) -> socket.socket:
-    host, _, port = served.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=30)
-
-
-def request(key: str, path: str, body: bytes, method: str = "POST", framing: bytes | None = None) -> bytes:
-    head = (
-        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json"
-    )
-    framing = b"Content-Length: %d" % len(body) if framing is None else framing
-    return head.encode() + b"\r\n" + framing + b"\r\n\r\n" + body
-
-
-def first_token_s(served: ServerProcess, key: str) -> float:
-    body = json.dumps({"prompt": "p", "n": 2, "stream": True}).encode()
-    started_s = time.monotonic()
-    with closing(connect(served)) as connection:
-        connection.sendall(request(key, "/v1/completions", body))
-        found = b""
-        while b'"text":"a"' not in found:
-            data = connection.recv(65_536)
-            assert data, found
-            found += data
-    return time.monotonic() - started_s
-
-
 def liveness_s(served: ServerProcess) -> float:
     started_s = time.monotonic()
     with closing(connect(served)) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(64).startswith(b"HTTP/1.1 200")
     return time.monotonic() - started_s
-
-
-def rss(served: ServerProcess) -> int:
-    found: int = psutil.Process(served.process.pid).memory_info().rss
-    return found
 
 
 @contextmanager

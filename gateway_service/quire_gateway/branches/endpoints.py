@@ -12,6 +12,7 @@ from quire.errors import QuireError
 from starlette.types import Receive, Scope, Send
 
 from quire_gateway import relay, unary
+from quire_gateway.answer_sizes import bounded
 from quire_gateway.asks import Ask, Prompt, of_continuation, with_defaults
 from quire_gateway.bodies import ChatBody
 from quire_gateway.branches.bodies import ExtendBody, ForkBody, GenerateBody, PrefillBody, ScoreBody
@@ -191,7 +192,7 @@ class _Generated(Response):
                 raise invalid("model", f"model is {str(ask.model)[:128]!r}, and the branch of {model.name!r}")
             state.entry.model = model.name
             call = Call(
-                with_defaults(ask, work.fleet.sampling_defaults(model)),
+                bounded(with_defaults(ask, work.fleet.sampling_defaults(model)), ((),)),
                 model,
                 ((),),
                 state.namespace,
@@ -208,7 +209,15 @@ class _Generated(Response):
                 fingerprint=model.fingerprint,
                 service_tier=ask.service_tier,
             )
-            served = Served(work.fleet, call, form, work.telemetry, state.started_s, keep_alive_s=work.keep_alive_s)
+            served = Served(
+                work.fleet,
+                call,
+                form,
+                work.telemetry,
+                state.started_s,
+                memory=state.memory,
+                keep_alive_s=work.keep_alive_s,
+            )
             await served(scope, receive, send)
 
 

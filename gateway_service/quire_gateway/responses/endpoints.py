@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import orjson
 import structlog
@@ -129,6 +129,7 @@ class _Responses:
             ResponseForm(head, on_end),
             work.telemetry,
             state.started_s,
+            memory=state.memory.another() if asked.is_background else state.memory,
             keep_alive_s=work.keep_alive_s,
         )
         if not asked.is_background:
@@ -203,11 +204,9 @@ def _page(items: tuple[bytes, ...], limit: str, order: str, after: str) -> Respo
         raise invalid("limit", f"limit must be from 1 to {LIMIT_MAX}, not {limit[:32]!r}")
     if order not in ("asc", "desc"):
         raise invalid("order", f"order must be 'asc' or 'desc', not {order[:32]!r}")
-    found: list[dict[str, Any]] = [orjson.loads(item) for item in items]
-    if order == "desc":
-        found.reverse()
+    found = items[::-1] if order == "desc" else items
     if after:
-        place = next((index for index, item in enumerate(found) if item["id"] == after), None)
+        place = next((index for index, item in enumerate(found) if _id_of(item) == after), None)
         if place is None:
             raise invalid("after", f"after is {after!r}, which is the id of no item here")
         found = found[place + 1 :]
@@ -215,9 +214,14 @@ def _page(items: tuple[bytes, ...], limit: str, order: str, after: str) -> Respo
     return json_response(
         {
             "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
+            "data": [orjson.Fragment(item) for item in page],
+            "first_id": _id_of(page[0]) if page else None,
+            "last_id": _id_of(page[-1]) if page else None,
             "has_more": len(page) < len(found),
         }
     )
+
+
+def _id_of(item: bytes) -> str:
+    identity: str = orjson.loads(item)["id"]
+    return identity

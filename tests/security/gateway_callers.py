@@ -1,0 +1,80 @@
+"""The common parts of tests of hostile callers of a gateway: two keys, sockets, and a process's memory."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from quire.local import ServerProcess
+
+from tests.client.servers import two_samples
+
+HONEST, HOSTILE = "sk-honest-0123456789", "sk-hostile-0123456789"
+GROWTH_BYTES_MAX = 256 << 20
+NEEDED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "p"},
+    "/v1/chat/completions": {"messages": [{"role": "user"}]},
+    "/v1/responses": {"input": "p"},
+    "/v1/branches": {},
+    "/v1/branches/branch_00/score": {},
+}
+
+
+def as_many(asked: Any, context: Any) -> Iterator[Any]:
+    """Yields a script of one sample per request."""
+    answers = two_samples(asked, context)
+    return answers if asked.sampling.n == 2 else (each for each in answers if each.sample == 0)
+
+
+def warm_up(served: ServerProcess) -> None:
+    for _ in range(3):
+        assert first_token_s(served, HONEST) < 60
+
+
+def connect(served: ServerProcess) -> socket.socket:
+    host, _, port = served.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def request(key: str, path: str, body: bytes, method: str = "POST", framing: bytes | None = None) -> bytes:
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json"
+    )
+    framing = b"Content-Length: %d" % len(body) if framing is None else framing
+    return head.encode() + b"\r\n" + framing + b"\r\n\r\n" + body
+
+
+def first_token_s(served: ServerProcess, key: str) -> float:
+    body = json.dumps({"prompt": "p", "n": 2, "stream": True}).encode()
+    started_s = time.monotonic()
+    with closing(connect(served)) as connection:
+        connection.sendall(request(key, "/v1/completions", body))
+        found = b""
+        while b'"text":"a"' not in found:
+            data = connection.recv(65_536)
+            assert data, found
+            found += data
+    return time.monotonic() - started_s
+
+
+def rss(served: ServerProcess) -> int:
+    found: int = psutil.Process(served.process.pid).memory_info().rss
+    return found
+
+
+@contextmanager
+def memory_bounded(served: ServerProcess) -> Iterator[None]:
+    """Asks as another caller at the end, and looks at the most memory that there was."""
+    before = rss(served)
+    folder = Path(f"/proc/{served.process.pid}")
+    (folder / "clear_refs").write_text("5")  # the peak is counted from here
+    yield
+    first_token_s(served, HONEST)
+    peak = next(line for line in (folder / "status").read_text().splitlines() if line.startswith("VmHWM:"))
+    assert (int(peak.split()[1]) << 10) - before < GROWTH_BYTES_MAX

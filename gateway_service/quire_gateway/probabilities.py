@@ -1,14 +1,16 @@
-"""Logprobs as callers know them. Pure: what tokens are comes in as bytes."""
+"""Logprobs as callers know them. What tokens are comes in as bytes."""
 
 from __future__ import annotations
 
+import asyncio
 import codecs
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import orjson
 from quire.sampling import TokenLogprobs
 
+SLICE_TOKENS: Final = 128  # whose logprobs are put into words at a time, some milliseconds
 LOGPROB_MIN: Final = -9999.0  # for -inf, which JSON cannot say; as OpenAI has it
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -130,6 +132,14 @@ def of_chat(tokens: Sequence[Told], spelled: Mapping[int, bytes]) -> dict[str, A
         for token in tokens
     ]
     return {"content": content, "refusal": None}
+
+
+async def in_slices(told: Sequence[Told]) -> AsyncIterator[Sequence[Told]]:
+    """Yields tokens a few at a time, so that other requests are served between them; once, if there are none."""
+    for first in range(0, max(len(told), 1), SLICE_TOKENS):
+        if first:
+            await asyncio.sleep(0)
+        yield told[first : first + SLICE_TOKENS]
 
 
 def joined_logprobs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

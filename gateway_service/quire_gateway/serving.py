@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import string
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -26,6 +26,7 @@ from quire_gateway.metrics import Telemetry
 from quire_gateway.probabilities import (
     Places,
     Told,
+    in_slices,
     joined_logprobs,
     of_prompt,
     text_of,
@@ -39,7 +40,6 @@ from quire_gateway.shares import Charge
 from quire_gateway.stream_head import KEEP_ALIVE_S, StreamHead
 
 log = structlog.get_logger()
-SLICE_TOKENS: Final = 128  # whose logprobs are put into words at a time, some milliseconds
 _ID_CHARACTERS: Final = string.ascii_letters + string.digits
 
 
@@ -316,7 +316,7 @@ class Served(Response):
             return None
         told = self._told_of_prompt(number, count)
         spelled = await unary.spelled(self._fleet, self._call.model, token_ids(told))
-        return [each async for part in _in_slices(told) for each in of_prompt(part, spelled)]
+        return [each async for part in in_slices(told) for each in of_prompt(part, spelled)]
 
     async def _logprobs(self, choice: _Choice, text: str, told: list[Told]) -> Mapping[str, Any] | None:
         """Returns what the caller is told of these tokens, the next ones of a choice, which come with this text.
@@ -330,7 +330,7 @@ class Served(Response):
         ask = self._call.ask  # what could be the beginning of a stop text comes after its tokens
         choice.places.add(text, is_held=ask.is_streamed and "stop" in ask.options and choice.finish_reason is None)
         parts = []
-        async for part in _in_slices(told):
+        async for part in in_slices(told):
             offsets = [choice.places.of(spelled[token.token_id]) for token in part]
             parts.append(self._form.logprobs(part, spelled, offsets))
         return joined_logprobs(parts)
@@ -360,14 +360,6 @@ class Served(Response):
         """
         if any(choice.finish_reason is None for choice in choices):
             raise ApiError(502, "a worker ended its answer too early", kind="server_error", code="incomplete")
-
-
-async def _in_slices(told: Sequence[Told]) -> AsyncIterator[Sequence[Told]]:
-    """Yields tokens a few at a time, so that other requests are served between them; once, if there are none."""
-    for first in range(0, max(len(told), 1), SLICE_TOKENS):
-        if first:
-            await asyncio.sleep(0)
-        yield told[first : first + SLICE_TOKENS]
 
 
 async def _nowhere(_message: Message) -> None:

@@ -6,8 +6,7 @@ Each round takes a request that would be right, spoils it, and sends it. Conditi
 - nothing is raised but a `Refusal` with a reason of the table, never POOL_QUARANTINED: that is a defect found
 - a refused request changes nothing at all, an accepted one nothing of the other pools
 - whatever is accepted keeps the pool's invariants, and its owner reads the answer as the allocator meant it
-- the right request is served afterwards
-"""
+- the right request is served afterwards"""
 
 from __future__ import annotations
 

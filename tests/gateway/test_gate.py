@@ -390,8 +390,7 @@ def test_pages_of_other_origins_are_let_in_only_where_they_are_named(worker: Scr
         answer = curl(served, "/v1/completions", *asked, "-H", "Access-Control-Request-Headers: authorization")
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "https://app.example")
         assert answer.headers["access-control-allow-headers"] == "authorization", "browsers show no key before they may"
-        asked_of_a_page = ("-H", "Access-Control-Request-Private-Network: true")
-        answer = curl(served, "/v1/completions", *asked, *asked_of_a_page)
+        answer = curl(served, "/v1/completions", *asked, "-H", "Access-Control-Request-Private-Network: true")
         assert (answer.status, answer.headers["access-control-allow-private-network"]) == (200, "true")
         refused = curl(served, "/v1/models", *asked[2:4])
         assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, "https://app.example")

@@ -1,4 +1,4 @@
-"""What FlashInfer does not have: compiling ahead, tokens from logits, copies of pages, one launch for two.
+"""Functions that FlashInfer does not have: compiling ahead, tokens from logits, copies of pages, one launch for two.
 
     from quire_kernels.extra import AttentionKind, warmup
 

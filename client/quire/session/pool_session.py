@@ -49,8 +49,7 @@ from quire.v1 import server_pb2
 
 TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
 # Pauses between streams, in seconds before they are spread: they grow while no stream has come to serve.
-BACKOFF_S: Final = (0.01, 0.16)
-BACK_S: Final = 0.5  # that closing waits for a stream to be there again
+BACKOFF_S, BACK_S = (0.01, 0.16), 0.5  # closing waits the last for a stream to be there again
 WINDOW: Final = 4
 
 log = logging.getLogger(__name__)

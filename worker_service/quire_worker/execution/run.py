@@ -326,10 +326,9 @@ class Run:
         """Returns the tokens to draw where all are the likeliest ones, known, and allowed by masks; else None."""
         if self.likeliest is not None:
             return self.likeliest
-        samplers = [each.sample.sampler for each in draws]
+        known, samplers = [], [each.sample.sampler for each in draws]
         if not all(sampler.is_likeliest_if_allowed for sampler in samplers):
             return None
-        known = []
         for (_, parent, _), sampler in zip(draws, samplers, strict=True):
             logits, number, likeliest = self._rows[parent]
             if likeliest is None or not sampler.allows(likeliest[number], logits.shape[1]):

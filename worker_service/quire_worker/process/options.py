@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +15,7 @@ from quire.session.lookahead import AHEAD_TOKENS
 
 from quire_worker.choices import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
 from quire_worker.model.checkpoint import attention_chunk_of
+from quire_worker.process.option_values import memory_bytes, model_name, named_folder
 from quire_worker.process.pool_policy import add_policy
 from quire_worker.scheduling.request import STREAM_INTERVAL_S
 from quire_worker.speculation.lookup import NGRAM_MAX as PROMPT_LOOKUP_MAX
@@ -72,19 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages."
     )
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="folder with config.json, safetensors and tokenizer.json; without a tokenizer, prompts are token ids",
-    )
-    parser.add_argument(
-        "--served-model-name",
-        nargs="+",
-        type=model_name,
-        metavar="NAME",
-        help=f"names that requests may call the model, up to {MODEL_NAMES_MAX}; answers have the first (default: the"
-        " folder's name)",
-    )
+    _add_model(parser)
     parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
     parser.add_argument(
         "--allocator",
@@ -94,13 +82,6 @@ def make_parser() -> argparse.ArgumentParser:
     _add_tls(parser)
     add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
     request_log.add_argument(parser)
-    parser.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="TOKENS",
-        help="longest prompt and answer together, at most the model's context; the pool has to hold one (default: the"
-        " model's context, or what the pool holds)",
-    )
     _add_pool(parser)
     add_policy(parser)
     for option, text in (
@@ -148,6 +129,30 @@ def make_parser() -> argparse.ArgumentParser:
     for name, theirs in VLLM_NAMES.items():
         parser.add_argument(*theirs, dest=name, type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say which model is served, by which names and up to which length."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="folder with config.json, safetensors and tokenizer.json; without a tokenizer, prompts are token ids",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        type=model_name,
+        metavar="NAME",
+        help=f"names that requests may call the model, up to {MODEL_NAMES_MAX}; answers have the first (default: the"
+        " folder's name)",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="longest prompt and answer together, at most the model's context; the pool has to hold one (default: the"
+        " model's context, or what the pool holds)",
+    )
 
 
 def _add_conversations(parser: argparse.ArgumentParser) -> None:
@@ -364,32 +369,6 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def model_name(text: str) -> str:
-    """Returns a name for a model.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r:.140} is no name of a model: write 1 to 128 letters, digits, '.', '_', '-', ':' and '/', a letter"
-            " or a digit first"
-        )
-    return text
-
-
-def named_folder(text: str) -> tuple[str, str]:
-    """Returns the name and the folder of `name=folder`.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not of that form.
-    """
-    name, equals, folder = text.partition("=")
-    if not (name and equals and folder):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=FOLDER")
-    return name, folder
-
-
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a model that several processes compute."""
     ranks = parser.add_argument_group("tensor parallel; torchrun may start the ranks, too, also on several machines")
@@ -412,25 +391,3 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let ranks of several machines talk, which they do neither encrypted nor authenticated",
     )
-
-
-def memory_bytes(text: str) -> int | Fraction:
-    """Returns the bytes of `256MiB`, `2GiB` or `1e9`, or the share of `80%`.
-
-    Raises:
-        argparse.ArgumentTypeError: it is neither, or nothing, or more than all.
-    """
-    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
-    if share is not None:
-        if not 0 < Fraction(share[1]) <= 100:
-            raise argparse.ArgumentTypeError(f"{text!r} is no share: write more than 0% and at most 100%")
-        return Fraction(share[1]) / 100
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*(|[kmgt]i?b|b)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 256MiB, 2GiB or 80%")
-    unit = match[2].lower()
-    base = 1024 if "i" in unit else 1000
-    size = int(float(match[1]) * base ** " kmgt".index(unit[0] if unit not in ("", "b") else " "))
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory at all; write 256MiB, 2GiB or 80%")
-    return size

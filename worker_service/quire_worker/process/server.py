@@ -39,12 +39,12 @@ from quire_worker.host_memory import size
 from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import CheckpointError, ModelError
 from quire_worker.model.configuration import check_configuration
-from quire_worker.model.conversation import ChatTemplate
 from quire_worker.model.loading import load_model
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.proposals import read_sampling_defaults
 from quire_worker.model.tokenizer import NoTokenizer, Tokenizer, read_tokenizer
 from quire_worker.process import preflight
+from quire_worker.process.chat_template import read_chat_template
 from quire_worker.process.options import parse_arguments
 from quire_worker.process.tensor_parallel import Part, follow_rank_0, lead, unless_lost
 from quire_worker.process.worker_metrics import WorkerCollector
@@ -93,7 +93,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     preflight.check_files(options)
     tokenizer = read_tokenizer(options.model, keeps_special=options.special_tokens_in_chats == "tokens")
     if options.chat_template is not None:
-        tokenizer.chat_template = _chat_template(options.chat_template, tokenizer)
+        tokenizer.chat_template = read_chat_template(options.chat_template, tokenizer)
     for fault in tokenizer.chat_template.faults():
         raise CheckpointError(
             f"a chat template of {options.model} cannot be used: {fault}; mend it, or name another one"
@@ -159,21 +159,6 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
         sequence_tokens_max=longest_sequence(model, cache, options),
     )
     return Part(model, cache, memory, drafter)
-
-
-def _chat_template(file: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """Reads the chat template that the command line names.
-
-    Raises:
-        UsageError: it cannot be read, or has a syntax error.
-    """
-    try:
-        template = ChatTemplate({"default": file.read_text(encoding="utf-8")}, tokenizer.chat_template.variables)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--chat-template {file}: {getattr(error, 'strerror', None) or 'it is no UTF-8'}") from None
-    for fault in template.faults():
-        raise UsageError(f"--chat-template {file}: {fault}")
-    return template
 
 
 def check_device(device: str) -> None:

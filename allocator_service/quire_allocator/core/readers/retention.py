@@ -1,4 +1,4 @@
-"""What stops keep: the block counts for metrics, and the invariants, recounted from all stops."""
+"""Blocks that stops keep, as metrics count them, and the invariants of retention, recounted from all stops."""
 
 from __future__ import annotations
 

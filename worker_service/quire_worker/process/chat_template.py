@@ -1,0 +1,25 @@
+"""The chat template that the command line names in place of the checkpoint's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.errors import UsageError
+
+from quire_worker.model.conversation import ChatTemplate
+from quire_worker.model.tokenizer import Tokenizer
+
+
+def read_chat_template(file: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """Reads the chat template that the command line names.
+
+    Raises:
+        UsageError: it cannot be read, or has a syntax error.
+    """
+    try:
+        template = ChatTemplate({"default": file.read_text(encoding="utf-8")}, tokenizer.chat_template.variables)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--chat-template {file}: {getattr(error, 'strerror', None) or 'it is no UTF-8'}") from None
+    for fault in template.faults():
+        raise UsageError(f"--chat-template {file}: {fault}")
+    return template

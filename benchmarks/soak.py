@@ -41,7 +41,7 @@ class Streams:
         self._client = client
         self._sessions: Any = pb_grpc.AllocatorServiceStub(channel)
         group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=16)
-        self._attach = pb.Attach(version=2, pool="hung-up", incarnation=bytes(range(16)), window=8)
+        self._attach = pb.Attach(version=3, pool="hung-up", incarnation=bytes(range(16)), window=8)
         self._attach.spec.CopyFrom(pb.PoolSpec(block_count=BLOCKS, groups=[group]))
 
     async def cancel(self, count: int) -> None:

@@ -85,7 +85,7 @@ class Owner:
         self.stream = stream
         self._window = window
         group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=BLOCK_TOKENS)
-        self._attach = pb.Attach(version=2, pool=name, incarnation=incarnation, epoch=1, window=8)
+        self._attach = pb.Attach(version=3, pool=name, incarnation=incarnation, epoch=1, window=8)
         self._attach.spec.CopyFrom(pb.PoolSpec(block_count=block_count, groups=[group]))
         self._session_id = b""
         self._number = 0

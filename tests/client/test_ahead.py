@@ -9,6 +9,7 @@ from itertools import count
 
 import pytest
 from quire import AsyncAllocator, GroupKind, GroupSpec, PoolSpec, Quota
+from quire.errors import InvalidArgumentError
 from quire.protocol.outcomes import Result, StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session import AsyncSession
@@ -279,7 +280,7 @@ async def test_without_room_ahead_only_what_the_next_token_needs_is_asked_for() 
 
 async def test_room_for_less_than_nothing_is_refused() -> None:
     async with AsyncAllocator("127.0.0.1:1") as client:
-        with pytest.raises(ValueError, match="ahead_tokens must be 0 or more, not -1"):
+        with pytest.raises(InvalidArgumentError, match="ahead_tokens must be an integer from 0 to 4294967295, not -1"):
             client.session("p", PoolSpec.full_attention(block_count=4, block_size=4), ahead_tokens=-1)
 
 

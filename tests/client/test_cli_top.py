@@ -20,6 +20,7 @@ from quire.cli.app import app
 from quire.cli.readings import Reader
 from quire.cli.top import picture
 from quire.hashing import block_digests
+from quire.protocol.steps import StepBuilder
 from quire.v1 import worker_pb2 as pb
 from rich.console import Console
 from typer.testing import CliRunner
@@ -49,7 +50,7 @@ def allocator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         Allocator(process.address) as client,
         client.session("chat", SPEC, transport="calls") as opened,
     ):
-        opened.allocate(1, 9, DIGESTS, "acme")
+        opened.step(StepBuilder().allocate(1, 9, DIGESTS, "acme"))
         yield process.address
 
 

@@ -105,8 +105,8 @@ def old_spec() -> pb.PoolSpec:
 
 
 async def test_an_old_owner_is_refused_by_its_version(allocator: RunningAllocator) -> None:
-    with refused(Reason.VERSION, "version 1 is not served: this allocator serves version 2; update the owner"):
-        await StreamOwner(allocator).attach(version=1, spec=old_spec())
+    with refused(Reason.VERSION, "version 2 is not served: this allocator serves version 3; update the owner"):
+        await StreamOwner(allocator).attach(version=2, spec=old_spec())
 
 
 async def test_an_old_client_is_refused_by_its_version(allocator: RunningAllocator) -> None:

@@ -23,7 +23,7 @@ async def allocator() -> AsyncIterator[RunningAllocator]:
 async def open_pools(allocator: RunningAllocator, count: int, declared: pb.PoolSpec) -> list[str]:
     names = [f"pool-{number:03}" for number in range(count)]
     for name in reversed(names):
-        request = pb.OpenSessionRequest(version=2, request_id=name, pool=name, spec=declared)
+        request = pb.OpenSessionRequest(version=3, request_id=name, pool=name, spec=declared)
         await allocator.stub.OpenSession(request)
     return names
 

@@ -143,7 +143,7 @@ async def test_an_owner_and_a_reader_are_answered_as_without_unknown_fields() ->
 async def test_an_unknown_field_of_a_specification_is_ignored_and_an_unknown_feature_is_not() -> None:
     async with running_allocator() as allocator:
         declared = with_unknown_fields(spec())
-        request = pb.OpenSessionRequest(version=2, request_id="r", pool="a", spec=declared)  # type: ignore[arg-type]
+        request = pb.OpenSessionRequest(version=3, request_id="r", pool="a", spec=declared)  # type: ignore[arg-type]
         assert tuple((await allocator.stub.OpenSession(request)).features) == FEATURES
         told = (await allocator.stub.ListPools(pb.ListPoolsRequest())).pools[0].spec
         assert told.SerializeToString() == spec().SerializeToString()

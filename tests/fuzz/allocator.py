@@ -343,7 +343,7 @@ class Episode:
     def _attach_message(self, name: str) -> pb.Attach:
         is_own = name == "pool"
         return pb.Attach(
-            version=2,
+            version=3,
             pool=name,
             incarnation=self.owner.incarnation if is_own else b"someone else    ",
             epoch=self.owner.epoch + 1 if is_own else 1,
@@ -392,7 +392,7 @@ class Episode:
 
     def _open_unary(self) -> bytes:
         request_id = f"open {next(self._incarnations)}"
-        request = pb.OpenSessionRequest(version=2, request_id=request_id, pool="unary", spec=self.spec)
+        request = pb.OpenSessionRequest(version=3, request_id=request_id, pool="unary", spec=self.spec)
         return bytes(AllocatorService.OpenSession.__wrapped__(self.service, request, EVERYTHING).session_id)  # type: ignore[attr-defined]
 
     def _right_unary(self) -> None:

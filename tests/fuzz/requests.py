@@ -56,7 +56,7 @@ class Plausible:
     def unary(self, method: str, owner: Ownership, spec: pb.PoolSpec) -> Message:
         """A request of this unary session."""
         if method == "OpenSession":
-            return pb.OpenSessionRequest(version=2, request_id=self._request_id(), pool="unary", spec=spec)
+            return pb.OpenSessionRequest(version=3, request_id=self._request_id(), pool="unary", spec=spec)
         if method == "DropCache":
             digests = b"".join(self._prompt())
             return pb.DropCacheRequest(pool="unary", drop=pb.CacheDrop(namespace="tenant", digests=digests))

@@ -27,7 +27,7 @@ class Scene:
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
-        request = pb.OpenSessionRequest(version=2, request_id="bystander", pool="bystander", spec=spec())
+        request = pb.OpenSessionRequest(version=3, request_id="bystander", pool="bystander", spec=spec())
         self.bystander = self.call("OpenSession", request).session_id
         self.call("Apply", pb.Step(session_id=self.bystander, number=1, grows=grows((1, 9, d("ab")))))
         self.state = self.look()
@@ -59,14 +59,14 @@ def right_messages(scene: Scene, chance: random.Random) -> list[pb.SessionReques
     """A stream's life from attach to detach."""
     incarnation = bytes(chance.randint(0, 255) for _ in range(16))
     pool = f"pool-{chance.randint(0, 1 << 60)}"
-    attach = pb.Attach(version=2, pool=pool, incarnation=incarnation, epoch=1, spec=spec(), window=2)
+    attach = pb.Attach(version=3, pool=pool, incarnation=incarnation, epoch=1, spec=spec(), window=2)
     step = pb.Step(session_id=bytes(16), number=1, grows=grows((1, 9, d("ab"))))
     messages = [pb.SessionRequest(attach=attach), EMPTY_REPORT, pb.SessionRequest(heartbeat=pb.Heartbeat())]
     return [*messages, pb.SessionRequest(step=step), pb.SessionRequest(detach=pb.Detach())]
 
 
 RIGHT: dict[str, Any] = {
-    "OpenSession": pb.OpenSessionRequest(version=2, request_id="r", pool="other", spec=spec()),
+    "OpenSession": pb.OpenSessionRequest(version=3, request_id="r", pool="other", spec=spec()),
     "Apply": pb.Step(session_id=bytes(16), number=1, grows=grows((2, 3, d("ab"))), commits=commits((1, 4, d("a")))),
     "CloseSession": pb.CloseSessionRequest(session_id=bytes(16)),
     "DropCache": pb.DropCacheRequest(pool="other", drop=pb.CacheDrop(namespace="", digests=d("ab"))),

@@ -149,11 +149,11 @@ def misuse_allocator(stub: Any, metadata: Any, outcome: Outcome, *, is_let_in: b
 
     if not is_let_in:
         outcome.refused(lambda: call("MatchPrefix", digests=digests, namespace=NAMESPACE))
-        outcome.refused(lambda: call("OpenSession", version=2, request_id="r", pool="p", spec=spec()))
+        outcome.refused(lambda: call("OpenSession", version=3, request_id="r", pool="p", spec=spec()))
         return
     wrong = pb.PoolSpec(block_count=8, groups=spec().groups, eviction_policy=PROMPT)
-    outcome.refused(lambda: call("OpenSession", version=2, request_id="w", pool="p", spec=wrong))
-    session = call("OpenSession", version=2, request_id="r", pool="p", spec=spec()).session_id
+    outcome.refused(lambda: call("OpenSession", version=3, request_id="w", pool="p", spec=wrong))
+    session = call("OpenSession", version=3, request_id="r", pool="p", spec=spec()).session_id
     outcome.canaries.add_bytes("unary session id", session)
 
     def apply(**fields: Any) -> Any:
@@ -185,7 +185,7 @@ def misuse_stream(stub: Any, metadata: Any, outcome: Outcome) -> None:
     report = pb.ReportChunk(namespaces=[NAMESPACE])
     report.prefixes.add(namespace=0, digests=digests[:64], blocks=bytes(8))
     unknown = pb.PoolSpec(block_count=8, groups=spec().groups, eviction_policy=PROMPT)
-    attach = pb.Attach(version=2, pool="s", incarnation=b"1" * 16, epoch=1, window=1, spec=unknown)
+    attach = pb.Attach(version=3, pool="s", incarnation=b"1" * 16, epoch=1, window=1, spec=unknown)
     refused = stub.Session(iter([pb.SessionRequest(attach=attach)]), metadata=metadata, timeout=20)
     outcome.refused(lambda: next(refused))
     for number, step in enumerate(
@@ -211,7 +211,7 @@ def misuse_stream(stub: Any, metadata: Any, outcome: Outcome) -> None:
         )
     ):
         requests: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
-        attach = pb.Attach(version=2, pool=f"s{number}", incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
+        attach = pb.Attach(version=3, pool=f"s{number}", incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
         requests.put(pb.SessionRequest(attach=attach))
         replies = stub.Session(iter(requests.get, None), metadata=metadata, timeout=20)
         assert next(replies).HasField("report_required")

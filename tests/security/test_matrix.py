@@ -53,7 +53,7 @@ class Scene:
             **{name: Caller(certificates.client(name.replace(" ", "-"))) for name in PERMITTED},
         }
         self._channels: dict[tuple[str, str], grpc.Channel] = {}
-        opened = self.call("everything", "OpenSession", version=2, request_id="open", pool="a", spec=spec())
+        opened = self.call("everything", "OpenSession", version=3, request_id="open", pool="a", spec=spec())
         self.session_id = opened.session_id
         red = grows((1, 5, d("a")))
         red.namespaces.append("red")
@@ -105,7 +105,7 @@ def scene(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) 
 
 def session(scene: Scene, who: str) -> Any:
     """Attach, an empty report, one step that grows a sequence in `red`, which may be all that is refused, detach."""
-    attach = pb.Attach(version=2, pool=next(NAMES), incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
+    attach = pb.Attach(version=3, pool=next(NAMES), incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
     requests: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
     requests.put(pb.SessionRequest(attach=attach))
     requests.put(EMPTY_REPORT)
@@ -219,14 +219,14 @@ def health(server: str) -> Callable[[Scene, str], Any]:
 
 
 def open_and_close(scene: Scene, who: str) -> Any:
-    opened = scene.call(who, "OpenSession", version=2, request_id=next(IDS), pool=next(NAMES), spec=spec())
+    opened = scene.call(who, "OpenSession", version=3, request_id=next(IDS), pool=next(NAMES), spec=spec())
     scene.call(who, "CloseSession", session_id=opened.session_id)
     return opened
 
 
 def close_another(scene: Scene, who: str) -> Any:
     """Closes another caller's session of a pool, which survives if the caller is not permitted."""
-    opened = scene.call("everything", "OpenSession", version=2, request_id=next(IDS), pool=next(NAMES), spec=spec())
+    opened = scene.call("everything", "OpenSession", version=3, request_id=next(IDS), pool=next(NAMES), spec=spec())
     try:
         return scene.call(who, "CloseSession", session_id=opened.session_id)
     except grpc.RpcError:

@@ -146,8 +146,8 @@ async def test_each_request_is_one_line_of_numbers_when_it_ends(folder: Path) ->
             await asyncio.gather(cancelled, return_exceptions=True)
             while await scene.client.requests():
                 pass
-            with pytest.raises(Exception, match="temperature"):
-                await scene.client.generate(prompt(4), temperature=-1.0, request_id="three")
+            with pytest.raises(Exception, match="vocabulary"):
+                await scene.client.generate([10**6], request_id="three")
     ended = {line.pop("request_id"): line for line in lines if line["event"] == "request ended"}
     one = ended["one"]
     assert 0 < one.pop("queue_s") <= one.pop("first_token_s") <= one.pop("total_s")
@@ -166,7 +166,7 @@ async def test_each_request_is_one_line_of_numbers_when_it_ends(folder: Path) ->
         "preemptions": 0,
     }
     assert ended["two"]["error"] == "CANCELLED"
-    assert ended["three"]["error"] == "BAD_PARAMETER"
+    assert ended["three"]["error"] == "UNKNOWN_TOKEN"
     assert len(ended) == 3
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MESSAGE_BYTES_MAX: Final = 2 << 20  # either way
 NAMESPACE_BYTES_MAX: Final = 128
 REPORT_CHUNK_BYTES_MAX: Final = 256 << 10

@@ -485,7 +485,7 @@ class Attach(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Protocol version: 2. Any other fails with FAILED_PRECONDITION / VERSION. It changes where an old message would be
+    """Protocol version: 3. Any other fails with FAILED_PRECONDITION / VERSION. It changes where an old message would be
     misread; what is merely new is a feature of `spec`.
     """
     pool: _builtins.str

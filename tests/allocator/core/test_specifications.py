@@ -58,5 +58,5 @@ async def test_a_specification_that_cannot_be_managed_is_refused(
     allocator: RunningAllocator, wrong: pb.PoolSpec, reason: Reason
 ) -> None:
     with refused(reason):
-        await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="r", pool="a", spec=wrong))
+        await allocator.stub.OpenSession(pb.OpenSessionRequest(version=3, request_id="r", pool="a", spec=wrong))
     assert list((await allocator.stub.ListPools(pb.ListPoolsRequest())).pools) == []

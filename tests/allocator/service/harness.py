@@ -135,7 +135,7 @@ class UnaryOwner(OneByOne):
     @classmethod
     async def open(cls, allocator: RunningAllocator, pool: str = "a", **shape: int) -> UnaryOwner:
         """Takes a pool."""
-        request = pb.OpenSessionRequest(version=2, request_id=f"open {pool}", pool=pool, spec=spec(**shape))
+        request = pb.OpenSessionRequest(version=3, request_id=f"open {pool}", pool=pool, spec=spec(**shape))
         opened = await allocator.stub.OpenSession(request)
         return cls(allocator, opened.session_id, len(request.spec.groups))
 
@@ -205,7 +205,7 @@ class StreamOwner:
 
     async def attach(self, **fields: Any) -> pb.SessionReply:
         """Attaches; unnamed fields are those of a first attach to pool "a"."""
-        defaults: dict[str, Any] = {"version": 2, "pool": "a", "incarnation": b"1" * 16, "epoch": 1, "window": 4}
+        defaults: dict[str, Any] = {"version": 3, "pool": "a", "incarnation": b"1" * 16, "epoch": 1, "window": 4}
         fields = {**defaults, "spec": spec(), **fields}
         reply = await self.exchange(pb.SessionRequest(attach=pb.Attach(**fields)))
         if reply.HasField("resumed"):

@@ -247,7 +247,7 @@ async def streams(allocator: RunningAllocator, number: int) -> None:
 
 async def open_pool(allocator: RunningAllocator, declared: pb.PoolSpec) -> None:
     last()
-    await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="r", pool="a", spec=declared))
+    await allocator.stub.OpenSession(pb.OpenSessionRequest(version=3, request_id="r", pool="a", spec=declared))
 
 
 def one_group(kind: pb.GroupKind.ValueType, **fields: int) -> pb.PoolSpec:
@@ -335,7 +335,7 @@ async def namespace_of_a_match(allocator: RunningAllocator, number: int) -> None
 
 async def request_id_of_opening(allocator: RunningAllocator, number: int) -> None:
     last()
-    await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="r" * number, pool="a", spec=spec()))
+    await allocator.stub.OpenSession(pb.OpenSessionRequest(version=3, request_id="r" * number, pool="a", spec=spec()))
 
 
 async def message_of_bytes(allocator: RunningAllocator, number: int) -> None:

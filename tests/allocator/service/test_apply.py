@@ -119,7 +119,7 @@ async def test_opening_again_says_where_the_session_is(allocator: RunningAllocat
     owner = await UnaryOwner.open(allocator)
     await owner.allocate(5, 1)
     await owner.free(5)
-    request = pb.OpenSessionRequest(version=2, request_id="open a", pool="a", spec=spec())
+    request = pb.OpenSessionRequest(version=3, request_id="open a", pool="a", spec=spec())
     opened = await allocator.stub.OpenSession(request)
     assert (opened.session_id, opened.next_step, opened.last_sequence_id) == (owner.session_id, 3, 5)
 

@@ -39,7 +39,7 @@ async def opened(
     allocator: RunningAllocator, *groups: pb.GroupSpec, block_count: int = 64, **fields: object
 ) -> UnaryOwner:
     pool = pb.PoolSpec(block_count=block_count, groups=groups, **fields)  # type: ignore[arg-type]
-    request = pb.OpenSessionRequest(version=2, request_id="open", pool="a", spec=pool)
+    request = pb.OpenSessionRequest(version=3, request_id="open", pool="a", spec=pool)
     return UnaryOwner(allocator, (await allocator.stub.OpenSession(request)).session_id, len(groups))
 
 
@@ -206,7 +206,7 @@ async def test_a_specification_is_told_as_it_was_declared(allocator: RunningAllo
         quotas=[pb.Quota(namespace="n", held_blocks_max=0), pb.Quota(namespace="*", cached_blocks_max=7)],
         eviction_policy="lru",
     )
-    await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="open", pool="a", spec=declared))
+    await allocator.stub.OpenSession(pb.OpenSessionRequest(version=3, request_id="open", pool="a", spec=declared))
     assert (await summary(allocator)).spec == declared
 
 

@@ -151,4 +151,4 @@ async def test_a_retention_or_a_largest_chunk_that_nobody_knows_is_refused(
     group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=16)
     pool = pb.PoolSpec(block_count=8, groups=[group], **fields)  # type: ignore[arg-type]
     with refused(Reason.MALFORMED, message):
-        await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="open", pool="a", spec=pool))
+        await allocator.stub.OpenSession(pb.OpenSessionRequest(version=3, request_id="open", pool="a", spec=pool))

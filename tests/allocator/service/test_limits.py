@@ -93,6 +93,7 @@ EDGES: list[Edge] = [
 
 # Limits that are no count of something asked for, and the test that holds each.
 ELSEWHERE: dict[str, tuple[str, str]] = {
+    "PRIORITY_MAX": ("worker/test_limits.py", "test_every_limit_is_kept_to_the_number"),
     "REPORT_BLOCK_BYTES_MAX": (
         "allocator/session/test_report_limits.py",
         "test_no_report_of_a_pool_is_larger_than_it_may_be",

@@ -311,14 +311,14 @@ def test_every_metric_is_exported_and_counts(plain: Running) -> None:
     with grpc.insecure_channel(plain.address) as channel:
         stub = pb_grpc.AllocatorServiceStub(channel)
         opened = stub.OpenSession(
-            pb.OpenSessionRequest(version=2, request_id="open", pool="m", spec=spec()), timeout=WAIT_S
+            pb.OpenSessionRequest(version=3, request_id="open", pool="m", spec=spec()), timeout=WAIT_S
         )
         session = opened.session_id
         steps = [StepBuilder().allocate(1, 6), StepBuilder().commit(1, 6, d("a")).fork(1, 2)]
         steps += [StepBuilder().grow(1, 7).free(9), StepBuilder().allocate(3, 5, d("a"), is_return=True)]
         for number, operations in enumerate(steps, 1):
-            step = pb.Step(session_id=session, number=number)
-            operations.fill(step)
+            step = pb.Step.FromString(operations.message.SerializeToString())
+            step.session_id, step.number = session, number
             stub.Apply(step)
         status, body = scrape(plain.metrics_address)
         stub.CloseSession(pb.CloseSessionRequest(session_id=session))
@@ -382,7 +382,7 @@ def test_sigterm_tells_an_open_stream_that_it_is_draining_and_does_not_wait_for_
         started(tmp_path, "--log-format", "json") as running,
         grpc.insecure_channel(running.address) as channel,
     ):
-        attach = pb.Attach(version=2, pool="a", incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
+        attach = pb.Attach(version=3, pool="a", incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
         messages: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         messages.put(pb.SessionRequest(attach=attach))
         stream = pb_grpc.AllocatorServiceStub(channel).Session(iter(messages.get, None))

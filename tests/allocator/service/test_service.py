@@ -46,7 +46,7 @@ async def summary(allocator: RunningAllocator, pool: str = "a") -> pb.PoolSummar
 
 
 async def test_a_session_says_its_lease_and_the_limits(allocator: RunningAllocator) -> None:
-    opened = await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="r", pool="a", spec=spec()))
+    opened = await allocator.stub.OpenSession(pb.OpenSessionRequest(version=3, request_id="r", pool="a", spec=spec()))
     assert len(opened.session_id) == 16
     assert opened.lease_ms == 10_000
     assert opened.limits.step_bytes_max == limits.STEP_BYTES_MAX
@@ -54,11 +54,11 @@ async def test_a_session_says_its_lease_and_the_limits(allocator: RunningAllocat
 
 
 async def test_opening_again_with_the_same_request_id_gives_the_same_session(allocator: RunningAllocator) -> None:
-    request = pb.OpenSessionRequest(version=2, request_id="r", pool="a", spec=spec())
+    request = pb.OpenSessionRequest(version=3, request_id="r", pool="a", spec=spec())
     first, second = await allocator.stub.OpenSession(request), await allocator.stub.OpenSession(request)
     assert first == second
     with refused(Reason.POOL_OWNED, "10000 ms longer"):
-        await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="other", pool="a", spec=spec()))
+        await allocator.stub.OpenSession(pb.OpenSessionRequest(version=3, request_id="other", pool="a", spec=spec()))
 
 
 async def test_a_silent_session_expires_and_its_pool_can_be_taken(allocator: RunningAllocator) -> None:
@@ -273,7 +273,7 @@ async def test_a_malformed_step_changes_nothing_and_its_number_may_be_used_again
 @pytest.mark.parametrize("name", ["", "a b", "ä", "x" * 129, "a\n"])
 async def test_a_name_that_no_pool_may_have_is_refused(allocator: RunningAllocator, name: str) -> None:
     with refused(Reason.MALFORMED):
-        await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="r", pool=name, spec=spec()))
+        await allocator.stub.OpenSession(pb.OpenSessionRequest(version=3, request_id="r", pool=name, spec=spec()))
     with refused(Reason.MALFORMED):
         await summary(allocator, name)
     assert list(allocator.service.directory.open_pools()) == []

@@ -315,7 +315,7 @@ async def test_a_long_stretch_comes_in_pieces_that_fit_a_message(allocator: Runn
 async def test_a_watcher_knows_what_can_be_hit_after_any_history(allocator: RunningAllocator, seed: int) -> None:
     window = pb.GroupSpec(kind=pb.GROUP_KIND_SLIDING_WINDOW, block_size=4, window=6)
     pool = pb.PoolSpec(block_count=24, groups=[*spec().groups, window])
-    opened = await allocator.stub.OpenSession(pb.OpenSessionRequest(version=2, request_id="open", pool="a", spec=pool))
+    opened = await allocator.stub.OpenSession(pb.OpenSessionRequest(version=3, request_id="open", pool="a", spec=pool))
     owner, chance = UnaryOwner(allocator, opened.session_id, group_count=2), random.Random(seed)
     watch = Watch(allocator)
     for sequence_id in range(1, 60):

@@ -165,7 +165,7 @@ def test_an_attach_that_has_to_wait_for_a_place_leaves_the_older_stream(sessions
     talk(stream, side)
     for number in range(limits.REPORTS_MAX):
         claimed(sessions, f"staging-{number}")
-    again = pb.Attach(version=2, pool="pool", incarnation=b"pool".ljust(16), epoch=2, window=1, last_step=1)
+    again = pb.Attach(version=3, pool="pool", incarnation=b"pool".ljust(16), epoch=2, window=1, last_step=1)
     again.spec.CopyFrom(SPEC)
     with pytest.raises(Refusal):
         SessionMachine(sessions).receive(pb.SessionRequest(attach=again), 0.0)

@@ -20,86 +20,6 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class SessionRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ATTACH_FIELD_NUMBER: _builtins.int
-    REPORT_CHUNK_FIELD_NUMBER: _builtins.int
-    REPORT_END_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_FIELD_NUMBER: _builtins.int
-    DETACH_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def attach(self) -> _allocator_pb2.Attach: ...
-    @_builtins.property
-    def report_chunk(self) -> _allocator_pb2.ReportChunk: ...
-    @_builtins.property
-    def report_end(self) -> _allocator_pb2.ReportEnd: ...
-    @_builtins.property
-    def step(self) -> Global___Step: ...
-    @_builtins.property
-    def heartbeat(self) -> _allocator_pb2.Heartbeat: ...
-    @_builtins.property
-    def detach(self) -> _allocator_pb2.Detach: ...
-    def __init__(
-        self,
-        *,
-        attach: _allocator_pb2.Attach | None = ...,
-        report_chunk: _allocator_pb2.ReportChunk | None = ...,
-        report_end: _allocator_pb2.ReportEnd | None = ...,
-        step: Global___Step | None = ...,
-        heartbeat: _allocator_pb2.Heartbeat | None = ...,
-        detach: _allocator_pb2.Detach | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "detach", b"detach", "heartbeat", b"heartbeat", "message", b"message", "report_chunk", b"report_chunk", "report_end", b"report_end", "step", b"step"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "detach", b"detach", "heartbeat", b"heartbeat", "message", b"message", "report_chunk", b"report_chunk", "report_end", b"report_end", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "report_chunk", "report_end", "step", "heartbeat", "detach"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
-
-Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
-
-@_typing.final
-class SessionReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RESUMED_FIELD_NUMBER: _builtins.int
-    REPORT_REQUIRED_FIELD_NUMBER: _builtins.int
-    READY_FIELD_NUMBER: _builtins.int
-    STEP_REPLY_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def resumed(self) -> _allocator_pb2.Resumed: ...
-    @_builtins.property
-    def report_required(self) -> _allocator_pb2.ReportRequired: ...
-    @_builtins.property
-    def ready(self) -> _allocator_pb2.Ready: ...
-    @_builtins.property
-    def step_reply(self) -> Global___StepReply: ...
-    @_builtins.property
-    def heartbeat(self) -> _allocator_pb2.Heartbeat: ...
-    def __init__(
-        self,
-        *,
-        resumed: _allocator_pb2.Resumed | None = ...,
-        report_required: _allocator_pb2.ReportRequired | None = ...,
-        ready: _allocator_pb2.Ready | None = ...,
-        step_reply: Global___StepReply | None = ...,
-        heartbeat: _allocator_pb2.Heartbeat | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "ready", b"ready", "report_required", b"report_required", "resumed", b"resumed", "step_reply", b"step_reply"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "ready", b"ready", "report_required", b"report_required", "resumed", b"resumed", "step_reply", b"step_reply"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["resumed", "report_required", "ready", "step_reply", "heartbeat"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
-
-Global___SessionReply: _TypeAlias = SessionReply  # noqa: Y015
-
-@_typing.final
 class Step(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -500,3 +420,83 @@ class Takeovers(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Takeovers: _TypeAlias = Takeovers  # noqa: Y015
+
+@_typing.final
+class SessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTACH_FIELD_NUMBER: _builtins.int
+    REPORT_CHUNK_FIELD_NUMBER: _builtins.int
+    REPORT_END_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    DETACH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def attach(self) -> _allocator_pb2.Attach: ...
+    @_builtins.property
+    def report_chunk(self) -> _allocator_pb2.ReportChunk: ...
+    @_builtins.property
+    def report_end(self) -> _allocator_pb2.ReportEnd: ...
+    @_builtins.property
+    def step(self) -> Global___Step: ...
+    @_builtins.property
+    def heartbeat(self) -> _allocator_pb2.Heartbeat: ...
+    @_builtins.property
+    def detach(self) -> _allocator_pb2.Detach: ...
+    def __init__(
+        self,
+        *,
+        attach: _allocator_pb2.Attach | None = ...,
+        report_chunk: _allocator_pb2.ReportChunk | None = ...,
+        report_end: _allocator_pb2.ReportEnd | None = ...,
+        step: Global___Step | None = ...,
+        heartbeat: _allocator_pb2.Heartbeat | None = ...,
+        detach: _allocator_pb2.Detach | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "detach", b"detach", "heartbeat", b"heartbeat", "message", b"message", "report_chunk", b"report_chunk", "report_end", b"report_end", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "detach", b"detach", "heartbeat", b"heartbeat", "message", b"message", "report_chunk", b"report_chunk", "report_end", b"report_end", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "report_chunk", "report_end", "step", "heartbeat", "detach"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESUMED_FIELD_NUMBER: _builtins.int
+    REPORT_REQUIRED_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    STEP_REPLY_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def resumed(self) -> _allocator_pb2.Resumed: ...
+    @_builtins.property
+    def report_required(self) -> _allocator_pb2.ReportRequired: ...
+    @_builtins.property
+    def ready(self) -> _allocator_pb2.Ready: ...
+    @_builtins.property
+    def step_reply(self) -> Global___StepReply: ...
+    @_builtins.property
+    def heartbeat(self) -> _allocator_pb2.Heartbeat: ...
+    def __init__(
+        self,
+        *,
+        resumed: _allocator_pb2.Resumed | None = ...,
+        report_required: _allocator_pb2.ReportRequired | None = ...,
+        ready: _allocator_pb2.Ready | None = ...,
+        step_reply: Global___StepReply | None = ...,
+        heartbeat: _allocator_pb2.Heartbeat | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "ready", b"ready", "report_required", b"report_required", "resumed", b"resumed", "step_reply", b"step_reply"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "ready", b"ready", "report_required", b"report_required", "resumed", b"resumed", "step_reply", b"step_reply"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["resumed", "report_required", "ready", "step_reply", "heartbeat"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___SessionReply: _TypeAlias = SessionReply  # noqa: Y015

@@ -3,10 +3,24 @@
 isort:skip_file
 The allocator: which sequence holds which block of KV cache.
 
-Words. A *pool* is the paged memory of one worker (or one tensor-parallel group). A *block* is `block_size`
-consecutive tokens of one sequence; a block id is an index into the worker's physical pages, 0 <= id < block_count. A
-*group* is a set of layers of one attention type; each sequence has one *block table* per group. Tokens and KV bytes
-never appear here: the allocator sees counts and digests.
+The file goes from what most readers need to what few do: what a pool is; to watch one; to own one by calls; to own one
+by a stream. Tokens and KV bytes never appear here: the allocator sees counts and digests.
+
+Words.
+  pool        the paged memory of one worker, or of one tensor-parallel group
+  block       `block_size` consecutive tokens of one sequence; its id is an index into the worker's pages
+  group       a set of layers of one attention type, with a block table of its own for each sequence
+  digest      32 bytes that stand for all tokens up to the end of a block (docs/hash.md)
+  published   a block with a digest in the index: other sequences can hit it
+  hit, match  leading tokens of a new sequence that are shared with published blocks
+  held        a block in at least one table; published and in none it is *cached*, and may be evicted
+  checkpoint  a published state of a STATE group; a hit ends at one
+  stop        a token count at which a later hit may end; commits that end there make checkpoints
+  junction    the stop at which full attention alone would have matched more (`attended_token_count`)
+  victim      the sequence that is cheapest to preempt where blocks are missing
+  twin        in an append-only pool, the published block that a sequence holds beside its own
+  step        operations that are applied together under one number; a *phase* has those of one kind
+  session     the time of one owner's tables; it lives as long as its *lease* is renewed
 
 Evolution. A receiver ignores fields that it does not know. What it may not ignore has a *feature*, by name: the owner
 lists the features it relies on in `PoolSpec.features`, and an allocator that does not know one refuses the session.
@@ -85,6 +99,30 @@ next grow then replaces the running block by a copy. A hit ends at a checkpoint.
 """
 Global___GroupKind: _TypeAlias = GroupKind  # noqa: Y015
 
+class _SessionKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SessionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SESSION_KIND_UNSPECIFIED: _SessionKind.ValueType  # 0
+    """Never sent."""
+    SESSION_KIND_STREAM: _SessionKind.ValueType  # 1
+    """Over the Session stream."""
+    SESSION_KIND_UNARY: _SessionKind.ValueType  # 2
+    """With unary calls."""
+
+class SessionKind(_SessionKind, metaclass=_SessionKindEnumTypeWrapper):
+    """SessionKind: how a pool's owner talks to the allocator. A reader shows a kind that it does not know by its number."""
+
+SESSION_KIND_UNSPECIFIED: SessionKind.ValueType  # 0
+"""Never sent."""
+SESSION_KIND_STREAM: SessionKind.ValueType  # 1
+"""Over the Session stream."""
+SESSION_KIND_UNARY: SessionKind.ValueType  # 2
+"""With unary calls."""
+Global___SessionKind: _TypeAlias = SessionKind  # noqa: Y015
+
 class _Result:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -128,7 +166,7 @@ class _ResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Result.ValueTy
 
 class Result(_Result, metaclass=_ResultEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------------------------
-    Steps
+    To own by calls or by a stream: steps
 
     Result: what one operation did. An operation with another result than OK changed nothing; the step counts as applied
     all the same. That is also what a result means that the owner does not know: it fails what asked for the operation,
@@ -170,30 +208,6 @@ RESULT_ID_TOO_LOW: Result.ValueType  # 10
 never used again. Take one above the highest so far.
 """
 Global___Result: _TypeAlias = Result  # noqa: Y015
-
-class _SessionKind:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _SessionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionKind.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    SESSION_KIND_UNSPECIFIED: _SessionKind.ValueType  # 0
-    """Never sent."""
-    SESSION_KIND_STREAM: _SessionKind.ValueType  # 1
-    """Over the Session stream."""
-    SESSION_KIND_UNARY: _SessionKind.ValueType  # 2
-    """With unary calls."""
-
-class SessionKind(_SessionKind, metaclass=_SessionKindEnumTypeWrapper):
-    """SessionKind: how a pool's owner talks to the allocator. A reader shows a kind that it does not know by its number."""
-
-SESSION_KIND_UNSPECIFIED: SessionKind.ValueType  # 0
-"""Never sent."""
-SESSION_KIND_STREAM: SessionKind.ValueType  # 1
-"""Over the Session stream."""
-SESSION_KIND_UNARY: SessionKind.ValueType  # 2
-"""With unary calls."""
-Global___SessionKind: _TypeAlias = SessionKind  # noqa: Y015
 
 @_typing.final
 class GroupSpec(_message.Message):
@@ -356,221 +370,797 @@ class PoolSpec(_message.Message):
 Global___PoolSpec: _TypeAlias = PoolSpec  # noqa: Y015
 
 @_typing.final
-class SessionRequest(_message.Message):
+class MatchPrefixRequest(_message.Message):
     """---------------------------------------------------------------------------------------------------------------------
-    The session stream
+    To watch: reading
 
-    SessionRequest: from the owner of a pool.
+    MatchPrefixRequest: a prompt, as digests.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ATTACH_FIELD_NUMBER: _builtins.int
-    REPORT_CHUNK_FIELD_NUMBER: _builtins.int
-    REPORT_END_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_FIELD_NUMBER: _builtins.int
-    DETACH_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def attach(self) -> Global___Attach:
-        """First message of every stream."""
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Namespace, at most 128 bytes."""
+    digests: _builtins.bytes
+    """Digests of the prompt's full blocks in order, 32 bytes each. The root of the digests names model, layout and block
+    size, so that only pools that can serve the prefix match.
+    """
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        digests: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    @_builtins.property
-    def report_chunk(self) -> Global___ReportChunk:
-        """Part of the block report that ReportRequired asked for."""
+Global___MatchPrefixRequest: _TypeAlias = MatchPrefixRequest  # noqa: Y015
 
-    @_builtins.property
-    def report_end(self) -> Global___ReportEnd:
-        """End of that report."""
+@_typing.final
+class MatchPrefixResponse(_message.Message):
+    """MatchPrefixResponse: the pools that match at least one block, or have a junction, and that the caller may look into:
+    longest match first, then furthest junction, then by name.
+    """
 
-    @_builtins.property
-    def step(self) -> Global___Step:
-        """Operations, in numbered steps."""
+    DESCRIPTOR: _descriptor.Descriptor
 
+    MATCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def heartbeat(self) -> Global___Heartbeat:
-        """Sent every `Limits.heartbeat_ms` in which the owner sent nothing else; renews the lease."""
-
-    @_builtins.property
-    def detach(self) -> Global___Detach:
-        """Gives the pool back at once instead of letting the lease run out; the server then ends the stream with OK."""
+    def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixMatch]:
+        """One per pool."""
 
     def __init__(
         self,
         *,
-        attach: Global___Attach | None = ...,
-        report_chunk: Global___ReportChunk | None = ...,
-        report_end: Global___ReportEnd | None = ...,
-        step: Global___Step | None = ...,
-        heartbeat: Global___Heartbeat | None = ...,
-        detach: Global___Detach | None = ...,
+        matches: _abc.Iterable[Global___PrefixMatch] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "detach", b"detach", "heartbeat", b"heartbeat", "message", b"message", "report_chunk", b"report_chunk", "report_end", b"report_end", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "detach", b"detach", "heartbeat", b"heartbeat", "message", b"message", "report_chunk", b"report_chunk", "report_end", b"report_end", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["matches", b"matches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "report_chunk", "report_end", "step", "heartbeat", "detach"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+Global___MatchPrefixResponse: _TypeAlias = MatchPrefixResponse  # noqa: Y015
 
 @_typing.final
-class SessionReply(_message.Message):
-    """SessionReply: to the owner of a pool."""
+class PrefixMatch(_message.Message):
+    """PrefixMatch: what one pool has published of the prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RESUMED_FIELD_NUMBER: _builtins.int
-    REPORT_REQUIRED_FIELD_NUMBER: _builtins.int
-    READY_FIELD_NUMBER: _builtins.int
-    STEP_REPLY_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    MATCHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    ATTENDED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool."""
+    matched_token_count: _builtins.int
+    """Leading tokens published there that all groups can serve."""
+    attended_token_count: _builtins.int
+    """As in Unmatched: the tokens from the matched ones to here need only what windows and states keep."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        matched_token_count: _builtins.int = ...,
+        attended_token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_token_count", b"attended_token_count", "matched_token_count", b"matched_token_count", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixMatch: _TypeAlias = PrefixMatch  # noqa: Y015
+
+@_typing.final
+class ListPoolsRequest(_message.Message):
+    """ListPoolsRequest: asks for a page of pools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Pools to tell at most; 0, or more than 256, means 256. An answer may have fewer, so that it fits a message."""
+    page_token: _builtins.str
+    """`next_page_token` of the page before; empty for the first one. Any other text fails with INVALID_ARGUMENT."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoolsRequest: _TypeAlias = ListPoolsRequest  # noqa: Y015
+
+@_typing.final
+class ListPoolsResponse(_message.Message):
+    """ListPoolsResponse: attached pools that the caller may look into, by name. Pools that come or go between two pages may
+    be missing, or be there still.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Asks for the next page; empty after the last one."""
     @_builtins.property
-    def resumed(self) -> Global___Resumed:
-        """The server still has the state of `resume_session`: the owner sends its unanswered steps again, byte for byte."""
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolSummary]:
+        """Summaries, without quotas: GetPool tells those."""
+
+    def __init__(
+        self,
+        *,
+        pools: _abc.Iterable[Global___PoolSummary] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoolsResponse: _TypeAlias = ListPoolsResponse  # noqa: Y015
+
+@_typing.final
+class PoolSummary(_message.Message):
+    """PoolSummary: a pool in a few numbers. Block counts add up to `spec.block_count`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    SESSION_KIND_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    LEASE_REMAINING_MS_FIELD_NUMBER: _builtins.int
+    EMPTY_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
+    TABLE_ENTRY_COUNT_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    UNWRITTEN_SLOT_COUNT_FIELD_NUMBER: _builtins.int
+    PROMISED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    EVICTED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Its name."""
+    session_kind: Global___SessionKind.ValueType
+    """How its owner talks."""
+    connected: _builtins.bool
+    """Whether the owner's stream is up (always true for unary sessions); where it is not, nothing renews the lease."""
+    lease_remaining_ms: _builtins.int
+    """Milliseconds until the lease ends."""
+    empty_block_count: _builtins.int
+    """Blocks that no sequence holds and that carry no digest."""
+    cached_block_count: _builtins.int
+    """Blocks that no sequence holds but that can be hit."""
+    held_block_count: _builtins.int
+    """Blocks in at least one table."""
+    sequence_count: _builtins.int
+    """Live sequences."""
+    table_entry_count: _builtins.int
+    """Sum of the lengths of all tables: the blocks that separate caches would hold. It exceeds `held_block_count` by what
+    is shared.
+    """
+    last_step: _builtins.int
+    """Number of the last step that was applied."""
+    unwritten_slot_count: _builtins.int
+    """Tokens for which held blocks have room but no token is committed: room granted ahead, and the rest of last blocks
+    (internal waste). It is counted in the first group that is not STATE, and table by table: a half-filled block that
+    two forks share counts twice.
+    """
+    promised_block_count: _builtins.int
+    """Blocks promised to prompts that are still growing."""
+    evicted_block_count: _builtins.int
+    """Cached blocks that were granted anew since the session began."""
+    @_builtins.property
+    def spec(self) -> Global___PoolSpec:
+        """As declared by its owner."""
 
     @_builtins.property
-    def report_required(self) -> Global___ReportRequired:
-        """The server has no such state: the owner sends a block report, an empty one for an empty pool."""
-
-    @_builtins.property
-    def ready(self) -> Global___Ready:
-        """The report is in force; steps may follow."""
-
-    @_builtins.property
-    def step_reply(self) -> Global___StepReply:
-        """Answer to one step, in step order."""
-
-    @_builtins.property
-    def heartbeat(self) -> Global___Heartbeat:
-        """Answer to a heartbeat. From ReportRequired to Ready the server sends one every second without being asked. An owner
-        that hears nothing for `Limits.silence_ms` leaves its stream for a new one.
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupUsage]:
+        """Blocks by group, in order of the groups. Groups of one specification have equal numbers, since the same happens to
+        all of them.
         """
 
     def __init__(
         self,
         *,
-        resumed: Global___Resumed | None = ...,
-        report_required: Global___ReportRequired | None = ...,
-        ready: Global___Ready | None = ...,
-        step_reply: Global___StepReply | None = ...,
-        heartbeat: Global___Heartbeat | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "ready", b"ready", "report_required", b"report_required", "resumed", b"resumed", "step_reply", b"step_reply"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "ready", b"ready", "report_required", b"report_required", "resumed", b"resumed", "step_reply", b"step_reply"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["resumed", "report_required", "ready", "step_reply", "heartbeat"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
-
-Global___SessionReply: _TypeAlias = SessionReply  # noqa: Y015
-
-@_typing.final
-class Attach(_message.Message):
-    """Attach: takes a pool, or takes it back. An epoch that is not higher than every earlier one of this incarnation fails
-    with ABORTED / FENCED. Another incarnation fails with ALREADY_EXISTS / POOL_OWNED while the owner's lease lives. An
-    accepted attach fences every older stream of the pool.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VERSION_FIELD_NUMBER: _builtins.int
-    POOL_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    RESUME_SESSION_FIELD_NUMBER: _builtins.int
-    LAST_STEP_FIELD_NUMBER: _builtins.int
-    SPEC_FIELD_NUMBER: _builtins.int
-    WINDOW_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
-    """Protocol version: 3. Any other fails with FAILED_PRECONDITION / VERSION. It changes where an old message would be
-    misread; what is merely new is a feature of `spec`.
-    """
-    pool: _builtins.str
-    """Name of the pool, 1 to 128 characters of [A-Za-z0-9._/-]."""
-    incarnation: _builtins.bytes
-    """Random 16 bytes, one per life of the process that holds the tables."""
-    epoch: _builtins.int
-    """Number of this attach: 1 for the first of that incarnation, higher for each later one."""
-    resume_session: _builtins.bytes
-    """Session id to resume; empty if there is none. Equal step numbers alone do not prove that the server has this
-    session's state.
-    """
-    last_step: _builtins.int
-    """Number of the last step whose reply the owner applied; 0 if none."""
-    window: _builtins.int
-    """Steps that the owner wants to have unanswered at a time, 1 to 8."""
-    @_builtins.property
-    def spec(self) -> Global___PoolSpec:
-        """The pool's specification; where a session is resumed it must equal that session's."""
-
-    def __init__(
-        self,
-        *,
-        version: _builtins.int = ...,
         pool: _builtins.str = ...,
-        incarnation: _builtins.bytes = ...,
-        epoch: _builtins.int = ...,
-        resume_session: _builtins.bytes = ...,
-        last_step: _builtins.int = ...,
         spec: Global___PoolSpec | None = ...,
-        window: _builtins.int = ...,
+        session_kind: Global___SessionKind.ValueType = ...,
+        connected: _builtins.bool = ...,
+        lease_remaining_ms: _builtins.int = ...,
+        empty_block_count: _builtins.int = ...,
+        cached_block_count: _builtins.int = ...,
+        held_block_count: _builtins.int = ...,
+        sequence_count: _builtins.int = ...,
+        table_entry_count: _builtins.int = ...,
+        last_step: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupUsage] | None = ...,
+        unwritten_slot_count: _builtins.int = ...,
+        promised_block_count: _builtins.int = ...,
+        evicted_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "last_step", b"last_step", "pool", b"pool", "resume_session", b"resume_session", "spec", b"spec", "version", b"version", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "connected", b"connected", "empty_block_count", b"empty_block_count", "evicted_block_count", b"evicted_block_count", "groups", b"groups", "held_block_count", b"held_block_count", "last_step", b"last_step", "lease_remaining_ms", b"lease_remaining_ms", "pool", b"pool", "promised_block_count", b"promised_block_count", "sequence_count", b"sequence_count", "session_kind", b"session_kind", "spec", b"spec", "table_entry_count", b"table_entry_count", "unwritten_slot_count", b"unwritten_slot_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Attach: _TypeAlias = Attach  # noqa: Y015
+Global___PoolSummary: _TypeAlias = PoolSummary  # noqa: Y015
 
 @_typing.final
-class Resumed(_message.Message):
-    """Resumed: the server has the state of the session that the owner named."""
+class GroupUsage(_message.Message):
+    """GroupUsage: blocks of one group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    NEXT_STEP_FIELD_NUMBER: _builtins.int
-    LEASE_MS_FIELD_NUMBER: _builtins.int
-    LIMITS_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.bytes
-    """The session, 16 bytes."""
-    next_step: _builtins.int
-    """Number of the next step that has not been applied."""
-    lease_ms: _builtins.int
-    """Milliseconds without a message after which the pool is dropped."""
-    @_builtins.property
-    def limits(self) -> _server_pb2.Limits:
-        """What the server accepts."""
+    GROUP_FIELD_NUMBER: _builtins.int
+    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """Its number."""
+    held_block_count: _builtins.int
+    """Blocks in at least one table, and published ones in none."""
+    cached_block_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        held_block_count: _builtins.int = ...,
+        cached_block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "group", b"group", "held_block_count", b"held_block_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+Global___GroupUsage: _TypeAlias = GroupUsage  # noqa: Y015
+
+@_typing.final
+class GetPoolRequest(_message.Message):
+    """GetPoolRequest: asks for one pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolRequest: _TypeAlias = GetPoolRequest  # noqa: Y015
+
+@_typing.final
+class GetPoolResponse(_message.Message):
+    """GetPoolResponse: one pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Features that the server knows. An owner that relies on another one leaves."""
+    def summary(self) -> Global___PoolSummary:
+        """The summary."""
 
     def __init__(
         self,
         *,
-        session_id: _builtins.bytes = ...,
-        next_step: _builtins.int = ...,
-        lease_ms: _builtins.int = ...,
-        limits: _server_pb2.Limits | None = ...,
-        features: _abc.Iterable[_builtins.str] | None = ...,
+        summary: Global___PoolSummary | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Resumed: _TypeAlias = Resumed  # noqa: Y015
+Global___GetPoolResponse: _TypeAlias = GetPoolResponse  # noqa: Y015
 
 @_typing.final
-class ReportRequired(_message.Message):
-    """ReportRequired: the owner must report the state of its pool before the server grants anything."""
+class GetPoolBlocksRequest(_message.Message):
+    """GetPoolBlocksRequest: asks for a page of a pool's blocks and sequences. Pages are not of one instant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Name of the pool."""
+    page_size: _builtins.int
+    """Sequences to tell at most; 0 means as many as fit. An answer may have fewer, so that it fits a message."""
+    page_token: _builtins.str
+    """`next_page_token` of the page before; empty for the first one. Any other text fails with INVALID_ARGUMENT."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolBlocksRequest: _TypeAlias = GetPoolBlocksRequest  # noqa: Y015
+
+@_typing.final
+class GetPoolBlocksResponse(_message.Message):
+    """GetPoolBlocksResponse: a page. It leaves out what is in namespaces that the caller may not use, except for counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    BLOCK_STATES_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    block_states: _builtins.bytes
+    """One byte per block, after those of the page before: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or
+    more). At most 1,048,576.
+    """
+    next_page_token: _builtins.str
+    """Asks for the next page; empty after the last one."""
+    @_builtins.property
+    def summary(self) -> Global___PoolSummary:
+        """The summary."""
+
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceInfo]:
+        """Sequences by id, after those of the page before."""
+
+    def __init__(
+        self,
+        *,
+        summary: Global___PoolSummary | None = ...,
+        block_states: _builtins.bytes = ...,
+        sequences: _abc.Iterable[Global___SequenceInfo] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_states", b"block_states", "next_page_token", b"next_page_token", "sequences", b"sequences", "summary", b"summary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolBlocksResponse: _TypeAlias = GetPoolBlocksResponse  # noqa: Y015
+
+@_typing.final
+class GetPoolUsageRequest(_message.Message):
+    """GetPoolUsageRequest: asks where the memory of a pool goes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Name of the pool."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolUsageRequest: _TypeAlias = GetPoolUsageRequest  # noqa: Y015
+
+@_typing.final
+class GetPoolUsageResponse(_message.Message):
+    """GetPoolUsageResponse: where the memory of a pool goes, in namespaces that the caller may use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def summary(self) -> Global___PoolSummary:
+        """The summary."""
+
+    @_builtins.property
+    def usage(self) -> Global___PoolUsage:
+        """The usage."""
+
+    def __init__(
+        self,
+        *,
+        summary: Global___PoolSummary | None = ...,
+        usage: Global___PoolUsage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolUsageResponse: _TypeAlias = GetPoolUsageResponse  # noqa: Y015
+
+@_typing.final
+class PoolUsage(_message.Message):
+    """PoolUsage: where the memory of a pool goes. Each list has at most 32 entries, the largest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACES_FIELD_NUMBER: _builtins.int
+    NAMESPACE_COUNT_FIELD_NUMBER: _builtins.int
+    LONGEST_PREFIXES_FIELD_NUMBER: _builtins.int
+    MOST_SHARED_PREFIXES_FIELD_NUMBER: _builtins.int
+    RUN_COUNT_FIELD_NUMBER: _builtins.int
+    RUN_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    FREE_STRETCH_COUNT_FIELD_NUMBER: _builtins.int
+    namespace_count: _builtins.int
+    run_count: _builtins.int
+    """Runs, which are the stretches that the index of full attention consists of, and blocks in them: many short runs
+    mean that the index is fragmented.
+    """
+    run_block_count: _builtins.int
+    free_block_count: _builtins.int
+    """Free blocks, and the ranges of consecutive ids that they form: many short ranges mean that the physical pages are
+    fragmented, which costs nothing but longer copy lists.
+    """
+    free_stretch_count: _builtins.int
+    @_builtins.property
+    def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceUsage]:
+        """Namespaces by blocks held and cached, and how many namespaces there are in all."""
+
+    @_builtins.property
+    def longest_prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixUsage]:
+        """Published prefixes of full attention by length, each up to its deepest block."""
+
+    @_builtins.property
+    def most_shared_prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixUsage]:
+        """Stretches by the number of tables that hold them."""
+
+    def __init__(
+        self,
+        *,
+        namespaces: _abc.Iterable[Global___NamespaceUsage] | None = ...,
+        namespace_count: _builtins.int = ...,
+        longest_prefixes: _abc.Iterable[Global___PrefixUsage] | None = ...,
+        most_shared_prefixes: _abc.Iterable[Global___PrefixUsage] | None = ...,
+        run_count: _builtins.int = ...,
+        run_block_count: _builtins.int = ...,
+        free_block_count: _builtins.int = ...,
+        free_stretch_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_block_count", b"free_block_count", "free_stretch_count", b"free_stretch_count", "longest_prefixes", b"longest_prefixes", "most_shared_prefixes", b"most_shared_prefixes", "namespace_count", b"namespace_count", "namespaces", b"namespaces", "run_block_count", b"run_block_count", "run_count", b"run_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolUsage: _TypeAlias = PoolUsage  # noqa: Y015
+
+@_typing.final
+class NamespaceUsage(_message.Message):
+    """NamespaceUsage: blocks of one namespace, all groups together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Its name."""
+    held_block_count: _builtins.int
+    """Blocks in at least one table, each counted once, and published ones in none."""
+    cached_block_count: _builtins.int
+    sequence_count: _builtins.int
+    """Live sequences."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        held_block_count: _builtins.int = ...,
+        cached_block_count: _builtins.int = ...,
+        sequence_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "held_block_count", b"held_block_count", "namespace", b"namespace", "sequence_count", b"sequence_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamespaceUsage: _TypeAlias = NamespaceUsage  # noqa: Y015
+
+@_typing.final
+class PrefixUsage(_message.Message):
+    """PrefixUsage: a stretch of consecutive published blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    DIGEST_PREFIX_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    HOLDER_COUNT_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Namespace of the prefix."""
+    digest_prefix: _builtins.bytes
+    """First 8 bytes of the digest of its last block: enough to tell prefixes apart, too little to ask for one."""
+    token_count: _builtins.int
+    """Tokens from the root to the end of the stretch, and blocks of the stretch, all its groups together."""
+    block_count: _builtins.int
+    holder_count: _builtins.int
+    """Sequences whose tables hold the whole stretch."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        digest_prefix: _builtins.bytes = ...,
+        token_count: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+        holder_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "digest_prefix", b"digest_prefix", "holder_count", b"holder_count", "namespace", b"namespace", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixUsage: _TypeAlias = PrefixUsage  # noqa: Y015
+
+@_typing.final
+class SequenceInfo(_message.Message):
+    """SequenceInfo: one live sequence with its tables."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    FIRST_ENTRY_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    """Its id."""
+    namespace: _builtins.str
+    """Its namespace."""
+    token_count: _builtins.int
+    """Tokens that it can hold, and tokens that it has committed."""
+    committed_token_count: _builtins.int
+    first_entry: _builtins.int
+    """Index of the first entry of every table here; above 0 where an earlier page carried the first entries."""
+    continues: _builtins.bool
+    """True if the tables go on in the next page."""
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
+        """One table per group, from `first_entry` on."""
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        namespace: _builtins.str = ...,
+        token_count: _builtins.int = ...,
+        committed_token_count: _builtins.int = ...,
+        tables: _abc.Iterable[Global___BlockTable] | None = ...,
+        first_entry: _builtins.int = ...,
+        continues: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_token_count", b"committed_token_count", "continues", b"continues", "first_entry", b"first_entry", "namespace", b"namespace", "sequence_id", b"sequence_id", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceInfo: _TypeAlias = SequenceInfo  # noqa: Y015
+
+@_typing.final
+class WatchEventsRequest(_message.Message):
+    """---------------------------------------------------------------------------------------------------------------------
+    To watch: events
+
+    WatchEventsRequest: asks for the events of one pool.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Its name."""
+    session_id: _builtins.bytes
+    """Session and cursor of the last event that an earlier watch got, to go on from there. That event must be the
+    snapshot's `snapshot_end` or a later one: a watch that goes on from the middle of a snapshot never gets the rest of
+    it. Without the two fields, or where the server cannot resume (another session, or events that are no longer kept),
+    the watch starts over with `cleared` and a snapshot.
+    """
+    cursor: _builtins.int
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        session_id: _builtins.bytes = ...,
+        cursor: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "pool", b"pool", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
+
+@_typing.final
+class CacheEvent(_message.Message):
+    """CacheEvent: one change of a pool's prefix index, in a namespace that the caller may use. Watchers get a change when
+    the owner has acknowledged the step that made it, and at once where its session is unary. A snapshot names everything
+    that can be hit. It may name blocks that a later `stored` names again, and blocks that are gone already and whose
+    `removed` is still to come. A watcher that applies `stored` and `removed` in order has the exact index from
+    `snapshot_end` on. While nothing happens, `progress` comes every 5 s: a watcher that hears nothing for longer has lost
+    its connection.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURSOR_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_END_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.int
+    """Position to resume a watch from; the same for all messages of a snapshot."""
+    pool: _builtins.str
+    """The pool, its session and the step that made the change (0 in a snapshot)."""
+    session_id: _builtins.bytes
+    step: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Groups that the change is about: all groups of one specification change together."""
+
+    @_builtins.property
+    def stored(self) -> Global___BlocksStored:
+        """Blocks became hittable."""
+
+    @_builtins.property
+    def removed(self) -> Global___BlocksRemoved:
+        """Digests no longer hit: no block carries them any more."""
+
+    @_builtins.property
+    def cleared(self) -> Global___IndexCleared:
+        """Nothing can be hit any more: a new session or a snapshot begins."""
+
+    @_builtins.property
+    def snapshot_end(self) -> Global___SnapshotEnd:
+        """The snapshot is complete, and so are the changes that were made while it was sent."""
+
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """Nothing has happened since the last message: the watcher has everything up to `cursor`."""
+
+    def __init__(
+        self,
+        *,
+        cursor: _builtins.int = ...,
+        pool: _builtins.str = ...,
+        session_id: _builtins.bytes = ...,
+        step: _builtins.int = ...,
+        groups: _abc.Iterable[_builtins.int] | None = ...,
+        stored: Global___BlocksStored | None = ...,
+        removed: Global___BlocksRemoved | None = ...,
+        cleared: Global___IndexCleared | None = ...,
+        snapshot_end: Global___SnapshotEnd | None = ...,
+        progress: Global___Progress | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "progress", b"progress", "removed", b"removed", "snapshot_end", b"snapshot_end", "stored", b"stored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "cursor", b"cursor", "groups", b"groups", "pool", b"pool", "progress", b"progress", "removed", b"removed", "session_id", b"session_id", "snapshot_end", b"snapshot_end", "step", b"step", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["stored", "removed", "cleared", "snapshot_end", "progress"]  # noqa: Y015
+    _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
+
+Global___CacheEvent: _TypeAlias = CacheEvent  # noqa: Y015
+
+@_typing.final
+class BlocksStored(_message.Message):
+    """BlocksStored: a stretch of blocks that can be hit from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    PARENT_DIGEST_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Namespace of the prefix."""
+    parent_digest: _builtins.bytes
+    """Digest of the block before its first one; empty at the root, and in groups other than full attention, whose blocks
+    need no ancestors.
+    """
+    digests: _builtins.bytes
+    """Digests, 32 bytes each."""
+    block_size: _builtins.int
+    """Tokens per block."""
+    first_position: _builtins.int
+    """Blocks of the prefix before the first one here; of STATE, digest blocks from the root to the checkpoint, the last
+    one included.
+    """
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        parent_digest: _builtins.bytes = ...,
+        digests: _builtins.bytes = ...,
+        block_size: _builtins.int = ...,
+        first_position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "digests", b"digests", "first_position", b"first_position", "namespace", b"namespace", "parent_digest", b"parent_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlocksStored: _TypeAlias = BlocksStored  # noqa: Y015
+
+@_typing.final
+class BlocksRemoved(_message.Message):
+    """BlocksRemoved: digests that left the index, of consecutive blocks of one prefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Namespace of the prefix."""
+    digests: _builtins.bytes
+    """Digests, 32 bytes each."""
+    first_position: _builtins.int
+    """As in BlocksStored."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        digests: _builtins.bytes = ...,
+        first_position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "first_position", b"first_position", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlocksRemoved: _TypeAlias = BlocksRemoved  # noqa: Y015
+
+@_typing.final
+class IndexCleared(_message.Message):
+    """IndexCleared: nothing can be hit any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -583,259 +1173,102 @@ class ReportRequired(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReportRequired: _TypeAlias = ReportRequired  # noqa: Y015
+Global___IndexCleared: _TypeAlias = IndexCleared  # noqa: Y015
 
 @_typing.final
-class ReportChunk(_message.Message):
-    """ReportChunk: part of the owner's account of its pool, at most 4,096 entries (sequences, published blocks and freed
-    blocks together) and 256 KiB. The server stages chunks, and ReportEnd puts all of them in force at once. A whole
-    report may take what the pool can need: 256 bytes for each of its blocks, 256 bytes and 8 a group for each sequence
-    that it may have, and 67,108,864 table entries beyond one for each block, for sequences that share blocks. A larger
-    one fails with RESOURCE_EXHAUSTED / TOO_LARGE. The server stages few reports at a time and refuses others with
-    RESOURCE_EXHAUSTED / REPORT_ADMISSION.
+class SnapshotEnd(_message.Message):
+    """SnapshotEnd: the snapshot is complete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotEnd: _TypeAlias = SnapshotEnd  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """Progress: the watch is alive and complete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class OpenSessionRequest(_message.Message):
+    """---------------------------------------------------------------------------------------------------------------------
+    To own by calls: sessions
+
+    OpenSessionRequest: asks for a pool as Attach does, and starts with an empty one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUMBER_FIELD_NUMBER: _builtins.int
-    SEQUENCES_FIELD_NUMBER: _builtins.int
-    FREED_BLOCKS_FIELD_NUMBER: _builtins.int
-    FREED_STEPS_FIELD_NUMBER: _builtins.int
-    FREED_OPERATIONS_FIELD_NUMBER: _builtins.int
-    FREED_POSITIONS_FIELD_NUMBER: _builtins.int
-    NAMESPACES_FIELD_NUMBER: _builtins.int
-    PREFIXES_FIELD_NUMBER: _builtins.int
-    number: _builtins.int
-    """Number of the chunk within its report: 0, 1, 2, ..."""
-    freed_blocks: _builtins.bytes
-    """Published blocks that no table holds and that were freed, in any order: block ids, uint32 little-endian. They are
-    evicted in the order of their frees, after the cached blocks that were never freed.
-    """
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id chosen by the caller, 1 to 64 characters; a request with a repeated id returns the first answer."""
+    pool: _builtins.str
+    """Name of the pool, 1 to 128 characters of [A-Za-z0-9._/-]."""
+    version: _builtins.int
+    """As in Attach."""
     @_builtins.property
-    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedSequence]:
-        """Live sequences, by rising id. A sequence whose tables do not fit goes on in a later chunk, with the same id, the
-        same counts, and tables whose entries follow those sent before.
-        """
-
-    @_builtins.property
-    def freed_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Number of the step that freed each of them last."""
-
-    @_builtins.property
-    def freed_operations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Index of the operation within that step, and rank of the block in the order in which that operation released its
-        blocks.
-        """
-
-    @_builtins.property
-    def freed_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Namespaces that this chunk refers to by index."""
-
-    @_builtins.property
-    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedPrefix]:
-        """Stretches of published blocks, held or not. A block of full attention whose ancestors are not reported is left out;
-        where a table holds such a block, the report is refused.
-        """
+    def spec(self) -> Global___PoolSpec:
+        """The pool's specification."""
 
     def __init__(
         self,
         *,
-        number: _builtins.int = ...,
-        sequences: _abc.Iterable[Global___ReportedSequence] | None = ...,
-        freed_blocks: _builtins.bytes = ...,
-        freed_steps: _abc.Iterable[_builtins.int] | None = ...,
-        freed_operations: _abc.Iterable[_builtins.int] | None = ...,
-        freed_positions: _abc.Iterable[_builtins.int] | None = ...,
-        namespaces: _abc.Iterable[_builtins.str] | None = ...,
-        prefixes: _abc.Iterable[Global___ReportedPrefix] | None = ...,
+        request_id: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        spec: Global___PoolSpec | None = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_blocks", b"freed_blocks", "freed_operations", b"freed_operations", "freed_positions", b"freed_positions", "freed_steps", b"freed_steps", "namespaces", b"namespaces", "number", b"number", "prefixes", b"prefixes", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "request_id", b"request_id", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReportChunk: _TypeAlias = ReportChunk  # noqa: Y015
+Global___OpenSessionRequest: _TypeAlias = OpenSessionRequest  # noqa: Y015
 
 @_typing.final
-class ReportedPrefix(_message.Message):
-    """ReportedPrefix: a stretch, which is consecutive published blocks of one prefix, in one group."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    GROUP_FIELD_NUMBER: _builtins.int
-    FIRST_POSITION_FIELD_NUMBER: _builtins.int
-    PARENT_DIGEST_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
-    namespace: _builtins.int
-    """Index into ReportChunk.namespaces."""
-    group: _builtins.int
-    """The group that the blocks belong to."""
-    first_position: _builtins.int
-    """Index of its first block in a table; of STATE, digest blocks from the root to the checkpoint, the last one
-    included.
-    """
-    parent_digest: _builtins.bytes
-    """Digest of the block before its first one; empty at the root, and ignored in groups other than full attention."""
-    digests: _builtins.bytes
-    """Digests, 32 bytes each."""
-    blocks: _builtins.bytes
-    """Block ids, uint32 little-endian."""
-    def __init__(
-        self,
-        *,
-        namespace: _builtins.int = ...,
-        group: _builtins.int = ...,
-        first_position: _builtins.int = ...,
-        parent_digest: _builtins.bytes = ...,
-        digests: _builtins.bytes = ...,
-        blocks: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "digests", b"digests", "first_position", b"first_position", "group", b"group", "namespace", b"namespace", "parent_digest", b"parent_digest"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReportedPrefix: _TypeAlias = ReportedPrefix  # noqa: Y015
-
-@_typing.final
-class ReportedSequence(_message.Message):
-    """ReportedSequence: one live sequence."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    COMMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    TABLES_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    CHUNK_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    STOPS_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.int
-    """Its id."""
-    namespace: _builtins.int
-    """Index into ReportChunk.namespaces."""
-    token_count: _builtins.int
-    """Tokens that it can hold (granted) and tokens that have been computed (committed)."""
-    committed_token_count: _builtins.int
-    priority: _builtins.int
-    """As in GrowPhase."""
-    prompt_token_count: _builtins.int
-    """Tokens that its first grow named: the prompt's length, and the end of the first chunk. 0 for a fork."""
-    chunk_token_count: _builtins.int
-    @_builtins.property
-    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
-        """One table per group, or the part of each that follows what earlier chunks carried. Of a sequence that keeps blocks
-        in an append-only pool these name the twins, and as many tables more follow: of each group the kept blocks where
-        they stand, and 0xFFFFFFFF everywhere else.
-        """
-
-    @_builtins.property
-    def stops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The stops that its grow was told; without those behind its prompt, if it is a fork or was forked. At most 32."""
-
-    def __init__(
-        self,
-        *,
-        sequence_id: _builtins.int = ...,
-        namespace: _builtins.int = ...,
-        token_count: _builtins.int = ...,
-        committed_token_count: _builtins.int = ...,
-        tables: _abc.Iterable[Global___BlockTable] | None = ...,
-        priority: _builtins.int = ...,
-        prompt_token_count: _builtins.int = ...,
-        chunk_token_count: _builtins.int = ...,
-        stops: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_token_count", b"chunk_token_count", "committed_token_count", b"committed_token_count", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "sequence_id", b"sequence_id", "stops", b"stops", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReportedSequence: _TypeAlias = ReportedSequence  # noqa: Y015
-
-@_typing.final
-class BlockTable(_message.Message):
-    """BlockTable: the blocks of one sequence in one group, in order of position."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BLOCKS_FIELD_NUMBER: _builtins.int
-    blocks: _builtins.bytes
-    """Block ids, uint32 little-endian; 0xFFFFFFFF where a block was given back (windowed groups). A table of a STATE
-    group has one entry.
-    """
-    def __init__(
-        self,
-        *,
-        blocks: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BlockTable: _TypeAlias = BlockTable  # noqa: Y015
-
-@_typing.final
-class ReportEnd(_message.Message):
-    """ReportEnd: closes the report; the server checks it, puts all of it in force at once and answers Ready."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
-    LAST_STEP_FIELD_NUMBER: _builtins.int
-    LAST_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    chunk_count: _builtins.int
-    """Chunks that were sent; 0 reports an empty pool."""
-    last_step: _builtins.int
-    """Number of the last step whose reply the owner applied, in any session; the next step carries the number after it."""
-    last_sequence_id: _builtins.int
-    """Highest sequence id that was ever created; a new sequence needs a higher one."""
-    def __init__(
-        self,
-        *,
-        chunk_count: _builtins.int = ...,
-        last_step: _builtins.int = ...,
-        last_sequence_id: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "last_sequence_id", b"last_sequence_id", "last_step", b"last_step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReportEnd: _TypeAlias = ReportEnd  # noqa: Y015
-
-@_typing.final
-class Ready(_message.Message):
-    """Ready: the session is open."""
+class OpenSessionResponse(_message.Message):
+    """OpenSessionResponse: the session that later calls name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     NEXT_STEP_FIELD_NUMBER: _builtins.int
-    STATE_DIGEST_FIELD_NUMBER: _builtins.int
+    LAST_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
-    """New session id, 16 bytes."""
+    """Id of the session, 16 bytes; every step carries it."""
     next_step: _builtins.int
-    """Number that the first step must carry."""
-    state_digest: _builtins.bytes
-    """Digest of the state after the report (docs/session.md); empty when the server computes none."""
+    """Number that the next step must carry: 1 in a new session."""
+    last_sequence_id: _builtins.int
+    """Highest sequence id that was ever created; a new sequence needs a higher one."""
     lease_ms: _builtins.int
-    """Milliseconds without a message after which the pool is dropped."""
+    """Milliseconds without a call after which the pool is dropped."""
     @_builtins.property
     def limits(self) -> _server_pb2.Limits:
         """What the server accepts."""
@@ -849,46 +1282,100 @@ class Ready(_message.Message):
         *,
         session_id: _builtins.bytes = ...,
         next_step: _builtins.int = ...,
-        state_digest: _builtins.bytes = ...,
+        last_sequence_id: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         limits: _server_pb2.Limits | None = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id", "state_digest", b"state_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "last_sequence_id", b"last_sequence_id", "lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Ready: _TypeAlias = Ready  # noqa: Y015
+Global___OpenSessionResponse: _TypeAlias = OpenSessionResponse  # noqa: Y015
 
 @_typing.final
-class Heartbeat(_message.Message):
-    """Heartbeat: renews the lease."""
+class DropCacheRequest(_message.Message):
+    """DropCacheRequest: what to forget. What the owner is still to be told of earlier ones has at most 16 drops and 1,024
+    digests; RESOURCE_EXHAUSTED / LIMIT beyond.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ACK_FIELD_NUMBER: _builtins.int
-    ack: _builtins.int
-    """From the owner: number of the last step whose reply it applied, as in Step; watchers may be told of the steps up to
-    that one. 0 in the answer.
-    """
+    POOL_FIELD_NUMBER: _builtins.int
+    DROP_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Name of the pool."""
+    @_builtins.property
+    def drop(self) -> Global___CacheDrop:
+        """What of it."""
+
     def __init__(
         self,
         *,
-        ack: _builtins.int = ...,
+        pool: _builtins.str = ...,
+        drop: Global___CacheDrop | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop", "pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+Global___DropCacheRequest: _TypeAlias = DropCacheRequest  # noqa: Y015
 
 @_typing.final
-class Detach(_message.Message):
-    """Detach: the owner leaves; the server drops the tables and the index of the pool."""
+class DropCacheResponse(_message.Message):
+    """DropCacheResponse: what was forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROPPED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    dropped_block_count: _builtins.int
+    """Blocks that were forgotten, of all groups."""
+    held_block_count: _builtins.int
+    """Blocks that sequences hold, of the namespace or of all: those of them that are published can be hit still."""
+    def __init__(
+        self,
+        *,
+        dropped_block_count: _builtins.int = ...,
+        held_block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_block_count", b"dropped_block_count", "held_block_count", b"held_block_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropCacheResponse: _TypeAlias = DropCacheResponse  # noqa: Y015
+
+@_typing.final
+class CloseSessionRequest(_message.Message):
+    """CloseSessionRequest: gives a pool back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    """The session."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseSessionRequest: _TypeAlias = CloseSessionRequest  # noqa: Y015
+
+@_typing.final
+class CloseSessionResponse(_message.Message):
+    """CloseSessionResponse: the session is closed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -901,7 +1388,7 @@ class Detach(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Detach: _TypeAlias = Detach  # noqa: Y015
+Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
 
 @_typing.final
 class Step(_message.Message):
@@ -1610,65 +2097,486 @@ class RemovedBlocks(_message.Message):
 Global___RemovedBlocks: _TypeAlias = RemovedBlocks  # noqa: Y015
 
 @_typing.final
-class OpenSessionRequest(_message.Message):
+class SessionRequest(_message.Message):
     """---------------------------------------------------------------------------------------------------------------------
-    Unary sessions
+    To own by a stream
 
-    OpenSessionRequest: asks for a pool as Attach does, and starts with an empty one.
+    SessionRequest: from the owner of a pool.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    POOL_FIELD_NUMBER: _builtins.int
-    SPEC_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Id chosen by the caller, 1 to 64 characters; a request with a repeated id returns the first answer."""
-    pool: _builtins.str
-    """Name of the pool, 1 to 128 characters of [A-Za-z0-9._/-]."""
-    version: _builtins.int
-    """As in Attach."""
+    ATTACH_FIELD_NUMBER: _builtins.int
+    REPORT_CHUNK_FIELD_NUMBER: _builtins.int
+    REPORT_END_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    DETACH_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def spec(self) -> Global___PoolSpec:
-        """The pool's specification."""
+    def attach(self) -> Global___Attach:
+        """First message of every stream."""
+
+    @_builtins.property
+    def report_chunk(self) -> Global___ReportChunk:
+        """Part of the block report that ReportRequired asked for."""
+
+    @_builtins.property
+    def report_end(self) -> Global___ReportEnd:
+        """End of that report."""
+
+    @_builtins.property
+    def step(self) -> Global___Step:
+        """Operations, in numbered steps."""
+
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """Sent every `Limits.heartbeat_ms` in which the owner sent nothing else; renews the lease."""
+
+    @_builtins.property
+    def detach(self) -> Global___Detach:
+        """Gives the pool back at once instead of letting the lease run out; the server then ends the stream with OK."""
 
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        pool: _builtins.str = ...,
-        spec: Global___PoolSpec | None = ...,
+        attach: Global___Attach | None = ...,
+        report_chunk: Global___ReportChunk | None = ...,
+        report_end: Global___ReportEnd | None = ...,
+        step: Global___Step | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
+        detach: Global___Detach | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "detach", b"detach", "heartbeat", b"heartbeat", "message", b"message", "report_chunk", b"report_chunk", "report_end", b"report_end", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "detach", b"detach", "heartbeat", b"heartbeat", "message", b"message", "report_chunk", b"report_chunk", "report_end", b"report_end", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "report_chunk", "report_end", "step", "heartbeat", "detach"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionReply(_message.Message):
+    """SessionReply: to the owner of a pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESUMED_FIELD_NUMBER: _builtins.int
+    REPORT_REQUIRED_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    STEP_REPLY_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def resumed(self) -> Global___Resumed:
+        """The server still has the state of `resume_session`: the owner sends its unanswered steps again, byte for byte."""
+
+    @_builtins.property
+    def report_required(self) -> Global___ReportRequired:
+        """The server has no such state: the owner sends a block report, an empty one for an empty pool."""
+
+    @_builtins.property
+    def ready(self) -> Global___Ready:
+        """The report is in force; steps may follow."""
+
+    @_builtins.property
+    def step_reply(self) -> Global___StepReply:
+        """Answer to one step, in step order."""
+
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """Answer to a heartbeat. From ReportRequired to Ready the server sends one every second without being asked. An owner
+        that hears nothing for `Limits.silence_ms` leaves its stream for a new one.
+        """
+
+    def __init__(
+        self,
+        *,
+        resumed: Global___Resumed | None = ...,
+        report_required: Global___ReportRequired | None = ...,
+        ready: Global___Ready | None = ...,
+        step_reply: Global___StepReply | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "ready", b"ready", "report_required", b"report_required", "resumed", b"resumed", "step_reply", b"step_reply"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "ready", b"ready", "report_required", b"report_required", "resumed", b"resumed", "step_reply", b"step_reply"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["resumed", "report_required", "ready", "step_reply", "heartbeat"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___SessionReply: _TypeAlias = SessionReply  # noqa: Y015
+
+@_typing.final
+class Attach(_message.Message):
+    """Attach: takes a pool, or takes it back. An epoch that is not higher than every earlier one of this incarnation fails
+    with ABORTED / FENCED. Another incarnation fails with ALREADY_EXISTS / POOL_OWNED while the owner's lease lives. An
+    accepted attach fences every older stream of the pool.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    RESUME_SESSION_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Protocol version: 3. Any other fails with FAILED_PRECONDITION / VERSION. It changes where an old message would be
+    misread; what is merely new is a feature of `spec`.
+    """
+    pool: _builtins.str
+    """Name of the pool, 1 to 128 characters of [A-Za-z0-9._/-]."""
+    incarnation: _builtins.bytes
+    """Random 16 bytes, one per life of the process that holds the tables."""
+    epoch: _builtins.int
+    """Number of this attach: 1 for the first of that incarnation, higher for each later one."""
+    resume_session: _builtins.bytes
+    """Session id to resume; empty if there is none. Equal step numbers alone do not prove that the server has this
+    session's state.
+    """
+    last_step: _builtins.int
+    """Number of the last step whose reply the owner applied; 0 if none."""
+    window: _builtins.int
+    """Steps that the owner wants to have unanswered at a time, 1 to 8."""
+    @_builtins.property
+    def spec(self) -> Global___PoolSpec:
+        """The pool's specification; where a session is resumed it must equal that session's."""
+
+    def __init__(
+        self,
+        *,
         version: _builtins.int = ...,
+        pool: _builtins.str = ...,
+        incarnation: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        resume_session: _builtins.bytes = ...,
+        last_step: _builtins.int = ...,
+        spec: Global___PoolSpec | None = ...,
+        window: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "request_id", b"request_id", "spec", b"spec", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "last_step", b"last_step", "pool", b"pool", "resume_session", b"resume_session", "spec", b"spec", "version", b"version", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___OpenSessionRequest: _TypeAlias = OpenSessionRequest  # noqa: Y015
+Global___Attach: _TypeAlias = Attach  # noqa: Y015
 
 @_typing.final
-class OpenSessionResponse(_message.Message):
-    """OpenSessionResponse: the session that later calls name."""
+class Resumed(_message.Message):
+    """Resumed: the server has the state of the session that the owner named."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     NEXT_STEP_FIELD_NUMBER: _builtins.int
-    LAST_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
-    """Id of the session, 16 bytes; every step carries it."""
+    """The session, 16 bytes."""
     next_step: _builtins.int
-    """Number that the next step must carry: 1 in a new session."""
+    """Number of the next step that has not been applied."""
+    lease_ms: _builtins.int
+    """Milliseconds without a message after which the pool is dropped."""
+    @_builtins.property
+    def limits(self) -> _server_pb2.Limits:
+        """What the server accepts."""
+
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Features that the server knows. An owner that relies on another one leaves."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        next_step: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+        limits: _server_pb2.Limits | None = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resumed: _TypeAlias = Resumed  # noqa: Y015
+
+@_typing.final
+class ReportRequired(_message.Message):
+    """ReportRequired: the owner must report the state of its pool before the server grants anything."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportRequired: _TypeAlias = ReportRequired  # noqa: Y015
+
+@_typing.final
+class ReportChunk(_message.Message):
+    """ReportChunk: part of the owner's account of its pool, at most 4,096 entries (sequences, published blocks and freed
+    blocks together) and 256 KiB. The server stages chunks, and ReportEnd puts all of them in force at once. A whole
+    report may take what the pool can need: 256 bytes for each of its blocks, 256 bytes and 8 a group for each sequence
+    that it may have, and 67,108,864 table entries beyond one for each block, for sequences that share blocks. A larger
+    one fails with RESOURCE_EXHAUSTED / TOO_LARGE. The server stages few reports at a time and refuses others with
+    RESOURCE_EXHAUSTED / REPORT_ADMISSION.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    FREED_BLOCKS_FIELD_NUMBER: _builtins.int
+    FREED_STEPS_FIELD_NUMBER: _builtins.int
+    FREED_OPERATIONS_FIELD_NUMBER: _builtins.int
+    FREED_POSITIONS_FIELD_NUMBER: _builtins.int
+    NAMESPACES_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of the chunk within its report: 0, 1, 2, ..."""
+    freed_blocks: _builtins.bytes
+    """Published blocks that no table holds and that were freed, in any order: block ids, uint32 little-endian. They are
+    evicted in the order of their frees, after the cached blocks that were never freed.
+    """
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedSequence]:
+        """Live sequences, by rising id. A sequence whose tables do not fit goes on in a later chunk, with the same id, the
+        same counts, and tables whose entries follow those sent before.
+        """
+
+    @_builtins.property
+    def freed_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of the step that freed each of them last."""
+
+    @_builtins.property
+    def freed_operations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Index of the operation within that step, and rank of the block in the order in which that operation released its
+        blocks.
+        """
+
+    @_builtins.property
+    def freed_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Namespaces that this chunk refers to by index."""
+
+    @_builtins.property
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedPrefix]:
+        """Stretches of published blocks, held or not. A block of full attention whose ancestors are not reported is left out;
+        where a table holds such a block, the report is refused.
+        """
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        sequences: _abc.Iterable[Global___ReportedSequence] | None = ...,
+        freed_blocks: _builtins.bytes = ...,
+        freed_steps: _abc.Iterable[_builtins.int] | None = ...,
+        freed_operations: _abc.Iterable[_builtins.int] | None = ...,
+        freed_positions: _abc.Iterable[_builtins.int] | None = ...,
+        namespaces: _abc.Iterable[_builtins.str] | None = ...,
+        prefixes: _abc.Iterable[Global___ReportedPrefix] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_blocks", b"freed_blocks", "freed_operations", b"freed_operations", "freed_positions", b"freed_positions", "freed_steps", b"freed_steps", "namespaces", b"namespaces", "number", b"number", "prefixes", b"prefixes", "sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportChunk: _TypeAlias = ReportChunk  # noqa: Y015
+
+@_typing.final
+class ReportedPrefix(_message.Message):
+    """ReportedPrefix: a stretch, which is consecutive published blocks of one prefix, in one group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    PARENT_DIGEST_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.int
+    """Index into ReportChunk.namespaces."""
+    group: _builtins.int
+    """The group that the blocks belong to."""
+    first_position: _builtins.int
+    """Index of its first block in a table; of STATE, digest blocks from the root to the checkpoint, the last one
+    included.
+    """
+    parent_digest: _builtins.bytes
+    """Digest of the block before its first one; empty at the root, and ignored in groups other than full attention."""
+    digests: _builtins.bytes
+    """Digests, 32 bytes each."""
+    blocks: _builtins.bytes
+    """Block ids, uint32 little-endian."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.int = ...,
+        group: _builtins.int = ...,
+        first_position: _builtins.int = ...,
+        parent_digest: _builtins.bytes = ...,
+        digests: _builtins.bytes = ...,
+        blocks: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "digests", b"digests", "first_position", b"first_position", "group", b"group", "namespace", b"namespace", "parent_digest", b"parent_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportedPrefix: _TypeAlias = ReportedPrefix  # noqa: Y015
+
+@_typing.final
+class ReportedSequence(_message.Message):
+    """ReportedSequence: one live sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    STOPS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    """Its id."""
+    namespace: _builtins.int
+    """Index into ReportChunk.namespaces."""
+    token_count: _builtins.int
+    """Tokens that it can hold (granted) and tokens that have been computed (committed)."""
+    committed_token_count: _builtins.int
+    priority: _builtins.int
+    """As in GrowPhase."""
+    prompt_token_count: _builtins.int
+    """Tokens that its first grow named: the prompt's length, and the end of the first chunk. 0 for a fork."""
+    chunk_token_count: _builtins.int
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
+        """One table per group, or the part of each that follows what earlier chunks carried. Of a sequence that keeps blocks
+        in an append-only pool these name the twins, and as many tables more follow: of each group the kept blocks where
+        they stand, and 0xFFFFFFFF everywhere else.
+        """
+
+    @_builtins.property
+    def stops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The stops that its grow was told; without those behind its prompt, if it is a fork or was forked. At most 32."""
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        namespace: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        committed_token_count: _builtins.int = ...,
+        tables: _abc.Iterable[Global___BlockTable] | None = ...,
+        priority: _builtins.int = ...,
+        prompt_token_count: _builtins.int = ...,
+        chunk_token_count: _builtins.int = ...,
+        stops: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_token_count", b"chunk_token_count", "committed_token_count", b"committed_token_count", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "sequence_id", b"sequence_id", "stops", b"stops", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportedSequence: _TypeAlias = ReportedSequence  # noqa: Y015
+
+@_typing.final
+class BlockTable(_message.Message):
+    """BlockTable: the blocks of one sequence in one group, in order of position."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.bytes
+    """Block ids, uint32 little-endian; 0xFFFFFFFF where a block was given back (windowed groups). A table of a STATE
+    group has one entry.
+    """
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockTable: _TypeAlias = BlockTable  # noqa: Y015
+
+@_typing.final
+class ReportEnd(_message.Message):
+    """ReportEnd: closes the report; the server checks it, puts all of it in force at once and answers Ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    LAST_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    chunk_count: _builtins.int
+    """Chunks that were sent; 0 reports an empty pool."""
+    last_step: _builtins.int
+    """Number of the last step whose reply the owner applied, in any session; the next step carries the number after it."""
     last_sequence_id: _builtins.int
     """Highest sequence id that was ever created; a new sequence needs a higher one."""
+    def __init__(
+        self,
+        *,
+        chunk_count: _builtins.int = ...,
+        last_step: _builtins.int = ...,
+        last_sequence_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "last_sequence_id", b"last_sequence_id", "last_step", b"last_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportEnd: _TypeAlias = ReportEnd  # noqa: Y015
+
+@_typing.final
+class Ready(_message.Message):
+    """Ready: the session is open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    NEXT_STEP_FIELD_NUMBER: _builtins.int
+    STATE_DIGEST_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    """New session id, 16 bytes."""
+    next_step: _builtins.int
+    """Number that the first step must carry."""
+    state_digest: _builtins.bytes
+    """Digest of the state after the report (docs/session.md); empty when the server computes none."""
     lease_ms: _builtins.int
-    """Milliseconds without a call after which the pool is dropped."""
+    """Milliseconds without a message after which the pool is dropped."""
     @_builtins.property
     def limits(self) -> _server_pb2.Limits:
         """What the server accepts."""
@@ -1682,100 +2590,46 @@ class OpenSessionResponse(_message.Message):
         *,
         session_id: _builtins.bytes = ...,
         next_step: _builtins.int = ...,
-        last_sequence_id: _builtins.int = ...,
+        state_digest: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
         limits: _server_pb2.Limits | None = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "last_sequence_id", b"last_sequence_id", "lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "lease_ms", b"lease_ms", "limits", b"limits", "next_step", b"next_step", "session_id", b"session_id", "state_digest", b"state_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___OpenSessionResponse: _TypeAlias = OpenSessionResponse  # noqa: Y015
+Global___Ready: _TypeAlias = Ready  # noqa: Y015
 
 @_typing.final
-class DropCacheRequest(_message.Message):
-    """DropCacheRequest: what to forget. What the owner is still to be told of earlier ones has at most 16 drops and 1,024
-    digests; RESOURCE_EXHAUSTED / LIMIT beyond.
+class Heartbeat(_message.Message):
+    """Heartbeat: renews the lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACK_FIELD_NUMBER: _builtins.int
+    ack: _builtins.int
+    """From the owner: number of the last step whose reply it applied, as in Step; watchers may be told of the steps up to
+    that one. 0 in the answer.
     """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOL_FIELD_NUMBER: _builtins.int
-    DROP_FIELD_NUMBER: _builtins.int
-    pool: _builtins.str
-    """Name of the pool."""
-    @_builtins.property
-    def drop(self) -> Global___CacheDrop:
-        """What of it."""
-
     def __init__(
         self,
         *,
-        pool: _builtins.str = ...,
-        drop: Global___CacheDrop | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop", "pool", b"pool"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DropCacheRequest: _TypeAlias = DropCacheRequest  # noqa: Y015
-
-@_typing.final
-class DropCacheResponse(_message.Message):
-    """DropCacheResponse: what was forgotten."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DROPPED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    dropped_block_count: _builtins.int
-    """Blocks that were forgotten, of all groups."""
-    held_block_count: _builtins.int
-    """Blocks that sequences hold, of the namespace or of all: those of them that are published can be hit still."""
-    def __init__(
-        self,
-        *,
-        dropped_block_count: _builtins.int = ...,
-        held_block_count: _builtins.int = ...,
+        ack: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_block_count", b"dropped_block_count", "held_block_count", b"held_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DropCacheResponse: _TypeAlias = DropCacheResponse  # noqa: Y015
+Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
-class CloseSessionRequest(_message.Message):
-    """CloseSessionRequest: gives a pool back."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.bytes
-    """The session."""
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CloseSessionRequest: _TypeAlias = CloseSessionRequest  # noqa: Y015
-
-@_typing.final
-class CloseSessionResponse(_message.Message):
-    """CloseSessionResponse: the session is closed."""
+class Detach(_message.Message):
+    """Detach: the owner leaves; the server drops the tables and the index of the pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1788,844 +2642,4 @@ class CloseSessionResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
-
-@_typing.final
-class MatchPrefixRequest(_message.Message):
-    """---------------------------------------------------------------------------------------------------------------------
-    Reading
-
-    MatchPrefixRequest: a prompt, as digests.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    namespace: _builtins.str
-    """Namespace, at most 128 bytes."""
-    digests: _builtins.bytes
-    """Digests of the prompt's full blocks in order, 32 bytes each. The root of the digests names model, layout and block
-    size, so that only pools that can serve the prefix match.
-    """
-    def __init__(
-        self,
-        *,
-        namespace: _builtins.str = ...,
-        digests: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "namespace", b"namespace"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MatchPrefixRequest: _TypeAlias = MatchPrefixRequest  # noqa: Y015
-
-@_typing.final
-class MatchPrefixResponse(_message.Message):
-    """MatchPrefixResponse: the pools that match at least one block, or have a junction, and that the caller may look into:
-    longest match first, then furthest junction, then by name.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MATCHES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixMatch]:
-        """One per pool."""
-
-    def __init__(
-        self,
-        *,
-        matches: _abc.Iterable[Global___PrefixMatch] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["matches", b"matches"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MatchPrefixResponse: _TypeAlias = MatchPrefixResponse  # noqa: Y015
-
-@_typing.final
-class PrefixMatch(_message.Message):
-    """PrefixMatch: what one pool has published of the prompt."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOL_FIELD_NUMBER: _builtins.int
-    MATCHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    ATTENDED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    pool: _builtins.str
-    """The pool."""
-    matched_token_count: _builtins.int
-    """Leading tokens published there that all groups can serve."""
-    attended_token_count: _builtins.int
-    """As in Unmatched: the tokens from the matched ones to here need only what windows and states keep."""
-    def __init__(
-        self,
-        *,
-        pool: _builtins.str = ...,
-        matched_token_count: _builtins.int = ...,
-        attended_token_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_token_count", b"attended_token_count", "matched_token_count", b"matched_token_count", "pool", b"pool"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PrefixMatch: _TypeAlias = PrefixMatch  # noqa: Y015
-
-@_typing.final
-class ListPoolsRequest(_message.Message):
-    """ListPoolsRequest: asks for a page of pools."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PAGE_SIZE_FIELD_NUMBER: _builtins.int
-    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    page_size: _builtins.int
-    """Pools to tell at most; 0, or more than 256, means 256. An answer may have fewer, so that it fits a message."""
-    page_token: _builtins.str
-    """`next_page_token` of the page before; empty for the first one. Any other text fails with INVALID_ARGUMENT."""
-    def __init__(
-        self,
-        *,
-        page_size: _builtins.int = ...,
-        page_token: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListPoolsRequest: _TypeAlias = ListPoolsRequest  # noqa: Y015
-
-@_typing.final
-class ListPoolsResponse(_message.Message):
-    """ListPoolsResponse: attached pools that the caller may look into, by name. Pools that come or go between two pages may
-    be missing, or be there still.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOLS_FIELD_NUMBER: _builtins.int
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    next_page_token: _builtins.str
-    """Asks for the next page; empty after the last one."""
-    @_builtins.property
-    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolSummary]:
-        """Summaries, without quotas: GetPool tells those."""
-
-    def __init__(
-        self,
-        *,
-        pools: _abc.Iterable[Global___PoolSummary] | None = ...,
-        next_page_token: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "pools", b"pools"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListPoolsResponse: _TypeAlias = ListPoolsResponse  # noqa: Y015
-
-@_typing.final
-class PoolSummary(_message.Message):
-    """PoolSummary: a pool in a few numbers. Block counts add up to `spec.block_count`."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOL_FIELD_NUMBER: _builtins.int
-    SPEC_FIELD_NUMBER: _builtins.int
-    SESSION_KIND_FIELD_NUMBER: _builtins.int
-    CONNECTED_FIELD_NUMBER: _builtins.int
-    LEASE_REMAINING_MS_FIELD_NUMBER: _builtins.int
-    EMPTY_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    CACHED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
-    TABLE_ENTRY_COUNT_FIELD_NUMBER: _builtins.int
-    LAST_STEP_FIELD_NUMBER: _builtins.int
-    GROUPS_FIELD_NUMBER: _builtins.int
-    UNWRITTEN_SLOT_COUNT_FIELD_NUMBER: _builtins.int
-    PROMISED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    EVICTED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    pool: _builtins.str
-    """Its name."""
-    session_kind: Global___SessionKind.ValueType
-    """How its owner talks."""
-    connected: _builtins.bool
-    """Whether the owner's stream is up (always true for unary sessions); where it is not, nothing renews the lease."""
-    lease_remaining_ms: _builtins.int
-    """Milliseconds until the lease ends."""
-    empty_block_count: _builtins.int
-    """Blocks that no sequence holds and that carry no digest."""
-    cached_block_count: _builtins.int
-    """Blocks that no sequence holds but that can be hit."""
-    held_block_count: _builtins.int
-    """Blocks in at least one table."""
-    sequence_count: _builtins.int
-    """Live sequences."""
-    table_entry_count: _builtins.int
-    """Sum of the lengths of all tables: the blocks that separate caches would hold. It exceeds `held_block_count` by what
-    is shared.
-    """
-    last_step: _builtins.int
-    """Number of the last step that was applied."""
-    unwritten_slot_count: _builtins.int
-    """Tokens for which held blocks have room but no token is committed: room granted ahead, and the rest of last blocks
-    (internal waste). It is counted in the first group that is not STATE, and table by table: a half-filled block that
-    two forks share counts twice.
-    """
-    promised_block_count: _builtins.int
-    """Blocks promised to prompts that are still growing."""
-    evicted_block_count: _builtins.int
-    """Cached blocks that were granted anew since the session began."""
-    @_builtins.property
-    def spec(self) -> Global___PoolSpec:
-        """As declared by its owner."""
-
-    @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupUsage]:
-        """Blocks by group, in order of the groups. Groups of one specification have equal numbers, since the same happens to
-        all of them.
-        """
-
-    def __init__(
-        self,
-        *,
-        pool: _builtins.str = ...,
-        spec: Global___PoolSpec | None = ...,
-        session_kind: Global___SessionKind.ValueType = ...,
-        connected: _builtins.bool = ...,
-        lease_remaining_ms: _builtins.int = ...,
-        empty_block_count: _builtins.int = ...,
-        cached_block_count: _builtins.int = ...,
-        held_block_count: _builtins.int = ...,
-        sequence_count: _builtins.int = ...,
-        table_entry_count: _builtins.int = ...,
-        last_step: _builtins.int = ...,
-        groups: _abc.Iterable[Global___GroupUsage] | None = ...,
-        unwritten_slot_count: _builtins.int = ...,
-        promised_block_count: _builtins.int = ...,
-        evicted_block_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "connected", b"connected", "empty_block_count", b"empty_block_count", "evicted_block_count", b"evicted_block_count", "groups", b"groups", "held_block_count", b"held_block_count", "last_step", b"last_step", "lease_remaining_ms", b"lease_remaining_ms", "pool", b"pool", "promised_block_count", b"promised_block_count", "sequence_count", b"sequence_count", "session_kind", b"session_kind", "spec", b"spec", "table_entry_count", b"table_entry_count", "unwritten_slot_count", b"unwritten_slot_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PoolSummary: _TypeAlias = PoolSummary  # noqa: Y015
-
-@_typing.final
-class GroupUsage(_message.Message):
-    """GroupUsage: blocks of one group."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    GROUP_FIELD_NUMBER: _builtins.int
-    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    CACHED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    group: _builtins.int
-    """Its number."""
-    held_block_count: _builtins.int
-    """Blocks in at least one table, and published ones in none."""
-    cached_block_count: _builtins.int
-    def __init__(
-        self,
-        *,
-        group: _builtins.int = ...,
-        held_block_count: _builtins.int = ...,
-        cached_block_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "group", b"group", "held_block_count", b"held_block_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GroupUsage: _TypeAlias = GroupUsage  # noqa: Y015
-
-@_typing.final
-class GetPoolRequest(_message.Message):
-    """GetPoolRequest: asks for one pool."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOL_FIELD_NUMBER: _builtins.int
-    pool: _builtins.str
-    """Its name."""
-    def __init__(
-        self,
-        *,
-        pool: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetPoolRequest: _TypeAlias = GetPoolRequest  # noqa: Y015
-
-@_typing.final
-class GetPoolResponse(_message.Message):
-    """GetPoolResponse: one pool."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SUMMARY_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def summary(self) -> Global___PoolSummary:
-        """The summary."""
-
-    def __init__(
-        self,
-        *,
-        summary: Global___PoolSummary | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetPoolResponse: _TypeAlias = GetPoolResponse  # noqa: Y015
-
-@_typing.final
-class GetPoolBlocksRequest(_message.Message):
-    """GetPoolBlocksRequest: asks for a page of a pool's blocks and sequences. Pages are not of one instant."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOL_FIELD_NUMBER: _builtins.int
-    PAGE_SIZE_FIELD_NUMBER: _builtins.int
-    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    pool: _builtins.str
-    """Name of the pool."""
-    page_size: _builtins.int
-    """Sequences to tell at most; 0 means as many as fit. An answer may have fewer, so that it fits a message."""
-    page_token: _builtins.str
-    """`next_page_token` of the page before; empty for the first one. Any other text fails with INVALID_ARGUMENT."""
-    def __init__(
-        self,
-        *,
-        pool: _builtins.str = ...,
-        page_size: _builtins.int = ...,
-        page_token: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "pool", b"pool"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetPoolBlocksRequest: _TypeAlias = GetPoolBlocksRequest  # noqa: Y015
-
-@_typing.final
-class GetPoolBlocksResponse(_message.Message):
-    """GetPoolBlocksResponse: a page. It leaves out what is in namespaces that the caller may not use, except for counts."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SUMMARY_FIELD_NUMBER: _builtins.int
-    BLOCK_STATES_FIELD_NUMBER: _builtins.int
-    SEQUENCES_FIELD_NUMBER: _builtins.int
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    block_states: _builtins.bytes
-    """One byte per block, after those of the page before: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or
-    more). At most 1,048,576.
-    """
-    next_page_token: _builtins.str
-    """Asks for the next page; empty after the last one."""
-    @_builtins.property
-    def summary(self) -> Global___PoolSummary:
-        """The summary."""
-
-    @_builtins.property
-    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceInfo]:
-        """Sequences by id, after those of the page before."""
-
-    def __init__(
-        self,
-        *,
-        summary: Global___PoolSummary | None = ...,
-        block_states: _builtins.bytes = ...,
-        sequences: _abc.Iterable[Global___SequenceInfo] | None = ...,
-        next_page_token: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_states", b"block_states", "next_page_token", b"next_page_token", "sequences", b"sequences", "summary", b"summary"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetPoolBlocksResponse: _TypeAlias = GetPoolBlocksResponse  # noqa: Y015
-
-@_typing.final
-class GetPoolUsageRequest(_message.Message):
-    """GetPoolUsageRequest: asks where the memory of a pool goes."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOL_FIELD_NUMBER: _builtins.int
-    pool: _builtins.str
-    """Name of the pool."""
-    def __init__(
-        self,
-        *,
-        pool: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetPoolUsageRequest: _TypeAlias = GetPoolUsageRequest  # noqa: Y015
-
-@_typing.final
-class GetPoolUsageResponse(_message.Message):
-    """GetPoolUsageResponse: where the memory of a pool goes, in namespaces that the caller may use."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SUMMARY_FIELD_NUMBER: _builtins.int
-    USAGE_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def summary(self) -> Global___PoolSummary:
-        """The summary."""
-
-    @_builtins.property
-    def usage(self) -> Global___PoolUsage:
-        """The usage."""
-
-    def __init__(
-        self,
-        *,
-        summary: Global___PoolSummary | None = ...,
-        usage: Global___PoolUsage | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary", "usage", b"usage"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary", "usage", b"usage"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetPoolUsageResponse: _TypeAlias = GetPoolUsageResponse  # noqa: Y015
-
-@_typing.final
-class PoolUsage(_message.Message):
-    """PoolUsage: where the memory of a pool goes. Each list has at most 32 entries, the largest first."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAMESPACES_FIELD_NUMBER: _builtins.int
-    NAMESPACE_COUNT_FIELD_NUMBER: _builtins.int
-    LONGEST_PREFIXES_FIELD_NUMBER: _builtins.int
-    MOST_SHARED_PREFIXES_FIELD_NUMBER: _builtins.int
-    RUN_COUNT_FIELD_NUMBER: _builtins.int
-    RUN_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    FREE_STRETCH_COUNT_FIELD_NUMBER: _builtins.int
-    namespace_count: _builtins.int
-    run_count: _builtins.int
-    """Runs, which are the stretches that the index of full attention consists of, and blocks in them: many short runs
-    mean that the index is fragmented.
-    """
-    run_block_count: _builtins.int
-    free_block_count: _builtins.int
-    """Free blocks, and the ranges of consecutive ids that they form: many short ranges mean that the physical pages are
-    fragmented, which costs nothing but longer copy lists.
-    """
-    free_stretch_count: _builtins.int
-    @_builtins.property
-    def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceUsage]:
-        """Namespaces by blocks held and cached, and how many namespaces there are in all."""
-
-    @_builtins.property
-    def longest_prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixUsage]:
-        """Published prefixes of full attention by length, each up to its deepest block."""
-
-    @_builtins.property
-    def most_shared_prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixUsage]:
-        """Stretches by the number of tables that hold them."""
-
-    def __init__(
-        self,
-        *,
-        namespaces: _abc.Iterable[Global___NamespaceUsage] | None = ...,
-        namespace_count: _builtins.int = ...,
-        longest_prefixes: _abc.Iterable[Global___PrefixUsage] | None = ...,
-        most_shared_prefixes: _abc.Iterable[Global___PrefixUsage] | None = ...,
-        run_count: _builtins.int = ...,
-        run_block_count: _builtins.int = ...,
-        free_block_count: _builtins.int = ...,
-        free_stretch_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_block_count", b"free_block_count", "free_stretch_count", b"free_stretch_count", "longest_prefixes", b"longest_prefixes", "most_shared_prefixes", b"most_shared_prefixes", "namespace_count", b"namespace_count", "namespaces", b"namespaces", "run_block_count", b"run_block_count", "run_count", b"run_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PoolUsage: _TypeAlias = PoolUsage  # noqa: Y015
-
-@_typing.final
-class NamespaceUsage(_message.Message):
-    """NamespaceUsage: blocks of one namespace, all groups together."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    CACHED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
-    namespace: _builtins.str
-    """Its name."""
-    held_block_count: _builtins.int
-    """Blocks in at least one table, each counted once, and published ones in none."""
-    cached_block_count: _builtins.int
-    sequence_count: _builtins.int
-    """Live sequences."""
-    def __init__(
-        self,
-        *,
-        namespace: _builtins.str = ...,
-        held_block_count: _builtins.int = ...,
-        cached_block_count: _builtins.int = ...,
-        sequence_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "held_block_count", b"held_block_count", "namespace", b"namespace", "sequence_count", b"sequence_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___NamespaceUsage: _TypeAlias = NamespaceUsage  # noqa: Y015
-
-@_typing.final
-class PrefixUsage(_message.Message):
-    """PrefixUsage: a stretch of consecutive published blocks."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    DIGEST_PREFIX_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    HOLDER_COUNT_FIELD_NUMBER: _builtins.int
-    namespace: _builtins.str
-    """Namespace of the prefix."""
-    digest_prefix: _builtins.bytes
-    """First 8 bytes of the digest of its last block: enough to tell prefixes apart, too little to ask for one."""
-    token_count: _builtins.int
-    """Tokens from the root to the end of the stretch, and blocks of the stretch, all its groups together."""
-    block_count: _builtins.int
-    holder_count: _builtins.int
-    """Sequences whose tables hold the whole stretch."""
-    def __init__(
-        self,
-        *,
-        namespace: _builtins.str = ...,
-        digest_prefix: _builtins.bytes = ...,
-        token_count: _builtins.int = ...,
-        block_count: _builtins.int = ...,
-        holder_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "digest_prefix", b"digest_prefix", "holder_count", b"holder_count", "namespace", b"namespace", "token_count", b"token_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PrefixUsage: _TypeAlias = PrefixUsage  # noqa: Y015
-
-@_typing.final
-class SequenceInfo(_message.Message):
-    """SequenceInfo: one live sequence with its tables."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    COMMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    TABLES_FIELD_NUMBER: _builtins.int
-    FIRST_ENTRY_FIELD_NUMBER: _builtins.int
-    CONTINUES_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.int
-    """Its id."""
-    namespace: _builtins.str
-    """Its namespace."""
-    token_count: _builtins.int
-    """Tokens that it can hold, and tokens that it has committed."""
-    committed_token_count: _builtins.int
-    first_entry: _builtins.int
-    """Index of the first entry of every table here; above 0 where an earlier page carried the first entries."""
-    continues: _builtins.bool
-    """True if the tables go on in the next page."""
-    @_builtins.property
-    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
-        """One table per group, from `first_entry` on."""
-
-    def __init__(
-        self,
-        *,
-        sequence_id: _builtins.int = ...,
-        namespace: _builtins.str = ...,
-        token_count: _builtins.int = ...,
-        committed_token_count: _builtins.int = ...,
-        tables: _abc.Iterable[Global___BlockTable] | None = ...,
-        first_entry: _builtins.int = ...,
-        continues: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_token_count", b"committed_token_count", "continues", b"continues", "first_entry", b"first_entry", "namespace", b"namespace", "sequence_id", b"sequence_id", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SequenceInfo: _TypeAlias = SequenceInfo  # noqa: Y015
-
-@_typing.final
-class WatchEventsRequest(_message.Message):
-    """---------------------------------------------------------------------------------------------------------------------
-    Watching
-
-    WatchEventsRequest: asks for the events of one pool.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOL_FIELD_NUMBER: _builtins.int
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    CURSOR_FIELD_NUMBER: _builtins.int
-    pool: _builtins.str
-    """Its name."""
-    session_id: _builtins.bytes
-    """Session and cursor of the last event that an earlier watch got, to go on from there. That event must be the
-    snapshot's `snapshot_end` or a later one: a watch that goes on from the middle of a snapshot never gets the rest of
-    it. Without the two fields, or where the server cannot resume (another session, or events that are no longer kept),
-    the watch starts over with `cleared` and a snapshot.
-    """
-    cursor: _builtins.int
-    def __init__(
-        self,
-        *,
-        pool: _builtins.str = ...,
-        session_id: _builtins.bytes = ...,
-        cursor: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "pool", b"pool", "session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
-
-@_typing.final
-class CacheEvent(_message.Message):
-    """CacheEvent: one change of a pool's prefix index, in a namespace that the caller may use. Watchers get a change when
-    the owner has acknowledged the step that made it, and at once where its session is unary. A snapshot names everything
-    that can be hit. It may name blocks that a later `stored` names again, and blocks that are gone already and whose
-    `removed` is still to come. A watcher that applies `stored` and `removed` in order has the exact index from
-    `snapshot_end` on. While nothing happens, `progress` comes every 5 s: a watcher that hears nothing for longer has lost
-    its connection.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CURSOR_FIELD_NUMBER: _builtins.int
-    POOL_FIELD_NUMBER: _builtins.int
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    GROUPS_FIELD_NUMBER: _builtins.int
-    STORED_FIELD_NUMBER: _builtins.int
-    REMOVED_FIELD_NUMBER: _builtins.int
-    CLEARED_FIELD_NUMBER: _builtins.int
-    SNAPSHOT_END_FIELD_NUMBER: _builtins.int
-    PROGRESS_FIELD_NUMBER: _builtins.int
-    cursor: _builtins.int
-    """Position to resume a watch from; the same for all messages of a snapshot."""
-    pool: _builtins.str
-    """The pool, its session and the step that made the change (0 in a snapshot)."""
-    session_id: _builtins.bytes
-    step: _builtins.int
-    @_builtins.property
-    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Groups that the change is about: all groups of one specification change together."""
-
-    @_builtins.property
-    def stored(self) -> Global___BlocksStored:
-        """Blocks became hittable."""
-
-    @_builtins.property
-    def removed(self) -> Global___BlocksRemoved:
-        """Digests no longer hit: no block carries them any more."""
-
-    @_builtins.property
-    def cleared(self) -> Global___IndexCleared:
-        """Nothing can be hit any more: a new session or a snapshot begins."""
-
-    @_builtins.property
-    def snapshot_end(self) -> Global___SnapshotEnd:
-        """The snapshot is complete, and so are the changes that were made while it was sent."""
-
-    @_builtins.property
-    def progress(self) -> Global___Progress:
-        """Nothing has happened since the last message: the watcher has everything up to `cursor`."""
-
-    def __init__(
-        self,
-        *,
-        cursor: _builtins.int = ...,
-        pool: _builtins.str = ...,
-        session_id: _builtins.bytes = ...,
-        step: _builtins.int = ...,
-        groups: _abc.Iterable[_builtins.int] | None = ...,
-        stored: Global___BlocksStored | None = ...,
-        removed: Global___BlocksRemoved | None = ...,
-        cleared: Global___IndexCleared | None = ...,
-        snapshot_end: Global___SnapshotEnd | None = ...,
-        progress: Global___Progress | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "progress", b"progress", "removed", b"removed", "snapshot_end", b"snapshot_end", "stored", b"stored"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "cursor", b"cursor", "groups", b"groups", "pool", b"pool", "progress", b"progress", "removed", b"removed", "session_id", b"session_id", "snapshot_end", b"snapshot_end", "step", b"step", "stored", b"stored"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["stored", "removed", "cleared", "snapshot_end", "progress"]  # noqa: Y015
-    _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
-
-Global___CacheEvent: _TypeAlias = CacheEvent  # noqa: Y015
-
-@_typing.final
-class BlocksStored(_message.Message):
-    """BlocksStored: a stretch of blocks that can be hit from now on."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    PARENT_DIGEST_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
-    FIRST_POSITION_FIELD_NUMBER: _builtins.int
-    namespace: _builtins.str
-    """Namespace of the prefix."""
-    parent_digest: _builtins.bytes
-    """Digest of the block before its first one; empty at the root, and in groups other than full attention, whose blocks
-    need no ancestors.
-    """
-    digests: _builtins.bytes
-    """Digests, 32 bytes each."""
-    block_size: _builtins.int
-    """Tokens per block."""
-    first_position: _builtins.int
-    """Blocks of the prefix before the first one here; of STATE, digest blocks from the root to the checkpoint, the last
-    one included.
-    """
-    def __init__(
-        self,
-        *,
-        namespace: _builtins.str = ...,
-        parent_digest: _builtins.bytes = ...,
-        digests: _builtins.bytes = ...,
-        block_size: _builtins.int = ...,
-        first_position: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "digests", b"digests", "first_position", b"first_position", "namespace", b"namespace", "parent_digest", b"parent_digest"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BlocksStored: _TypeAlias = BlocksStored  # noqa: Y015
-
-@_typing.final
-class BlocksRemoved(_message.Message):
-    """BlocksRemoved: digests that left the index, of consecutive blocks of one prefix."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    FIRST_POSITION_FIELD_NUMBER: _builtins.int
-    namespace: _builtins.str
-    """Namespace of the prefix."""
-    digests: _builtins.bytes
-    """Digests, 32 bytes each."""
-    first_position: _builtins.int
-    """As in BlocksStored."""
-    def __init__(
-        self,
-        *,
-        namespace: _builtins.str = ...,
-        digests: _builtins.bytes = ...,
-        first_position: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "first_position", b"first_position", "namespace", b"namespace"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BlocksRemoved: _TypeAlias = BlocksRemoved  # noqa: Y015
-
-@_typing.final
-class IndexCleared(_message.Message):
-    """IndexCleared: nothing can be hit any more."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___IndexCleared: _TypeAlias = IndexCleared  # noqa: Y015
-
-@_typing.final
-class SnapshotEnd(_message.Message):
-    """SnapshotEnd: the snapshot is complete."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SnapshotEnd: _TypeAlias = SnapshotEnd  # noqa: Y015
-
-@_typing.final
-class Progress(_message.Message):
-    """Progress: the watch is alive and complete."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Progress: _TypeAlias = Progress  # noqa: Y015
+Global___Detach: _TypeAlias = Detach  # noqa: Y015

@@ -29,6 +29,7 @@ if _version_not_supported:
 class AllocatorServiceStub:
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
     session (`OpenSession`). Every error carries a `Reason` (errors.proto).
+    -- to watch
     """
 
     def __init__(self, channel):
@@ -37,35 +38,10 @@ class AllocatorServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Session = channel.stream_stream(
-                '/quire.v1.AllocatorService/Session',
-                request_serializer=quire_dot_v1_dot_allocator__pb2.SessionRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_allocator__pb2.SessionReply.FromString,
-                _registered_method=True)
-        self.OpenSession = channel.unary_unary(
-                '/quire.v1.AllocatorService/OpenSession',
-                request_serializer=quire_dot_v1_dot_allocator__pb2.OpenSessionRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_allocator__pb2.OpenSessionResponse.FromString,
-                _registered_method=True)
-        self.Apply = channel.unary_unary(
-                '/quire.v1.AllocatorService/Apply',
-                request_serializer=quire_dot_v1_dot_allocator__pb2.Step.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_allocator__pb2.StepReply.FromString,
-                _registered_method=True)
-        self.CloseSession = channel.unary_unary(
-                '/quire.v1.AllocatorService/CloseSession',
-                request_serializer=quire_dot_v1_dot_allocator__pb2.CloseSessionRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_allocator__pb2.CloseSessionResponse.FromString,
-                _registered_method=True)
-        self.DropCache = channel.unary_unary(
-                '/quire.v1.AllocatorService/DropCache',
-                request_serializer=quire_dot_v1_dot_allocator__pb2.DropCacheRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_allocator__pb2.DropCacheResponse.FromString,
-                _registered_method=True)
-        self.MatchPrefix = channel.unary_unary(
-                '/quire.v1.AllocatorService/MatchPrefix',
-                request_serializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixResponse.FromString,
+        self.GetServerInfo = channel.unary_unary(
+                '/quire.v1.AllocatorService/GetServerInfo',
+                request_serializer=quire_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
         self.ListPools = channel.unary_unary(
                 '/quire.v1.AllocatorService/ListPools',
@@ -87,34 +63,107 @@ class AllocatorServiceStub:
                 request_serializer=quire_dot_v1_dot_allocator__pb2.GetPoolUsageRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_allocator__pb2.GetPoolUsageResponse.FromString,
                 _registered_method=True)
+        self.MatchPrefix = channel.unary_unary(
+                '/quire.v1.AllocatorService/MatchPrefix',
+                request_serializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixResponse.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/quire.v1.AllocatorService/WatchEvents',
                 request_serializer=quire_dot_v1_dot_allocator__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_allocator__pb2.CacheEvent.FromString,
                 _registered_method=True)
-        self.GetServerInfo = channel.unary_unary(
-                '/quire.v1.AllocatorService/GetServerInfo',
-                request_serializer=quire_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
+        self.OpenSession = channel.unary_unary(
+                '/quire.v1.AllocatorService/OpenSession',
+                request_serializer=quire_dot_v1_dot_allocator__pb2.OpenSessionRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_allocator__pb2.OpenSessionResponse.FromString,
+                _registered_method=True)
+        self.Apply = channel.unary_unary(
+                '/quire.v1.AllocatorService/Apply',
+                request_serializer=quire_dot_v1_dot_allocator__pb2.Step.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_allocator__pb2.StepReply.FromString,
+                _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/quire.v1.AllocatorService/CloseSession',
+                request_serializer=quire_dot_v1_dot_allocator__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_allocator__pb2.CloseSessionResponse.FromString,
+                _registered_method=True)
+        self.DropCache = channel.unary_unary(
+                '/quire.v1.AllocatorService/DropCache',
+                request_serializer=quire_dot_v1_dot_allocator__pb2.DropCacheRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_allocator__pb2.DropCacheResponse.FromString,
+                _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/quire.v1.AllocatorService/Session',
+                request_serializer=quire_dot_v1_dot_allocator__pb2.SessionRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_allocator__pb2.SessionReply.FromString,
                 _registered_method=True)
 
 
 class AllocatorServiceServicer:
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
     session (`OpenSession`). Every error carries a `Reason` (errors.proto).
+    -- to watch
     """
 
-    def Session(self, request_iterator, context):
-        """Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
-        within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
-        off: an error ends the stream, and the owner attaches again.
+    def GetServerInfo(self, request, context):
+        """GetServerInfo: says which version, protocol and features this allocator has, and what it accepts. Read-only.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPools(self, request, context):
+        """ListPools: summarizes the attached pools, by name, a page at a time. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPool(self, request, context):
+        """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
+        the next two do. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPoolBlocks(self, request, context):
+        """GetPoolBlocks: says which sequence of a pool holds which block, a page at a time. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPoolUsage(self, request, context):
+        """GetPoolUsage: says where the memory of a pool goes: namespaces, longest and most shared prefixes. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MatchPrefix(self, request, context):
+        """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
+        evicted before a sequence is created that shares them. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
+        order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
+        RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
-        """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
+        """-- to own by calls
+
+        OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
         its steps are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while another
         owner's lease lives.
         """
@@ -150,55 +199,12 @@ class AllocatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def MatchPrefix(self, request, context):
-        """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
-        evicted before a sequence is created that shares them. Read-only.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+    def Session(self, request_iterator, context):
+        """-- to own by a stream
 
-    def ListPools(self, request, context):
-        """ListPools: summarizes the attached pools, by name, a page at a time. Read-only.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetPool(self, request, context):
-        """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
-        the next two do. Read-only.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetPoolBlocks(self, request, context):
-        """GetPoolBlocks: says which sequence of a pool holds which block, a page at a time. Read-only.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetPoolUsage(self, request, context):
-        """GetPoolUsage: says where the memory of a pool goes: namespaces, longest and most shared prefixes. Read-only.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WatchEvents(self, request, context):
-        """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
-        order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
-        RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetServerInfo(self, request, context):
-        """GetServerInfo: says which version, protocol and features this allocator has, and what it accepts. Read-only.
-        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
+        within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
+        off: an error ends the stream, and the owner attaches again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -207,35 +213,10 @@ class AllocatorServiceServicer:
 
 def add_AllocatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Session': grpc.stream_stream_rpc_method_handler(
-                    servicer.Session,
-                    request_deserializer=quire_dot_v1_dot_allocator__pb2.SessionRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_allocator__pb2.SessionReply.SerializeToString,
-            ),
-            'OpenSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenSession,
-                    request_deserializer=quire_dot_v1_dot_allocator__pb2.OpenSessionRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_allocator__pb2.OpenSessionResponse.SerializeToString,
-            ),
-            'Apply': grpc.unary_unary_rpc_method_handler(
-                    servicer.Apply,
-                    request_deserializer=quire_dot_v1_dot_allocator__pb2.Step.FromString,
-                    response_serializer=quire_dot_v1_dot_allocator__pb2.StepReply.SerializeToString,
-            ),
-            'CloseSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.CloseSession,
-                    request_deserializer=quire_dot_v1_dot_allocator__pb2.CloseSessionRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_allocator__pb2.CloseSessionResponse.SerializeToString,
-            ),
-            'DropCache': grpc.unary_unary_rpc_method_handler(
-                    servicer.DropCache,
-                    request_deserializer=quire_dot_v1_dot_allocator__pb2.DropCacheRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_allocator__pb2.DropCacheResponse.SerializeToString,
-            ),
-            'MatchPrefix': grpc.unary_unary_rpc_method_handler(
-                    servicer.MatchPrefix,
-                    request_deserializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixResponse.SerializeToString,
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=quire_dot_v1_dot_server__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_server__pb2.GetServerInfoResponse.SerializeToString,
             ),
             'ListPools': grpc.unary_unary_rpc_method_handler(
                     servicer.ListPools,
@@ -257,15 +238,40 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_v1_dot_allocator__pb2.GetPoolUsageRequest.FromString,
                     response_serializer=quire_dot_v1_dot_allocator__pb2.GetPoolUsageResponse.SerializeToString,
             ),
+            'MatchPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.MatchPrefix,
+                    request_deserializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixResponse.SerializeToString,
+            ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
                     request_deserializer=quire_dot_v1_dot_allocator__pb2.WatchEventsRequest.FromString,
                     response_serializer=quire_dot_v1_dot_allocator__pb2.CacheEvent.SerializeToString,
             ),
-            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetServerInfo,
-                    request_deserializer=quire_dot_v1_dot_server__pb2.GetServerInfoRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_server__pb2.GetServerInfoResponse.SerializeToString,
+            'OpenSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSession,
+                    request_deserializer=quire_dot_v1_dot_allocator__pb2.OpenSessionRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_allocator__pb2.OpenSessionResponse.SerializeToString,
+            ),
+            'Apply': grpc.unary_unary_rpc_method_handler(
+                    servicer.Apply,
+                    request_deserializer=quire_dot_v1_dot_allocator__pb2.Step.FromString,
+                    response_serializer=quire_dot_v1_dot_allocator__pb2.StepReply.SerializeToString,
+            ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=quire_dot_v1_dot_allocator__pb2.CloseSessionRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_allocator__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'DropCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropCache,
+                    request_deserializer=quire_dot_v1_dot_allocator__pb2.DropCacheRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_allocator__pb2.DropCacheResponse.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=quire_dot_v1_dot_allocator__pb2.SessionRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_allocator__pb2.SessionReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -278,37 +284,11 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
 class AllocatorService:
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
     session (`OpenSession`). Every error carries a `Reason` (errors.proto).
+    -- to watch
     """
 
     @staticmethod
-    def Session(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/quire.v1.AllocatorService/Session',
-            quire_dot_v1_dot_allocator__pb2.SessionRequest.SerializeToString,
-            quire_dot_v1_dot_allocator__pb2.SessionReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def OpenSession(request,
+    def GetServerInfo(request,
             target,
             options=(),
             channel_credentials=None,
@@ -321,117 +301,9 @@ class AllocatorService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/quire.v1.AllocatorService/OpenSession',
-            quire_dot_v1_dot_allocator__pb2.OpenSessionRequest.SerializeToString,
-            quire_dot_v1_dot_allocator__pb2.OpenSessionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Apply(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.AllocatorService/Apply',
-            quire_dot_v1_dot_allocator__pb2.Step.SerializeToString,
-            quire_dot_v1_dot_allocator__pb2.StepReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CloseSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.AllocatorService/CloseSession',
-            quire_dot_v1_dot_allocator__pb2.CloseSessionRequest.SerializeToString,
-            quire_dot_v1_dot_allocator__pb2.CloseSessionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def DropCache(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.AllocatorService/DropCache',
-            quire_dot_v1_dot_allocator__pb2.DropCacheRequest.SerializeToString,
-            quire_dot_v1_dot_allocator__pb2.DropCacheResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def MatchPrefix(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.AllocatorService/MatchPrefix',
-            quire_dot_v1_dot_allocator__pb2.MatchPrefixRequest.SerializeToString,
-            quire_dot_v1_dot_allocator__pb2.MatchPrefixResponse.FromString,
+            '/quire.v1.AllocatorService/GetServerInfo',
+            quire_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
+            quire_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -551,6 +423,33 @@ class AllocatorService:
             _registered_method=True)
 
     @staticmethod
+    def MatchPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.AllocatorService/MatchPrefix',
+            quire_dot_v1_dot_allocator__pb2.MatchPrefixRequest.SerializeToString,
+            quire_dot_v1_dot_allocator__pb2.MatchPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def WatchEvents(request,
             target,
             options=(),
@@ -578,7 +477,7 @@ class AllocatorService:
             _registered_method=True)
 
     @staticmethod
-    def GetServerInfo(request,
+    def OpenSession(request,
             target,
             options=(),
             channel_credentials=None,
@@ -591,9 +490,117 @@ class AllocatorService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/quire.v1.AllocatorService/GetServerInfo',
-            quire_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
-            quire_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
+            '/quire.v1.AllocatorService/OpenSession',
+            quire_dot_v1_dot_allocator__pb2.OpenSessionRequest.SerializeToString,
+            quire_dot_v1_dot_allocator__pb2.OpenSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Apply(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.AllocatorService/Apply',
+            quire_dot_v1_dot_allocator__pb2.Step.SerializeToString,
+            quire_dot_v1_dot_allocator__pb2.StepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.AllocatorService/CloseSession',
+            quire_dot_v1_dot_allocator__pb2.CloseSessionRequest.SerializeToString,
+            quire_dot_v1_dot_allocator__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.AllocatorService/DropCache',
+            quire_dot_v1_dot_allocator__pb2.DropCacheRequest.SerializeToString,
+            quire_dot_v1_dot_allocator__pb2.DropCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/quire.v1.AllocatorService/Session',
+            quire_dot_v1_dot_allocator__pb2.SessionRequest.SerializeToString,
+            quire_dot_v1_dot_allocator__pb2.SessionReply.FromString,
             options,
             channel_credentials,
             insecure,

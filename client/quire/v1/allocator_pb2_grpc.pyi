@@ -3,10 +3,24 @@
 isort:skip_file
 The allocator: which sequence holds which block of KV cache.
 
-Words. A *pool* is the paged memory of one worker (or one tensor-parallel group). A *block* is `block_size`
-consecutive tokens of one sequence; a block id is an index into the worker's physical pages, 0 <= id < block_count. A
-*group* is a set of layers of one attention type; each sequence has one *block table* per group. Tokens and KV bytes
-never appear here: the allocator sees counts and digests.
+The file goes from what most readers need to what few do: what a pool is; to watch one; to own one by calls; to own one
+by a stream. Tokens and KV bytes never appear here: the allocator sees counts and digests.
+
+Words.
+  pool        the paged memory of one worker, or of one tensor-parallel group
+  block       `block_size` consecutive tokens of one sequence; its id is an index into the worker's pages
+  group       a set of layers of one attention type, with a block table of its own for each sequence
+  digest      32 bytes that stand for all tokens up to the end of a block (docs/hash.md)
+  published   a block with a digest in the index: other sequences can hit it
+  hit, match  leading tokens of a new sequence that are shared with published blocks
+  held        a block in at least one table; published and in none it is *cached*, and may be evicted
+  checkpoint  a published state of a STATE group; a hit ends at one
+  stop        a token count at which a later hit may end; commits that end there make checkpoints
+  junction    the stop at which full attention alone would have matched more (`attended_token_count`)
+  victim      the sequence that is cheapest to preempt where blocks are missing
+  twin        in an append-only pool, the published block that a sequence holds beside its own
+  step        operations that are applied together under one number; a *phase* has those of one kind
+  session     the time of one owner's tables; it lives as long as its *lease* is renewed
 
 Evolution. A receiver ignores fields that it does not know. What it may not ignore has a *feature*, by name: the owner
 lists the features it relies on in `PoolSpec.features`, and an allocator that does not know one refuses the session.
@@ -46,19 +60,40 @@ GRPC_VERSION: str
 class AllocatorServiceStub:
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
     session (`OpenSession`). Every error carries a `Reason` (errors.proto).
+    -- to watch
     """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AllocatorServiceAsyncStub: ...
-    Session: _grpc.StreamStreamMultiCallable[_allocator_pb2.SessionRequest, _allocator_pb2.SessionReply]
-    """Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
-    within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
-    off: an error ends the stream, and the owner attaches again.
+    GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]
+    """GetServerInfo: says which version, protocol and features this allocator has, and what it accepts. Read-only.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    ListPools: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ListPoolsRequest, _allocator_pb2.ListPoolsResponse]
+    """ListPools: summarizes the attached pools, by name, a page at a time. Read-only."""
+    GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
+    """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
+    the next two do. Read-only.
+    """
+    GetPoolBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolBlocksRequest, _allocator_pb2.GetPoolBlocksResponse]
+    """GetPoolBlocks: says which sequence of a pool holds which block, a page at a time. Read-only."""
+    GetPoolUsage: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolUsageRequest, _allocator_pb2.GetPoolUsageResponse]
+    """GetPoolUsage: says where the memory of a pool goes: namespaces, longest and most shared prefixes. Read-only."""
+    MatchPrefix: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.MatchPrefixRequest, _allocator_pb2.MatchPrefixResponse]
+    """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
+    evicted before a sequence is created that shares them. Read-only.
+    """
+    WatchEvents: _grpc.UnaryStreamMultiCallable[_allocator_pb2.WatchEventsRequest, _allocator_pb2.CacheEvent]
+    """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
+    order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
+    RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
     """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]
-    """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
+    """-- to own by calls
+
+    OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
     its steps are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while another
     owner's lease lives.
     """
@@ -78,44 +113,49 @@ class AllocatorServiceStub:
     permission to own the pool, and the namespaces that it names; without one, all. It fails with NOT_FOUND /
     POOL_UNKNOWN where no pool has that name. Idempotent.
     """
-    MatchPrefix: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.MatchPrefixRequest, _allocator_pb2.MatchPrefixResponse]
-    """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
-    evicted before a sequence is created that shares them. Read-only.
-    """
-    ListPools: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ListPoolsRequest, _allocator_pb2.ListPoolsResponse]
-    """ListPools: summarizes the attached pools, by name, a page at a time. Read-only."""
-    GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
-    """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
-    the next two do. Read-only.
-    """
-    GetPoolBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolBlocksRequest, _allocator_pb2.GetPoolBlocksResponse]
-    """GetPoolBlocks: says which sequence of a pool holds which block, a page at a time. Read-only."""
-    GetPoolUsage: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolUsageRequest, _allocator_pb2.GetPoolUsageResponse]
-    """GetPoolUsage: says where the memory of a pool goes: namespaces, longest and most shared prefixes. Read-only."""
-    WatchEvents: _grpc.UnaryStreamMultiCallable[_allocator_pb2.WatchEventsRequest, _allocator_pb2.CacheEvent]
-    """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
-    order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
-    RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
-    """
-    GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]
-    """GetServerInfo: says which version, protocol and features this allocator has, and what it accepts. Read-only.
-    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    Session: _grpc.StreamStreamMultiCallable[_allocator_pb2.SessionRequest, _allocator_pb2.SessionReply]
+    """-- to own by a stream
+
+    Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
+    within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
+    off: an error ends the stream, and the owner attaches again.
     """
 
 @_typing.type_check_only
 class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
     session (`OpenSession`). Every error carries a `Reason` (errors.proto).
+    -- to watch
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Session: _aio.StreamStreamMultiCallable[_allocator_pb2.SessionRequest, _allocator_pb2.SessionReply]  # type: ignore[assignment]
-    """Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
-    within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
-    off: an error ends the stream, and the owner attaches again.
+    GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
+    """GetServerInfo: says which version, protocol and features this allocator has, and what it accepts. Read-only.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    ListPools: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ListPoolsRequest, _allocator_pb2.ListPoolsResponse]  # type: ignore[assignment]
+    """ListPools: summarizes the attached pools, by name, a page at a time. Read-only."""
+    GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
+    """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
+    the next two do. Read-only.
+    """
+    GetPoolBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolBlocksRequest, _allocator_pb2.GetPoolBlocksResponse]  # type: ignore[assignment]
+    """GetPoolBlocks: says which sequence of a pool holds which block, a page at a time. Read-only."""
+    GetPoolUsage: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolUsageRequest, _allocator_pb2.GetPoolUsageResponse]  # type: ignore[assignment]
+    """GetPoolUsage: says where the memory of a pool goes: namespaces, longest and most shared prefixes. Read-only."""
+    MatchPrefix: _aio.UnaryUnaryMultiCallable[_allocator_pb2.MatchPrefixRequest, _allocator_pb2.MatchPrefixResponse]  # type: ignore[assignment]
+    """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
+    evicted before a sequence is created that shares them. Read-only.
+    """
+    WatchEvents: _aio.UnaryStreamMultiCallable[_allocator_pb2.WatchEventsRequest, _allocator_pb2.CacheEvent]  # type: ignore[assignment]
+    """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
+    order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
+    RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]  # type: ignore[assignment]
-    """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
+    """-- to own by calls
+
+    OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
     its steps are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while another
     owner's lease lives.
     """
@@ -135,44 +175,83 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     permission to own the pool, and the namespaces that it names; without one, all. It fails with NOT_FOUND /
     POOL_UNKNOWN where no pool has that name. Idempotent.
     """
-    MatchPrefix: _aio.UnaryUnaryMultiCallable[_allocator_pb2.MatchPrefixRequest, _allocator_pb2.MatchPrefixResponse]  # type: ignore[assignment]
-    """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
-    evicted before a sequence is created that shares them. Read-only.
-    """
-    ListPools: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ListPoolsRequest, _allocator_pb2.ListPoolsResponse]  # type: ignore[assignment]
-    """ListPools: summarizes the attached pools, by name, a page at a time. Read-only."""
-    GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
-    """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
-    the next two do. Read-only.
-    """
-    GetPoolBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolBlocksRequest, _allocator_pb2.GetPoolBlocksResponse]  # type: ignore[assignment]
-    """GetPoolBlocks: says which sequence of a pool holds which block, a page at a time. Read-only."""
-    GetPoolUsage: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolUsageRequest, _allocator_pb2.GetPoolUsageResponse]  # type: ignore[assignment]
-    """GetPoolUsage: says where the memory of a pool goes: namespaces, longest and most shared prefixes. Read-only."""
-    WatchEvents: _aio.UnaryStreamMultiCallable[_allocator_pb2.WatchEventsRequest, _allocator_pb2.CacheEvent]  # type: ignore[assignment]
-    """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
-    order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
-    RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
-    """
-    GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
-    """GetServerInfo: says which version, protocol and features this allocator has, and what it accepts. Read-only.
-    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    Session: _aio.StreamStreamMultiCallable[_allocator_pb2.SessionRequest, _allocator_pb2.SessionReply]  # type: ignore[assignment]
+    """-- to own by a stream
+
+    Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
+    within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
+    off: an error ends the stream, and the owner attaches again.
     """
 
 class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
     session (`OpenSession`). Every error carries a `Reason` (errors.proto).
+    -- to watch
     """
 
     @_abc_1.abstractmethod
-    def Session(
+    def GetServerInfo(
         self,
-        request_iterator: _MaybeAsyncIterator[_allocator_pb2.SessionRequest],
+        request: _server_pb2.GetServerInfoRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_allocator_pb2.SessionReply], _abc.AsyncIterator[_allocator_pb2.SessionReply]]:
-        """Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
-        within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
-        off: an error ends the stream, and the owner attaches again.
+    ) -> _typing.Union[_server_pb2.GetServerInfoResponse, _abc.Awaitable[_server_pb2.GetServerInfoResponse]]:
+        """GetServerInfo: says which version, protocol and features this allocator has, and what it accepts. Read-only.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+
+    @_abc_1.abstractmethod
+    def ListPools(
+        self,
+        request: _allocator_pb2.ListPoolsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_pb2.ListPoolsResponse, _abc.Awaitable[_allocator_pb2.ListPoolsResponse]]:
+        """ListPools: summarizes the attached pools, by name, a page at a time. Read-only."""
+
+    @_abc_1.abstractmethod
+    def GetPool(
+        self,
+        request: _allocator_pb2.GetPoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_pb2.GetPoolResponse, _abc.Awaitable[_allocator_pb2.GetPoolResponse]]:
+        """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
+        the next two do. Read-only.
+        """
+
+    @_abc_1.abstractmethod
+    def GetPoolBlocks(
+        self,
+        request: _allocator_pb2.GetPoolBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_pb2.GetPoolBlocksResponse, _abc.Awaitable[_allocator_pb2.GetPoolBlocksResponse]]:
+        """GetPoolBlocks: says which sequence of a pool holds which block, a page at a time. Read-only."""
+
+    @_abc_1.abstractmethod
+    def GetPoolUsage(
+        self,
+        request: _allocator_pb2.GetPoolUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_pb2.GetPoolUsageResponse, _abc.Awaitable[_allocator_pb2.GetPoolUsageResponse]]:
+        """GetPoolUsage: says where the memory of a pool goes: namespaces, longest and most shared prefixes. Read-only."""
+
+    @_abc_1.abstractmethod
+    def MatchPrefix(
+        self,
+        request: _allocator_pb2.MatchPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_pb2.MatchPrefixResponse, _abc.Awaitable[_allocator_pb2.MatchPrefixResponse]]:
+        """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
+        evicted before a sequence is created that shares them. Read-only.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchEvents(
+        self,
+        request: _allocator_pb2.WatchEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_allocator_pb2.CacheEvent], _abc.AsyncIterator[_allocator_pb2.CacheEvent]]:
+        """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
+        order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
+        RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
         """
 
     @_abc_1.abstractmethod
@@ -181,7 +260,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.OpenSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.OpenSessionResponse, _abc.Awaitable[_allocator_pb2.OpenSessionResponse]]:
-        """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
+        """-- to own by calls
+
+        OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
         its steps are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while another
         owner's lease lives.
         """
@@ -221,68 +302,16 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def MatchPrefix(
+    def Session(
         self,
-        request: _allocator_pb2.MatchPrefixRequest,
+        request_iterator: _MaybeAsyncIterator[_allocator_pb2.SessionRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_allocator_pb2.MatchPrefixResponse, _abc.Awaitable[_allocator_pb2.MatchPrefixResponse]]:
-        """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
-        evicted before a sequence is created that shares them. Read-only.
-        """
+    ) -> _typing.Union[_abc.Iterator[_allocator_pb2.SessionReply], _abc.AsyncIterator[_allocator_pb2.SessionReply]]:
+        """-- to own by a stream
 
-    @_abc_1.abstractmethod
-    def ListPools(
-        self,
-        request: _allocator_pb2.ListPoolsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_allocator_pb2.ListPoolsResponse, _abc.Awaitable[_allocator_pb2.ListPoolsResponse]]:
-        """ListPools: summarizes the attached pools, by name, a page at a time. Read-only."""
-
-    @_abc_1.abstractmethod
-    def GetPool(
-        self,
-        request: _allocator_pb2.GetPoolRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_allocator_pb2.GetPoolResponse, _abc.Awaitable[_allocator_pb2.GetPoolResponse]]:
-        """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
-        the next two do. Read-only.
-        """
-
-    @_abc_1.abstractmethod
-    def GetPoolBlocks(
-        self,
-        request: _allocator_pb2.GetPoolBlocksRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_allocator_pb2.GetPoolBlocksResponse, _abc.Awaitable[_allocator_pb2.GetPoolBlocksResponse]]:
-        """GetPoolBlocks: says which sequence of a pool holds which block, a page at a time. Read-only."""
-
-    @_abc_1.abstractmethod
-    def GetPoolUsage(
-        self,
-        request: _allocator_pb2.GetPoolUsageRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_allocator_pb2.GetPoolUsageResponse, _abc.Awaitable[_allocator_pb2.GetPoolUsageResponse]]:
-        """GetPoolUsage: says where the memory of a pool goes: namespaces, longest and most shared prefixes. Read-only."""
-
-    @_abc_1.abstractmethod
-    def WatchEvents(
-        self,
-        request: _allocator_pb2.WatchEventsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_allocator_pb2.CacheEvent], _abc.AsyncIterator[_allocator_pb2.CacheEvent]]:
-        """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
-        order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
-        RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
-        """
-
-    @_abc_1.abstractmethod
-    def GetServerInfo(
-        self,
-        request: _server_pb2.GetServerInfoRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_server_pb2.GetServerInfoResponse, _abc.Awaitable[_server_pb2.GetServerInfoResponse]]:
-        """GetServerInfo: says which version, protocol and features this allocator has, and what it accepts. Read-only.
-        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
+        within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
+        off: an error ends the stream, and the owner attaches again.
         """
 
 def add_AllocatorServiceServicer_to_server(servicer: AllocatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

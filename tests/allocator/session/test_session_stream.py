@@ -57,7 +57,7 @@ async def test_a_pool_is_not_open_before_its_report(allocator: RunningAllocator)
 WRONG_ATTACHES: list[tuple[dict[str, Any], Reason]] = [
     ({"version": 1}, Reason.VERSION),
     ({"version": 1, "spec": pb.PoolSpec()}, Reason.VERSION),
-    ({"version": 3, "spec": pb.PoolSpec()}, Reason.VERSION),
+    ({"version": 4, "spec": pb.PoolSpec()}, Reason.VERSION),
     ({"incarnation": b"short"}, Reason.MALFORMED),
     ({"epoch": 0}, Reason.MALFORMED),
     ({"window": 0}, Reason.MALFORMED),

@@ -163,7 +163,7 @@ def test_cache_warm_prefills_and_lets_go(server: ScriptedServer) -> None:
 
 def test_version_says_the_protocol_and_whether_the_core_is_compiled() -> None:
     found = parsed(quire("version", "--json"))
-    assert (found["protocol"], found["core"] in {"python", "compiled"}) == (2, True)
+    assert (found["protocol"], found["core"] in {"python", "compiled"}) == (3, True)
     assert found["packages"]["grpcio"] == grpc.__version__
 
 

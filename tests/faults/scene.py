@@ -297,7 +297,7 @@ async def pool_of(place: Place, pool: str) -> pb.GetPoolBlocksResponse:
 
 def rows_of(seen: pb.GetPoolBlocksResponse) -> list[SequenceRow]:
     """The sequences of a pool, as the digest of its state wants them."""
-    assert not seen.truncated
+    assert not seen.next_page_token
     return [
         (
             row.sequence_id,

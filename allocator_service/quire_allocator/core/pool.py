@@ -80,7 +80,8 @@ class Pool:
     def find(self, namespace: str, digests: bytes) -> Match:
         """Returns the published part of a prompt, as `match` counts it."""
         space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
-        return self.coordinator.find(space, digests, len(digests) // DIGEST_BYTES * self.digest_tokens).match
+        found = self.coordinator.find(space, digests, len(digests) // DIGEST_BYTES * self.digest_tokens)
+        return Match(found.matched_token_count, found.attended_token_count)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -108,8 +109,7 @@ class Pool:
         prompt = max(token_count, prompt_token_count)
         limit = min((prompt - 1) // self.digest_tokens, len(digests) // DIGEST_BYTES)
         found = self.coordinator.find(space, digests, limit * self.digest_tokens)
-        hits, match = found
-        matched = match.matched_token_count
+        hits, matched = found.hits, found.matched_token_count
         chunk, token_count = token_count, max(token_count, matched)
         place, size = matched // self.digest_tokens, self.digest_tokens
         pending = self.pending.pending_count(namespace, digests, place, limit) * size if len(self.pending) else 0
@@ -132,7 +132,9 @@ class Pool:
                     is_return=is_return,
                 )
             if refused is not None:
-                return refused.with_match(match) if refused.result is Result.PENDING else refused
+                return (
+                    refused.of_new(matched, found.attended_token_count) if refused.result is Result.PENDING else refused
+                )
 
         self.admission.note_change()
         # Hits are held before anything is taken: taking evicts.
@@ -148,8 +150,8 @@ class Pool:
         sequence.announcement = self.pending.announce(namespace, digests, place, limit)
         self.sequences[sequence_id], self.last_sequence_id = sequence, sequence_id
         self._count_prompt(prompt, matched, is_return=is_return)
-        grown = GrowResult(_OK, matched, pending, self.tables(sequence), copies)
-        return grown.with_match(match, sequence.turn.token_counts)
+        grown = GrowResult(_OK, 0, pending, self.tables(sequence), copies)
+        return grown.of_new(matched, found.attended_token_count, sequence.turn.token_counts)
 
     def _count_prompt(self, token_count: int, matched: int, *, is_return: bool) -> None:
         if is_return:

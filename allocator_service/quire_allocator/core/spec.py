@@ -263,9 +263,10 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         self.shortfall = shortfall
         self.victim = victim
 
-    def with_match(self, match: Match, stops: tuple[int, ...] = ()) -> GrowResult:
-        """Adds what is known of the prompt of a new sequence, and returns this answer."""
-        self.matched_token_count, self.attended_token_count = match
+    def of_new(self, matched_token_count: int, attended_token_count: int, stops: tuple[int, ...] = ()) -> GrowResult:
+        """Adds what only a new sequence is told, and returns this answer."""
+        self.matched_token_count = matched_token_count
+        self.attended_token_count = attended_token_count
         self.stops = stops
         return self
 

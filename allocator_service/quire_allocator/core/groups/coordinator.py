@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
@@ -20,14 +19,21 @@ from quire_allocator.core.retention.retention import Retention
 from quire_allocator.core.retention.stop import Run, Unit, living
 from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
-from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, GroupKind, Match, PoolSpec, Swap
+from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, GroupKind, PoolSpec, Swap
 
 
-class Found(NamedTuple):
-    """The published part of a prompt: the hit of each manager, and the tokens that they have in common."""
+class Found:
+    """The published part of a prompt: the hit of each manager, and what they have in common as in `Match`.
 
-    hits: list[Hit]
-    match: Match
+    It is no tuple, because the compiled core would need thousands of instructions to make one with names.
+    """
+
+    __slots__ = ("attended_token_count", "hits", "matched_token_count")
+
+    def __init__(self, hits: list[Hit], matched_token_count: int, attended_token_count: int) -> None:
+        self.hits = hits
+        self.matched_token_count = matched_token_count
+        self.attended_token_count = attended_token_count
 
 
 class Coordinator:
@@ -94,7 +100,7 @@ class Coordinator:
         if len(self.managers) == 1:
             (manager,) = self.managers
             hit = manager.find(space.scopes[0], digests, token_limit)
-            return Found([hit], self._match(space, digests, token_limit, hit.token_count))
+            return Found([hit], hit.token_count, self._attended(space, digests, token_limit, hit.token_count))
         hits, length, kept = [], token_limit, token_limit
         for number, manager in enumerate(self.managers):
             hit = manager.find(space.scopes[number], digests, length)
@@ -110,20 +116,20 @@ class Coordinator:
                     hits[number] = manager.find(space.scopes[number], digests, length)
                     length = hits[number].token_count
                     agree = False
-        return Found(hits, self._match(space, digests, kept, length))
+        return Found(hits, length, self._attended(space, digests, kept, length))
 
-    def _match(self, space: Namespace, digests: bytes, kept: int, matched: int) -> Match:
-        """Returns the matched tokens with the last edge in (matched, kept], or 0.
+    def _attended(self, space: Namespace, digests: bytes, kept: int, matched: int) -> int:
+        """Returns the last edge in (matched, kept], or 0.
 
         Example: blocks of 16 and 64 tokens, 200 tokens in full attention, and no state give 192. A sequence that makes
         a checkpoint there lets the next one hit.
         """
         if not self.settles:
-            return Match(matched, 0)
+            return 0
         if self.history is not None:
             kept = min(kept, self.history.common_count(space.name, digests) * self.digest_tokens)
         junction = kept // self._edge_tokens * self._edge_tokens
-        return Match(matched, junction if junction > matched else 0)
+        return junction if junction > matched else 0
 
     def _note_parting(
         self, space: Namespace, hits: Sequence[Hit], end: int, digests: bytes, prompt_token_count: int
@@ -140,7 +146,7 @@ class Coordinator:
         self, space: Namespace, found: Found, digests: bytes, prompt_token_count: int, priority: int
     ) -> SequenceState:
         """Makes a sequence that holds only its hits, and notes where its prompt parts from earlier ones."""
-        hits, (token_count, junction) = found.hits, found.match
+        hits, token_count, junction = found.hits, found.matched_token_count, found.attended_token_count
         keeps = not self.retention.is_even
         parts_at = junction or hits[0].token_count
         if keeps and parts_at:
@@ -150,7 +156,7 @@ class Coordinator:
         if keeps and junction:
             for manager, hit in zip(self.managers, hits):
                 manager.goes_on(hit)
-        turn = self.retention.turn(prompt_token_count, found.match)
+        turn = self.retention.turn(prompt_token_count, token_count, junction)
         space.sequence_count += 1  # or it would be forgotten with its last cached block
         parts = tuple([m.open(scope, hit) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts, turn)

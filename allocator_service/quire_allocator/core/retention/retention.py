@@ -35,7 +35,7 @@ from quire_allocator.core.retention.partings import STEP_COUNT, Behind, Partings
 from quire_allocator.core.retention.stop import Run, Stop, StopKey, Unit, living
 from quire_allocator.core.retention.stops import StopRules, Turn
 from quire_allocator.core.retention.worth import Worth
-from quire_allocator.core.spec import GroupKind, Match, PoolSpec
+from quire_allocator.core.spec import GroupKind, PoolSpec
 from quire_allocator.core.stretches import Stretch
 
 CONTINUED_MAX: Final = 3  # stops of one path where no paths part
@@ -63,9 +63,9 @@ class Retention:
         if not self.is_even:
             blocks.policy.trims = all(group.kind is not GroupKind.FULL_ATTENTION for group in spec.groups)
 
-    def turn(self, prompt_token_count: int, match: Match) -> Turn:
+    def turn(self, prompt_token_count: int, matched: int, junction: int) -> Turn:
         """Returns the stops of a new sequence."""
-        return self.rules.turn(prompt_token_count, match, None if self.is_even else self.partings)
+        return self.rules.turn(prompt_token_count, matched, junction, None if self.is_even else self.partings)
 
     # -- when stops are made --------------------------------------------------------------------------------------
 

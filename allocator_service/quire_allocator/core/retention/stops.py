@@ -22,7 +22,7 @@ from typing import Final
 
 from quire_allocator.core.retention.partings import STEP_COUNT, Partings
 from quire_allocator.core.retention.stop import Stop
-from quire_allocator.core.spec import GroupKind, GroupSpec, Match
+from quire_allocator.core.spec import GroupKind, GroupSpec
 
 _EARLY_PART: Final = 8
 _STATE_PART: Final = 4
@@ -82,14 +82,14 @@ class StopRules:
         self._has_any = kinds != {GroupKind.FULL_ATTENTION}
         self.foresees = foresees and kinds >= {GroupKind.FULL_ATTENTION, GroupKind.STATE}
 
-    def turn(self, prompt_token_count: int, match: Match, partings: Partings | None) -> Turn:
-        """Returns the turn of a new prompt; without `partings`, its stops are its end and its junction."""
+    def turn(self, prompt_token_count: int, matched: int, junction: int, partings: Partings | None) -> Turn:
+        """Returns the turn of a prompt that hits `matched` tokens; without `partings`, with its end and junction."""
         end = prompt_end(prompt_token_count, self._edge_tokens)
         if not self._has_any:
             return Turn((), end, 0)
-        found, early = {end, match.attended_token_count}, 0
+        found, early = {end, junction}, 0
         if self.foresees and partings is not None:
-            early = early_stop(self._groups, self._edge_tokens, prompt_token_count, max(match))
+            early = early_stop(self._groups, self._edge_tokens, prompt_token_count, max(matched, junction))
             found.add(early)
             if partings.go_on:
                 found.update(answer_stops(self._groups, self._edge_tokens, prompt_token_count))

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
 import typer
@@ -26,6 +25,7 @@ from quire import AsyncClient
 from quire._transport.channel import GENERATE_TIMEOUT_S
 from quire.cli import options, output
 from quire.cli.load import Conversation, Load, Outcome, Shape, drawn
+from quire.cli.prompts import content
 from quire.errors import UsageError
 from quire.sampling import SamplingParams
 
@@ -46,7 +46,7 @@ Examples:
 
 A line of a file is a prompt, or a JSON object with `prompt` or `messages`.
 """
-Prompt: TypeAlias = str | list[dict[str, Any]]
+FilePrompt: TypeAlias = str | list[dict[str, Any]]
 PERCENTILES: Final = (50, 90, 99)
 _ROWS: Final = (
     ("first token", "first_token_s"),
@@ -88,7 +88,7 @@ def bench(
     ] = None,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
     turns: Annotated[int, typer.Option(min=2, max=1_000, help="Turns of a chat.")] = 4,
-    file: Annotated[Path | None, typer.Option(metavar="PATH", help="Prompts to send instead, over and over.")] = None,
+    file: Annotated[str | None, typer.Option(metavar="PATH", help="Prompts to send instead, over and over.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of everything that is drawn.")] = 1,
     namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
     adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
@@ -131,7 +131,7 @@ def bench(
         outcomes, seconds = asyncio.run(measured())
     except KeyboardInterrupt:
         sys.exit(output.INTERRUPTED)
-    report = {"workload": workload.value if file is None else str(file), **reported(outcomes, seconds)}
+    report = {"workload": workload.value if file is None else file, **reported(outcomes, seconds)}
     if as_json:
         output.print_json(report)
     else:
@@ -160,20 +160,16 @@ def _require_room(shape: Shape, output_tokens: int, room: int) -> None:
         )
 
 
-def _read(file: Path) -> list[Prompt]:
+def _read(file: str) -> list[FilePrompt]:
     """Returns the prompts and conversations of a file."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"byte {error.start} is no UTF-8 text"
-        raise UsageError(f"--file: {file} cannot be read: {why}") from None
+    lines = content("file", f"@{file}").splitlines()
     found = [_prompt(line, f"--file: line {number} of {file}") for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise UsageError(f"--file: {file} has no prompts")
     return found
 
 
-def _prompt(line: str, where: str) -> Prompt:
+def _prompt(line: str, where: str) -> FilePrompt:
     if not line.startswith("{"):
         return line
     try:
@@ -188,7 +184,7 @@ def _prompt(line: str, where: str) -> Prompt:
     raise UsageError(f"{where} has neither a text as `prompt` nor a list of `messages`")
 
 
-async def _tokenized(client: AsyncClient, prompts: Sequence[Prompt]) -> list[Conversation]:
+async def _tokenized(client: AsyncClient, prompts: Sequence[FilePrompt]) -> list[Conversation]:
     return [[await client.tokenize(prompt)] for prompt in prompts]
 
 

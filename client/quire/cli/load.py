@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from quire import AsyncClient
@@ -72,7 +73,9 @@ class Load:
         rate: conversations that become due a second, at random as strangers come; None: each as soon as it has a place.
         seed: of these times.
         salt: requests share prefixes with those of the same salt alone, so that no earlier run is hit.
-        options: `namespace`, `adapter`, `timeout_s` of each request.
+        namespace: of each request.
+        adapter: of each request.
+        timeout_s: of each request.
     """
 
     def __init__(
@@ -84,15 +87,16 @@ class Load:
         rate: float | None,
         seed: int,
         salt: str,
-        **options: object,
+        namespace: str,
+        adapter: str,
+        timeout_s: float,
     ) -> None:
-        self._client = client
-        self._params = params
+        self._stream = partial(
+            client.stream, params=params, cache_salt=salt, namespace=namespace, adapter=adapter, timeout_s=timeout_s
+        )
         self._places = asyncio.Semaphore(concurrency)
         self._rate = rate
         self._draw = random.Random(seed)
-        self._salt = salt
-        self._options = options
 
     async def run(self, conversations: Iterator[Conversation], on_done: Callable[[Outcome], None]) -> None:
         """Sends all of them, and tells of each request when it is over. A conversation ends with its first error."""
@@ -126,7 +130,7 @@ class Load:
     async def _request(self, prompt: Sequence[int], due_s: float) -> Outcome:
         done, last_s = Outcome(), 0.0
         try:
-            async with self._client.stream(prompt, self._params, cache_salt=self._salt, **self._options) as chunks:  # type: ignore[arg-type]
+            async with self._stream(prompt) as chunks:
                 async for chunk in chunks:
                     now_s = time.monotonic() - due_s
                     if chunk.token_ids and done.first_s is None:

@@ -58,7 +58,7 @@ class Measurement:
 ALL = Measurement(
     decode=((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (32, 4096, 128), (128, 4096, 64)),
     first_tokens=(4096, 32_768, 512),
-    profiled=(32, 128),
+    profiled=(32, 128, 1),
     rounds=2,
 )
 TINY = Measurement(decode=((1, 24, 16), (4, 24, 16)), first_tokens=(64,), profiled=(2,), rounds=1)

@@ -25,7 +25,7 @@ import gpu_proof
 from proof_sides import goals
 from proof_sides.pytest_rows import pytest_runtest_logreport
 from serving_sides.ceiling import Bounds, Chip
-from serving_sides.on_gpu import decoding_pairs, profile_rows, turn_of
+from serving_sides.on_gpu import decoding_pairs, longest_idle, profile_rows, turn_of
 from serving_sides.trace import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,6 +138,7 @@ def test_a_turn_is_read_from_passes_in_which_all_requests_decode() -> None:
     assert [first["begin_ms"] for first, _ in pairs] == [20, 30]
     assert turn_of(pairs) == (10, 8, 0.2)
     assert turn_of([]) == (None, None, None)
+    assert longest_idle([pairs, pairs[1:]]) == [[0, 2], [1, 2], [0, 2]]
 
 
 def test_bounds_are_what_a_llama_reads_and_multiplies(tmp_path: Path) -> None:

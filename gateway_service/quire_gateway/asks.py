@@ -136,7 +136,8 @@ def of_completion(body: CompletionBody) -> Ask:
     if is_echo_alone and not body.echo:
         raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo=true")
     max_tokens = MAX_TOKENS_DEFAULT if body.max_tokens is None else max(body.max_tokens, 1)
-    return _ask(body, body.prompt, max_tokens, body.logprobs, names)._replace(is_echo_alone=is_echo_alone)
+    ask = _ask(body, body.prompt, max_tokens, body.logprobs, names)
+    return ask._replace(is_echo_alone=True) if is_echo_alone else ask
 
 
 def of_continuation(body: Body, max_tokens: int | None, top_logprob_count: int | None) -> Ask:
@@ -182,8 +183,10 @@ def _with_tools(ask: Ask, tools: Tools | None) -> Ask:
     Raises:
         ApiError: the content has to be what no answer with calls can be held to.
     """
+    if tools is None:
+        return ask
     structure = next((name for name in STRUCTURES if name in ask.options), None)
-    if tools is None or structure is None:
+    if structure is None:
         return ask._replace(tools=tools)
     if tools.choice is not Choice.AUTO:
         options = {name: value for name, value in ask.options.items() if name != structure}

@@ -172,8 +172,9 @@ def of_chat(body: ChatBody) -> Ask:
         "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         "logprobs": "top_logprobs",
     }
-    ask = _ask(body, (chat,), body.max_completion_tokens or body.max_tokens, top, names)
-    return _with_tools(ask, tools)._replace(tells_reasoning=body.include_reasoning is not False)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    ask = _ask(body, (chat,), max_tokens, top, names, tells_reasoning=body.include_reasoning is not False)
+    return _with_tools(ask, tools)
 
 
 def _with_tools(ask: Ask, tools: Tools | None) -> Ask:
@@ -202,6 +203,8 @@ def _ask(
     max_tokens: int | None,
     top_logprob_count: int | None,
     names: Mapping[str, str],
+    *,
+    tells_reasoning: bool | None = None,
 ) -> Ask:
     _check_together(body)
     given = body.model_fields_set  # looked at before the fields: most bodies have few of these many
@@ -259,6 +262,7 @@ def _ask(
         -(body.priority or 0),  # here alone vLLM's scale becomes Quire's
         with_usage and so_far,  # without the one, the other has no effect in vLLM
         bool(body.return_token_ids),
+        tells_reasoning=tells_reasoning,
         service_tier=body.service_tier,
         add_special_tokens=body.add_special_tokens,
         cache_salt=body.cache_salt or "",

@@ -247,7 +247,6 @@ def _ask(
     if "seed" in options:
         options["seed"] %= 2**64  # a worker's seeds have no sign
     with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    so_far = body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
     return Ask(
         body.model,
         prompts,
@@ -260,7 +259,7 @@ def _ask(
         body.prompt_logprobs,
         names,
         -(body.priority or 0),  # here alone vLLM's scale becomes Quire's
-        with_usage and so_far,  # without the one, the other has no effect in vLLM
+        with_usage and bool(body.stream_options and body.stream_options.continuous_usage_stats),  # as in vLLM
         bool(body.return_token_ids),
         tells_reasoning=tells_reasoning,
         service_tier=body.service_tier,

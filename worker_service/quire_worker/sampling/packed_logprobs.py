@@ -1,4 +1,4 @@
-"""Logprobs that wait for their caller, in a twentieth of the memory that objects take."""
+"""Logprobs that wait for their caller, in a tenth of the memory that objects take."""
 
 from __future__ import annotations
 

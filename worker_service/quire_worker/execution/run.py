@@ -60,7 +60,7 @@ from quire_worker.execution.parts import (
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.choice import are_finite
-from quire_worker.sampling.sampler import draw
+from quire_worker.sampling.sampler import draw, have_taken
 from quire_worker.scheduling.plan import Draw, Work
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.swap import SwapOut
@@ -183,16 +183,23 @@ class Run:
             for block in self.lost_blocks.keys() & part.sample.held_blocks():
                 self._fail([part.sample], self.lost_blocks[block])
 
-    def forward(self, parts: Sequence[Part], layout: ForwardBatch | None = None, *, is_greedy: bool = False) -> None:
-        """Computes parts, those of one sample in order; `layout` is of all of them, and so is `is_greedy`, that of
-        `Prepared`."""
+    def forward(
+        self,
+        parts: Sequence[Part],
+        layout: ForwardBatch | None = None,
+        *,
+        is_greedy: bool = False,
+        has_masks: bool = False,
+    ) -> None:
+        """Computes parts, those of one sample in order; `layout` is of all of them, and so are `is_greedy` and
+        `has_masks`, those of `Prepared`."""
         if self.failures or self._left_out:
             count, parts = len(parts), [part for part in parts if self.is_unharmed(part.sample)]
             layout = layout if len(parts) == count else None
             is_greedy = False
         if not parts:
             return
-        failure = self._try_forward(parts, layout, is_greedy=is_greedy)
+        failure = self._try_forward(parts, layout, is_greedy=is_greedy, has_masks=has_masks)
         if failure is None:
             return
         if any(part.draft for part in parts):
@@ -278,7 +285,9 @@ class Run:
         self._free_memory_after(failure)
         return failure
 
-    def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None, *, is_greedy: bool) -> Failure | None:
+    def _try_forward(
+        self, parts: Sequence[Part], layout: ForwardBatch | None, *, is_greedy: bool, has_masks: bool
+    ) -> Failure | None:
         try:
             forward = layout or layout_of(parts, self._cache)
             shortcut = None if forward.adapters else self._shortcut  # which knows of none
@@ -288,9 +297,12 @@ class Run:
             else:
                 logits = short.clone()  # another part of this batch may take the shortcut, too
             likeliest, flags = self._model.attention.look(logits) or NOT_LOOKED
-            if is_greedy and flags is not None and 0 not in flags:
-                self.likeliest = likeliest
-                return None
+            if is_greedy and likeliest is not None and flags is not None and 0 not in flags:
+                samplers = [part.sample.sampler for part in parts] if has_masks else []
+                if not has_masks or have_taken(samplers, likeliest, logits.shape[1]):
+                    self.likeliest = likeliest
+                    return None
+                likeliest = None  # drawing need not ask again
             may_wait = all(part.may_wait for part in parts)
             unread = are_finite(logits) if flags is None else None
             if unread is not None and not may_wait:
@@ -329,14 +341,12 @@ class Run:
         known, samplers = [], [each.sample.sampler for each in draws]
         if not all(sampler.is_likeliest_if_allowed for sampler in samplers):
             return None
-        for (_, parent, _), sampler in zip(draws, samplers, strict=True):
+        for _, parent, _ in draws:
             logits, number, likeliest = self._rows[parent]
-            if likeliest is None or not sampler.allows(likeliest[number], logits.shape[1]):
+            if likeliest is None:
                 return None
             known.append(likeliest[number])
-        for sampler, token in zip(samplers, known, strict=True):
-            sampler.take(token)
-        return known
+        return known if have_taken(samplers, known, logits.shape[1]) else None
 
     def _try_draw(self, draws: Sequence[Draw]) -> Failure | None:
         known = self._known(draws)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import structlog
@@ -48,6 +48,7 @@ from quire_worker.execution.parts import (
     Part,
     PromptLogprobs,
     Restore,
+    Row,
     Token,
     candidate_logprobs,
     continuations,
@@ -68,20 +69,6 @@ from quire_worker.scheduling.swap import SwapOut
 log = structlog.get_logger()
 NOT_LOOKED: Final[tuple[list[int] | None, Sequence[int] | None]] = None, None
 OfSample = TypeVar("OfSample", Part, Draw, Work, CandidateLogprobs, Continuations)
-
-
-class Row(NamedTuple):
-    """Location of the logits after a token.
-
-    Attributes:
-        logits: float32 `[rows, vocabulary]`.
-        number: of the row.
-        likeliest: the greedy choice of each row; None where it is not known.
-    """
-
-    logits: torch.Tensor
-    number: int
-    likeliest: list[int] | None
 
 
 class Run:
@@ -355,7 +342,7 @@ class Run:
             return None
         try:
             rows = [self._rows[draw.parent] for draw in draws]
-            logits = rows_of([(row.logits, row.number) for row in rows])
+            logits = rows_of(rows)
             samplers = [each.sample.sampler for each in draws]
             drawn = draw(logits, samplers, self._model.attention.choose, self._finiteness.unread())
         except Exception as error:

@@ -356,6 +356,7 @@ def test_probes_and_metrics_answer(served: ServerProcess) -> None:
         head = curl(served, path, "-I")
         assert (head.status, head.body, "content-length" in head.headers) == (200, b"", True), path
     assert curl(served, "/v1/models/other", "-I").status == 404
+    assert curl(served, "/v1/completions", body=ASK).status == 200
     metrics = curl(served, "/metrics").body.decode()
     assert 'quire_gateway_requests_total{code="200",route="/v1/completions"}' in metrics
     assert "quire_gateway_first_token_seconds_bucket" in metrics

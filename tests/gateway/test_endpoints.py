@@ -349,8 +349,7 @@ def test_the_description_for_programs_names_each_operation_once(served: ServerPr
 
 
 def test_probes_and_metrics_answer(served: ServerProcess) -> None:
-    assert curl(served, "/healthz").status == 200
-    assert curl(served, "/readyz").status == 200
+    assert (curl(served, "/healthz").status, curl(served, "/readyz").status) == (200, 200)
     paths = ("/", "/healthz", "/health", "/readyz", "/version", "/metrics", "/openapi.json", "/v1/models")
     for path in (*paths, "/v1/models/demo"):
         head = curl(served, path, "-I")

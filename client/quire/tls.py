@@ -71,8 +71,14 @@ def read_pem(path: str | Path) -> bytes:
     return data
 
 
-def tls_of(ca: str | None, cert: str | None, key: str | None) -> Tls | None:
+def tls_of(ca: str | None, cert: str | None, key: str | None, ca_name: str) -> Tls | None:
     """Returns what three options say; None if they say nothing.
+
+    Args:
+        ca: file of the authorities to trust.
+        cert: file of the own certificate.
+        key: file of its private key.
+        ca_name: what the reader of an error calls `ca`.
 
     Raises:
         UsageError: a certificate or a key without an authority.
@@ -80,7 +86,7 @@ def tls_of(ca: str | None, cert: str | None, key: str | None) -> Tls | None:
     if ca:
         return Tls(ca, cert or None, key or None)
     if cert or key:
-        raise UsageError("a client's certificate needs --tls-ca (QUIRE_TLS_CA): which servers to show it to")
+        raise UsageError(f"a client's certificate needs {ca_name}, too: the authorities of the servers to show it to")
     return None
 
 
@@ -92,4 +98,5 @@ def resolve_tls(tls: Tls | None) -> Tls | None:
     """
     if tls is not None:
         return tls
-    return tls_of(*(os.environ.get(f"QUIRE_TLS_{name}") for name in ("CA", "CERT", "KEY")))
+    ca, cert, key = (os.environ.get(f"QUIRE_TLS_{name}") for name in ("CA", "CERT", "KEY"))
+    return tls_of(ca, cert, key, "QUIRE_TLS_CA")

@@ -283,7 +283,7 @@ def let_in(gate: Gate, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         gate,
         allow_origins=origins,
-        allow_methods=("GET", "POST", "DELETE"),
+        allow_methods=("GET", "HEAD", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=("retry-after", "x-request-id"),
         allow_private_network=True,  # a browser also asks whether an internet page may reach this network

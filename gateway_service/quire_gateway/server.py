@@ -139,7 +139,7 @@ async def serve(options: argparse.Namespace) -> None:
     token, keys, tls = check(options)
     key_file: KeyFile | None = None
     stop = stop_event(lambda: None if key_file is None else key_file.read())
-    to_workers = tls_of(options.worker_ca, options.worker_cert, options.worker_key)
+    to_workers = tls_of(options.worker_ca, options.worker_cert, options.worker_key, "--worker-ca")
     with bind(options.listen) as listener:
         fleet = Fleet(
             [AsyncClient(address, token=token, tls=to_workers) for address in options.worker],

@@ -29,6 +29,8 @@ from tests.client.servers import ScriptedServer, scripted_server, two_samples
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4, cache_layout="l", model_fingerprint=b"f" * 32)
 NO_INTEGERS: list[Any] = ["5", True, 1.5, math.nan, math.inf, [1], -(10**5000), 10**5000, 2**64, -(2**63) - 1]
 NO_NUMBERS: list[Any] = ["5", True, math.nan, math.inf, -math.inf, [1], 10**5000, 1e300]
+# Of operations: where all of a column are zeros it is not sent.
+LEFT_OUT = ("keep_token_count", "prompt_token_count", "priority", "defer_token_count")
 # Called with a value for each of its numbers in turn; what is made before is made once.
 GIVEN: dict[str, Any] = {
     "prompt": "p", "many": ["p"], "conversation": [{"role": "user", "content": "u"}], "pool": "p", "spec": SPEC,
@@ -214,3 +216,21 @@ def test_a_number_that_a_step_does_not_carry_is_told_with_what_it_does(value: An
     assert ("thousands" if value == 10**5000 else repr(value)) in str(raised.value).replace(
         "more than 256 bits", "thousands"
     )
+
+
+@pytest.mark.parametrize("value", [*NO_INTEGERS[:-2], 2**64, False], ids=ranges.shown)
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [(each, name) for each, them in methods_of(StepBuilder, "check_ids", "names_no_newer").items() for name in them],
+)
+def test_a_number_of_an_operation_is_refused_with_the_name_of_its_parameter(method: str, name: str, value: Any) -> None:
+    if value is False and name in LEFT_OUT:
+        return  # a column of zeros is not sent, and nobody looks at it
+    step = StepBuilder()
+    beside = {"namespace": "n", "digests": b"d" * 64} if method == "drop" else {}
+    call = call_on(step.grow(1, 7), method)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        _ = call(**beside, **{name: value}).message
+    said = str(raised.value)
+    assert said.startswith(f"{name} must be an integer from 0 to "), said
+    assert ranges.shown(value) in said.replace("a number of more than 256 bits", "a number of thousands of digits")

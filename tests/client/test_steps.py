@@ -115,7 +115,7 @@ def test_a_message_is_made_anew_each_time_and_goes_on_growing() -> None:
 def test_a_number_that_does_not_fit_is_refused_when_the_message_is_made(token_count: int) -> None:
     step = StepBuilder()
     step.grow(1, token_count)
-    with pytest.raises(ValueError, match="out of range"):
+    with pytest.raises(ValueError, match="token_count must be an integer from 0 to 4294967295, not"):
         _ = step.message
 
 

@@ -162,7 +162,7 @@ class Link:
         token = resolve_token(token)
         if token and tls is None and not _is_here(address):
             raise UsageError(
-                f"a token is not sent to {address} unencrypted: give --tls-ca, QUIRE_TLS_CA or tls=quire.Tls(...)"
+                f"a token is not sent to {address} unencrypted: name the authorities to trust there in QUIRE_TLS_CA"
             )
         self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {token}"),) if token else ()
         # A certificate cannot name the path of a socket; the server there is this machine.

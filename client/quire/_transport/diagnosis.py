@@ -75,13 +75,13 @@ def _what_answers(connection: socket.socket, server: str, is_encrypted: bool) ->
     is_plain_grpc = len(answer) == _ANSWER_BYTES and answer[3] == _SETTINGS
     if is_encrypted:
         if is_plain_grpc:
-            return "the server there does not encrypt; leave the options of TLS out, or start it with --tls-cert"
+            return "the server there does not encrypt; call it without TLS, or start it with a certificate"
         return "the server there ended the connection; does one side not trust the other's certificate?"
     if is_plain_grpc:
         return f"a server is running there, and ended the connection; is it {_with_article(server)}?"
     asks_for_tls = answer.startswith(_ALERT)
     why = "it asks for TLS" if asks_for_tls else "it is being stopped, or asks for TLS"
-    return f"who listens there ended the connection: {why} (--tls-ca, QUIRE_TLS_CA, tls=)"
+    return f"who listens there ended the connection: {why}; QUIRE_TLS_CA names the authorities to trust"
 
 
 def _asked(connection: socket.socket) -> bytes | None:

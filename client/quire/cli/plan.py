@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
@@ -63,6 +64,10 @@ Lengths: TypeAlias = Annotated[
 ]
 
 
+def _share(text: str) -> Any:
+    return typer.Option(metavar="SHARE", min=0, max=1, callback=options.is_number, help=text)
+
+
 def register(app: typer.Typer) -> None:
     """Adds the command to the application."""
     app.command(help=EXAMPLES)(plan)
@@ -74,7 +79,7 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Of one device: 80GiB, 80GB. Without it, only the layout.")
     ] = None,
-    utilization: Annotated[float, typer.Option(metavar="SHARE", help="Of the memory, that may be used.")] = 0.9,
+    utilization: Annotated[float, _share("Of the memory, that may be used; above 0.")] = 0.9,
     weights: AllWeights = None,
     used: Annotated[str | None, typer.Option(metavar="SIZE", help="What else one device holds.")] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, metavar="RANKS", help="Devices that share the heads.")] = 1,
@@ -82,9 +87,7 @@ def plan(
     state_dtype: Annotated[str, typer.Option(help="Of recurrent states: auto, bf16, fp32.")] = "auto",
     max_len: Tokens = None,
     block_size: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Of the smallest blocks.")] = 16,
-    group_cost: Annotated[
-        float, typer.Option(metavar="SHARE", help="Of a sequence's bytes, that one group less is worth.")
-    ] = 0.005,
+    group_cost: Annotated[float, _share("Of a sequence's bytes, that one group less is worth.")] = 0.005,
     checkpoint_tokens: CheckpointTokens = None,
     worker: AsWorker = False,
     length: Lengths = None,
@@ -96,8 +99,11 @@ def plan(
     from quire.cli.plan_report import Budget, Plan, Weights
     from quire.planning.planner import BLOCK_SIZE_MAX
 
+    if not utilization:
+        raise UsageError("--utilization must be above 0 and at most 1, not 0")
     config = read_config(config_path(model))
     try:
+        _check_dtypes(dtype, state_dtype)
         cache = planning.read_config(
             config,
             dtype,
@@ -106,7 +112,9 @@ def plan(
             state_ranks=1,
             model_dtype=_computed_in(dtype) if worker else None,
         )
-        token_count_max = planning.parse_tokens(max_len) if max_len else cache.token_count_max or LENGTH_MAX
+        token_count_max = (
+            _parsed("--max-len", planning.parse_tokens, max_len) if max_len else cache.token_count_max or LENGTH_MAX
+        )
         layout = planning.plan_layout(
             cache.layers,
             block_size=block_size,
@@ -117,8 +125,9 @@ def plan(
             checkpoint_tokens=checkpoint_tokens,
         )
         cost = planning.Prices(cache.layers, token_count_max=token_count_max, group_cost=group_cost).layout(layout)
-        lengths = tuple(sorted({*planning.lengths_up_to(token_count_max), *map(planning.parse_tokens, length or ())}))
-        chats = tuple(map(planning.parse_tokens, chat_tokens or ()))
+        shown = (_parsed("--length", planning.parse_tokens, each) for each in length or ())
+        lengths = tuple(sorted({*planning.lengths_up_to(token_count_max), *shown}))
+        chats = tuple(_parsed("--chat-tokens", planning.parse_tokens, each) for each in chat_tokens or ())
         budget = None
         if memory is not None:
             # What is used may hold weights, too: where it is said, they are not added to it by guess.
@@ -141,6 +150,31 @@ def _computed_in(dtype: str) -> str | None:
     return None if dtype == "auto" or dtype.startswith(("fp8", "float8")) else dtype
 
 
+def _check_dtypes(dtype: str, state_dtype: str) -> None:
+    """Looks at both, also for a model that has only one of keys and states.
+
+    Raises:
+        ValueError: one is unknown.
+    """
+    from quire import planning
+
+    for option, said in (("--dtype", dtype), ("--state-dtype", state_dtype)):
+        if said != "auto":
+            _parsed(option, planning.element_bytes_of, said)
+
+
+def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
+    """Returns what an option says.
+
+    Raises:
+        ValueError: it does not say that; with the option's name.
+    """
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
 def _with_unit(option: str, text: str) -> int:
     """Returns the bytes of a size with a unit. A reader could take a bare 80 for bytes or for gigabytes.
 
@@ -149,7 +183,7 @@ def _with_unit(option: str, text: str) -> int:
     """
     from quire import planning
 
-    byte_count = planning.parse_bytes(text)
+    byte_count = _parsed(option, planning.parse_bytes, text)
     if text.strip().replace(".", "").isdigit():
         raise ValueError(f"{option} {text:.80} has no unit: write {text}GiB, {text}GB or {text}B")
     return byte_count

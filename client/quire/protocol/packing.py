@@ -15,29 +15,24 @@ _UINT32: Final = array("I")
 _UINT64: Final = array("Q")
 
 
-def pack_uint32(numbers: Iterable[int]) -> bytes:
-    """Packs 4 bytes for each.
+def pack_uint32(numbers: Iterable[int], name: str = "") -> bytes:
+    """Packs 4 bytes for each. With `name`, of the parameter that they are, an error names it.
 
     Raises:
         ValueError: a number does not fit.
-        TypeError: something is no number.
+        TypeError: something is no number; of a parameter, True and False are none either.
     """
-    return _pack("I", numbers)
+    return _pack("I", numbers, name)
 
 
-def pack_column(numbers: Sequence[int]) -> bytes:
+def pack_column(numbers: Sequence[int], name: str = "") -> bytes:
     """Packs a column of a step or its answer, 4 bytes for each: one of zeros is empty. Raises as `pack_uint32` does."""
-    return _pack("I", numbers) if any(numbers) else b""
+    return _pack("I", numbers, name) if any(numbers) else b""
 
 
-def pack_uint64(numbers: Iterable[int]) -> bytes:
-    """Packs 8 bytes for each.
-
-    Raises:
-        ValueError: a number does not fit.
-        TypeError: something is no number.
-    """
-    return _pack("Q", numbers)
+def pack_uint64(numbers: Iterable[int], name: str = "") -> bytes:
+    """Packs 8 bytes for each, otherwise as `pack_uint32` does."""
+    return _pack("Q", numbers, name)
 
 
 def pack_uint32s(columns: Iterable[array[int]]) -> bytes:
@@ -69,24 +64,31 @@ def _unpack(empty: array[int], data: bytes) -> array[int]:
     return column
 
 
-def _pack(code: str, numbers: Iterable[int]) -> bytes:
+def _pack(code: str, numbers: Iterable[int], name: str = "") -> bytes:
     numbers = tuple(numbers) if not isinstance(numbers, (array, list, tuple)) else numbers
     try:
         column = array(code, numbers)
     except (OverflowError, TypeError):
-        _refuse(code, numbers)
+        _refuse(code, numbers, name)
         raise
     if not IS_LITTLE_ENDIAN:
         column.byteswap()
-    return column.tobytes()
+    data = column.tobytes()
+    if name:
+        # True and False pack as 1 and 0, which few columns have: a search of the bytes is cheaper than of the types.
+        width = column.itemsize
+        if (1).to_bytes(width, "little") in data or bytes(width) in data:
+            _refuse(code, numbers, name)
+    return data
 
 
-def _refuse(code: str, numbers: Sequence[object]) -> None:
-    """Raises the error of the first number that does not fit."""
+def _refuse(code: str, numbers: Sequence[object], name: str) -> None:
+    """Raises the error of the first number that does not fit, if there is one."""
     bits = 8 * array(code).itemsize
+    what = f"{name or 'a number'} must be an integer from 0 to {2**bits - 1}, not"
     for number in numbers:
-        if not isinstance(number, SupportsIndex):
-            raise TypeError(f"{number!r:.80} must be an integer from 0 to {2**bits - 1}")
+        if not isinstance(number, SupportsIndex) or (name and isinstance(number, bool)):
+            raise TypeError(f"{what} {number!r:.80}")
         if not 0 <= number.__index__() < 1 << bits:
             shown = f"{number!r:.80}" if number.__index__().bit_length() < 256 else "a number of more than 256 bits"
-            raise ValueError(f"{shown} is out of range: an integer from 0 to {2**bits - 1} is needed")
+            raise ValueError(f"{what} {shown}")

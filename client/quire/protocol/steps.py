@@ -167,25 +167,25 @@ class StepBuilder:
 
         Raises:
             ValueError: a number does not fit its field.
-            TypeError: something is no number, or a digest no bytes.
+            TypeError: something is no number, as True is none, or a digest no bytes.
         """
         if self._commits:
             commits = step.commits
-            commits.sequences = pack_uint64(self._commits)
-            commits.token_counts = pack_uint32(self._commit_token_counts)
+            commits.sequences = pack_uint64(self._commits, "sequence_id")
+            commits.token_counts = pack_uint32(self._commit_token_counts, "token_count")
             commits.digests = b"".join(self._commit_digests)
-            commits.keep_token_counts = pack_column(self._keep_token_counts)
+            commits.keep_token_counts = pack_column(self._keep_token_counts, "keep_token_count")
             commits.digest_counts = pack_column([len(data) // DIGEST_BYTES for data in self._commit_digests])
         if self._frees:
-            step.frees.sequences = pack_uint64(self._frees)
+            step.frees.sequences = pack_uint64(self._frees, "sequence_id")
         if self._drops:
             step.drops.extend(self._drops)
         if self._parents:
-            step.forks.parents = pack_uint64(self._parents)
-            step.forks.children = pack_uint64(self._children)
+            step.forks.parents = pack_uint64(self._parents, "parent_id")
+            step.forks.children = pack_uint64(self._children, "child_id")
         if self._grows:
-            step.grows.sequences = pack_uint64(self._grows)
-            step.grows.token_counts = pack_uint32(self._grow_token_counts)
+            step.grows.sequences = pack_uint64(self._grows, "sequence_id")
+            step.grows.token_counts = pack_uint32(self._grow_token_counts, "token_count")
         if self._new:
             self._fill_new(step.grows)
 
@@ -199,7 +199,7 @@ class StepBuilder:
             rows = [0] * len(self._grows)
             for new, value in zip(self._new, values, strict=True):
                 rows[new.row] = value
-            return pack_uint32(rows)
+            return pack_uint32(rows, "" if name == "is_return" else name)
 
         grows.digest_counts = column("digest_count")
         grows.namespace_indices = column("namespace")
@@ -219,11 +219,13 @@ def cache_drop(
 
     Raises:
         ValueError: digests without a namespace, or more are kept than there are.
+        TypeError: the number of those to keep is none.
     """
     data = concatenated(digests)
     if data and namespace is None:
         raise ValueError("digests are of one namespace")
-    if not 0 <= kept_digest_count <= len(data) // DIGEST_BYTES:
+    pack_uint32((kept_digest_count,), "kept_digest_count")
+    if kept_digest_count > len(data) // DIGEST_BYTES:
         raise ValueError(f"{kept_digest_count} of {len(data) // DIGEST_BYTES} digests cannot be kept")
     return pb.CacheDrop(namespace=namespace, digests=data, kept_digest_count=kept_digest_count)
 

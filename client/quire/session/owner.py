@@ -229,10 +229,10 @@ class PoolOwner:
             ValueError: a number does not fit the message, or an id is not new, or not known; nothing was submitted.
         """
         assert self.has_room, "the window is full"
-        self._check_ids(operations)
         request = packed.SessionRequest()
         step, number = request.step, self.last_step + len(self._unanswered) + 1
         operations.fill(step)
+        self._check_ids(operations)
         step.number = number
         self._check_size("operations", operations.operation_count, self.limits.operations_per_step_max)
         byte_count = step.ByteSize() + _SENT_WITH_BYTES

@@ -35,7 +35,7 @@ def check(options: argparse.Namespace) -> None:
     check_files(options)
     canonical(options.allocator)
     check_options(options)
-    to_allocator = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key)
+    to_allocator = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key, "--allocator-ca")
     if to_allocator is not None:
         to_allocator.channel_credentials()  # which looks at the files
 

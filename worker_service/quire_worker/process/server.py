@@ -272,7 +272,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     stop = stop_event()
     calls_max = 4 * (options.max_waiting + options.max_running)  # far above the queue, which refuses with a reason
     server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
-    tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key)
+    tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key, "--allocator-ca")
     allocator = AsyncAllocator(options.allocator, token=server.token, tls=tls)
     lost = asyncio.wrap_future(ranks.lost)
     loaded = await unless_lost(partial(load, options, ranks), lost)

@@ -88,8 +88,8 @@ def connects(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     def made(values: dict[str, Any]) -> Credentials:
-        token_file, *tls = values.values()
-        return Credentials(read_token(token_file), tls_of(*tls, "--tls-ca (QUIRE_TLS_CA)"))
+        token_file, ca, cert, key = values.values()
+        return Credentials(read_token(token_file), tls_of(ca, cert, key, "--tls-ca (QUIRE_TLS_CA)"))
 
     return replaced(command, "credentials", {name: (kind, None) for name, kind in _FILES.items()}, made)
 

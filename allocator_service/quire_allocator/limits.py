@@ -39,6 +39,7 @@ FEATURES_MAX: Final = 64  # that an owner may ask for
 WINDOW_TOKENS_MAX: Final = 1 << 24
 CHUNK_TOKENS_MAX: Final = 1 << 24  # that an owner may announce to compute in one pass
 QUOTAS_MAX: Final = 1024  # per pool
+METRIC_NAMESPACES_MAX: Final = 20  # each pair of them is a series
 WATCHERS_MAX: Final = 64  # of one caller; of all, twice as many
 EVENTS_PER_TURN_MAX: Final = 256  # sent to one watcher before another one has a turn
 NAME_CHARACTERS_MAX: Final = 128  # of a pool's name

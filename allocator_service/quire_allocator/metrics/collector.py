@@ -12,10 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from quire._serving.logs import dropped_lines
 
-from quire_allocator.core.ownership.directory import Directory
-from quire_allocator.core.readers import retention
+from quire_allocator.core.ownership.directory import Directory, Ownership
+from quire_allocator.core.readers import retention, usage
 from quire_allocator.core.spec import Result
-from quire_allocator.metrics.counters import Counters
+from quire_allocator.metrics.counters import Counters, PoolCounters
 
 METRIC_NAMES = frozenset(
     {
@@ -29,6 +29,13 @@ METRIC_NAMES = frozenset(
         "quire_allocator_step_seconds",
         "quire_allocator_prefix_tokens_total",
         "quire_allocator_granted_blocks_total",
+        "quire_allocator_short_blocks_total",
+        "quire_allocator_saved_blocks",
+        "quire_allocator_foreign_evictions_total",
+        "quire_allocator_recovery_seconds",
+        "quire_allocator_recovered_blocks_total",
+        "quire_allocator_recovered_sequences_total",
+        "quire_allocator_state_disagreements_total",
         "quire_allocator_evictions_total",
         "quire_allocator_dropped_blocks_total",
         "quire_allocator_copies_total",
@@ -56,6 +63,11 @@ class AllocatorCollector(Collector):
         yield from self._process()
         yield from self._pool_gauges()
         yield from self._pool_counters()
+        yield from self._evictions()
+        yield from self._recoveries()
+
+    def _counted(self) -> Iterator[tuple[Ownership, PoolCounters]]:
+        return ((owner, self._counters.seen(owner.name)) for owner in self._directory.open_pools())
 
     def _process(self) -> Iterator[Metric]:
         owners = self._directory.open_pools()
@@ -93,6 +105,11 @@ class AllocatorCollector(Collector):
             labels=["pool", "group", "state"],
         )
         sequences = GaugeMetricFamily("quire_allocator_sequences", "Live sequences.", labels=["pool"])
+        saved = GaugeMetricFamily(
+            "quire_allocator_saved_blocks",
+            "Blocks more that sequences would hold if none were shared.",
+            labels=["pool"],
+        )
         for owner in self._directory.open_pools():
             pool = owner.pool
             blocks.add_metric([owner.name, "empty"], pool.blocks.empty_count)
@@ -103,9 +120,11 @@ class AllocatorCollector(Collector):
                 groups.add_metric([owner.name, use.name, "kept"], use.kept)
                 groups.add_metric([owner.name, use.name, "spare"], use.spare)
             sequences.add_metric([owner.name], len(pool.sequences))
+            saved.add_metric([owner.name], max(0, usage.table_entry_count(pool) - usage.held_count(pool)))
         yield blocks
         yield groups
         yield sequences
+        yield saved
 
     def _pool_counters(self) -> Iterator[Metric]:
         operations = CounterMetricFamily(
@@ -121,13 +140,19 @@ class AllocatorCollector(Collector):
             labels=["pool", "outcome"],
         )
         granted = CounterMetricFamily("quire_allocator_granted_blocks", "Blocks granted.", labels=["pool"])
-        evictions = CounterMetricFamily("quire_allocator_evictions", "Cached blocks granted anew.", labels=["pool"])
+        short = CounterMetricFamily(
+            "quire_allocator_short_blocks",
+            "Blocks that refused grows were short of, by result.",
+            labels=["pool", "code"],
+        )
         dropped = CounterMetricFamily(
             "quire_allocator_dropped_blocks", "Cached blocks that were to be forgotten.", labels=["pool"]
         )
         copies = CounterMetricFamily("quire_allocator_copies", "Copy-on-write copies ordered.", labels=["pool"])
-        for owner in self._directory.open_pools():
-            name, pool, numbers = owner.name, owner.pool, self._counters.seen(owner.name)
+        for owner, numbers in self._counted():
+            name, pool = owner.name, owner.pool
+            for result, count in list(numbers.short_blocks.items()):
+                short.add_metric([name, Result(result).name], count)
             for (operation, result), count in list(numbers.operations.items()):
                 operations.add_metric([name, operation, Result(result).name], count)
             steps.add_metric([name], numbers.step_count)
@@ -137,7 +162,56 @@ class AllocatorCollector(Collector):
             tokens.add_metric([name, "returned"], pool.returned_token_count)
             tokens.add_metric([name, "returned_hit"], pool.returned_matched_token_count)
             granted.add_metric([name], pool.granted_block_count)
-            evictions.add_metric([name], pool.blocks.evicted_count)
             dropped.add_metric([name], pool.blocks.dropped_count)
             copies.add_metric([name], pool.copy_count)
-        yield from (operations, steps, seconds, tokens, granted, evictions, dropped, copies)
+        yield from (operations, steps, seconds, tokens, granted, short, dropped, copies)
+
+    def _evictions(self) -> Iterator[Metric]:
+        evictions = CounterMetricFamily(
+            "quire_allocator_evictions",
+            "Cached blocks evicted: for the namespace's own room, for another one's, or beyond its quota.",
+            labels=["pool", "reason"],
+        )
+        foreign = CounterMetricFamily(
+            "quire_allocator_foreign_evictions",
+            "Cached blocks of one namespace (victim) evicted for another (taker).",
+            labels=["pool", "victim", "taker"],
+        )
+        for owner, numbers in self._counted():
+            blocks = owner.pool.blocks
+            quota, other = blocks.quota_evicted_count, blocks.foreign_evicted_count
+            evictions.add_metric([owner.name, "own"], blocks.evicted_count - quota - other)
+            evictions.add_metric([owner.name, "other"], other)
+            evictions.add_metric([owner.name, "quota"], quota)
+            for (victim, taker), count in list(numbers.foreign_evictions.items()):
+                foreign.add_metric([owner.name, victim, taker], count)
+        yield from (evictions, foreign)
+
+    def _recoveries(self) -> Iterator[Metric]:
+        seconds = HistogramMetricFamily(
+            "quire_allocator_recovery_seconds",
+            "From asking an owner for its report to the pool made of it; reports of empty pools do not count.",
+            labels=["pool"],
+        )
+        blocks = CounterMetricFamily(
+            "quire_allocator_recovered_blocks",
+            "Blocks of these reports: all that were reported, and those of them that the pool kept.",
+            labels=["pool", "state"],
+        )
+        sequences = CounterMetricFamily(
+            "quire_allocator_recovered_sequences",
+            "Sequences of these reports; all continue, or the report is refused.",
+            labels=["pool"],
+        )
+        disagreements = CounterMetricFamily(
+            "quire_allocator_state_disagreements",
+            "Sessions that their owner gave up while they were open, to report its pool anew.",
+            labels=["pool"],
+        )
+        for owner, numbers in self._counted():
+            seconds.add_metric([owner.name], numbers.recovery_seconds.buckets(), numbers.recovery_seconds.sum)
+            blocks.add_metric([owner.name, "reported"], numbers.reported_block_count)
+            blocks.add_metric([owner.name, "kept"], numbers.recovered_block_count)
+            sequences.add_metric([owner.name], numbers.recovered_sequence_count)
+            disagreements.add_metric([owner.name], numbers.disagreement_count)
+        yield from (seconds, blocks, sequences, disagreements)

@@ -15,6 +15,7 @@ from quire._serving.logs import dropped_lines
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.readers import retention, usage
 from quire_allocator.core.spec import Result
+from quire_allocator.metrics.block_sample import OUTCOMES, SIZES
 from quire_allocator.metrics.counters import Counters, PoolCounters
 
 METRIC_NAMES = frozenset(
@@ -30,6 +31,11 @@ METRIC_NAMES = frozenset(
         "quire_allocator_prefix_tokens_total",
         "quire_allocator_granted_blocks_total",
         "quire_allocator_short_blocks_total",
+        "quire_allocator_sampled_tokens_total",
+        "quire_allocator_what_if_tokens_total",
+        "quire_allocator_block_lifetime_seconds",
+        "quire_allocator_block_idle_seconds",
+        "quire_allocator_block_reuse_gap_seconds",
         "quire_allocator_saved_blocks",
         "quire_allocator_foreign_evictions_total",
         "quire_allocator_recovery_seconds",
@@ -65,6 +71,7 @@ class AllocatorCollector(Collector):
         yield from self._pool_counters()
         yield from self._evictions()
         yield from self._recoveries()
+        yield from self._sampled()
 
     def _counted(self) -> Iterator[tuple[Ownership, PoolCounters]]:
         return ((owner, self._counters.seen(owner.name)) for owner in self._directory.open_pools())
@@ -195,12 +202,12 @@ class AllocatorCollector(Collector):
         )
         blocks = CounterMetricFamily(
             "quire_allocator_recovered_blocks",
-            "Blocks of these reports: all that were reported, and those of them that the pool kept.",
+            "Blocks of owners' reports: all that were reported, and those of them that the pool kept.",
             labels=["pool", "state"],
         )
         sequences = CounterMetricFamily(
             "quire_allocator_recovered_sequences",
-            "Sequences of these reports; all continue, or the report is refused.",
+            "Sequences of owners' reports; all continue, or the report is refused.",
             labels=["pool"],
         )
         disagreements = CounterMetricFamily(
@@ -215,3 +222,37 @@ class AllocatorCollector(Collector):
             sequences.add_metric([owner.name], numbers.recovered_sequence_count)
             disagreements.add_metric([owner.name], numbers.disagreement_count)
         yield from (seconds, blocks, sequences, disagreements)
+
+    def _sampled(self) -> Iterator[Metric]:
+        tokens = CounterMetricFamily(
+            "quire_allocator_sampled_tokens",
+            "Tokens of new prompts, estimated from a sample of blocks: found in the cache, cut by another group,"
+            " evicted before, being computed by another prompt, or new.",
+            labels=["pool", "outcome"],
+        )
+        what_if = CounterMetricFamily(
+            "quire_allocator_what_if_tokens",
+            "Sampled tokens that pools of other sizes would have hit, if they evicted what was used least recently.",
+            labels=["pool", "size"],
+        )
+        lifetimes, idles, gaps = (
+            HistogramMetricFamily(
+                f"quire_allocator_block_{name}_seconds", f"Of sampled blocks: {text}.", labels=["pool"]
+            )
+            for name, text in (
+                ("lifetime", "from their publication to their eviction"),
+                ("idle", "from their last use by a new prompt to their eviction"),
+                ("reuse_gap", "from one use by a new prompt to the next"),
+            )
+        )
+        for owner, numbers in self._counted():
+            name, sample = owner.name, numbers.sample
+            if sample is None or not sample.tokens:
+                continue
+            for outcome, count in zip(OUTCOMES, sample.outcomes, strict=True):
+                tokens.add_metric([name, outcome], count * sample.tokens)
+            for size, count in zip(SIZES, sample.would_hit, strict=True):
+                what_if.add_metric([name, f"{size:g}"], count * sample.tokens)
+            for family, histogram in ((lifetimes, sample.lifetimes), (idles, sample.idles), (gaps, sample.gaps)):
+                family.add_metric([name], histogram.buckets(), histogram.sum)
+        yield from (tokens, what_if, lifetimes, idles, gaps)

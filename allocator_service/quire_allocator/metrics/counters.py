@@ -16,6 +16,7 @@ from quire.v1 import _packed_pb2 as packed
 
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import Result
+from quire_allocator.metrics.block_sample import BlockSample
 from quire_allocator.wire.step_columns import StepColumns
 
 STEP_SECONDS_BOUNDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
@@ -35,6 +36,7 @@ class PoolCounters:
         operations: by operation and result.
         short_blocks: blocks that refused grows were short of, by result.
         foreign_evictions: blocks by the labels of the namespace that lost and of the one that took them.
+        sample: of the blocks of the pool that is in force; None before its first step.
         reported_block_count, recovered_block_count, recovered_sequence_count: of all reports that became pools.
     """
 
@@ -47,16 +49,20 @@ class PoolCounters:
         self.recovery_seconds = Histogram(RECOVERY_SECONDS_BOUNDS)
         self.reported_block_count = self.recovered_block_count = self.recovered_sequence_count = 0
         self.disagreement_count = 0
+        self.sample: BlockSample | None = None
         self._namespaces = namespaces
 
     def count(self, operation: str, result: int, number: int = 1) -> None:
         """Counts operations of one kind and result."""
         self._add((operation, result), number)
 
-    def observe_step(self, pool: Pool, step: StepColumns, reply: packed.StepReply, seconds: float) -> None:
-        """Counts a step that was applied and took `seconds`: one update per phase where every result is OK."""
+    def observe_step(self, pool: Pool, step: StepColumns, reply: packed.StepReply, seconds: float, now: float) -> None:
+        """Counts a step that was applied at `now` and took `seconds`: one update per phase where all results are OK."""
         self.step_count += 1
         self.step_seconds.observe(seconds)
+        if self.sample is None or self.sample.log is not pool.log:
+            self.sample = BlockSample(pool)
+        self.sample.observe(pool, step, reply, now)
         if pool.blocks.foreign_evictions:
             self._take_evictions(pool)
         if step.has_refused:

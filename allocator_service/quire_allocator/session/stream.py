@@ -102,12 +102,12 @@ class SessionStream:
     async def _answer(self, request: packed.SessionRequest | None) -> None:
         machine = self._machine
         request = request or packed.SessionRequest()
-        started = time.perf_counter()
+        started, now = time.perf_counter(), self._service.clock()
         if machine.phase is Phase.REPORTING and request.HasField("report_end"):
             with _collection_paused():
-                replies = machine.receive(request, self._service.clock())
+                replies = machine.receive(request, now)
         else:
-            replies = machine.receive(request, self._service.clock())
+            replies = machine.receive(request, now)
         seconds = time.perf_counter() - started
         applied, owner, counted = machine.applied, machine.owner, None
         if applied is not None and owner is not None:  # looked up now: the pool may be gone after the write
@@ -120,7 +120,7 @@ class SessionStream:
         finally:  # counted after the write, for which the owner waits, and even where the write fails
             if applied is not None and counted is not None:
                 numbers, pool = counted
-                numbers.observe_step(pool, applied, replies[0].step_reply, seconds)
+                numbers.observe_step(pool, applied, replies[0].step_reply, seconds, now)
                 machine.applied = None
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())

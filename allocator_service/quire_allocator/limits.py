@@ -43,6 +43,7 @@ METRIC_NAMESPACES_MAX: Final = 20  # each pair of them is a series
 WATCHERS_MAX: Final = 64  # of one caller; of all, twice as many
 EVENTS_PER_TURN_MAX: Final = 256  # sent to one watcher before another one has a turn
 NAME_CHARACTERS_MAX: Final = 128  # of a pool's name
+BLOCK_BYTES_MAX: Final = 1 << 40
 LAYOUT_BYTES_MAX: Final = 256
 FINGERPRINT_BYTES_MAX: Final = 64
 ATTACH_TIMEOUT_S: Final = 5.0

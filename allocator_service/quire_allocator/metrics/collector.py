@@ -22,6 +22,7 @@ METRIC_NAMES = frozenset(
     {
         "quire_allocator_blocks",
         "quire_allocator_group_blocks",
+        "quire_allocator_group_bytes",
         "quire_allocator_sequences",
         "quire_allocator_pools",
         "quire_allocator_sessions",
@@ -111,6 +112,11 @@ class AllocatorCollector(Collector):
             "Blocks of the groups of one specification: held, cached to be hit (kept), or only until needed (spare).",
             labels=["pool", "group", "state"],
         )
+        group_bytes = GaugeMetricFamily(
+            "quire_allocator_group_bytes",
+            "Bytes of `quire_allocator_group_blocks`, of pools whose owner says how many a block has.",
+            labels=["pool", "group", "state"],
+        )
         sequences = GaugeMetricFamily("quire_allocator_sequences", "Live sequences.", labels=["pool"])
         saved = GaugeMetricFamily(
             "quire_allocator_saved_blocks",
@@ -123,13 +129,15 @@ class AllocatorCollector(Collector):
             blocks.add_metric([owner.name, "cached"], pool.blocks.cached_count)
             blocks.add_metric([owner.name, "held"], pool.blocks.block_count - pool.blocks.free_count)
             for use in retention.use(pool):
-                groups.add_metric([owner.name, use.name, "held"], use.held)
-                groups.add_metric([owner.name, use.name, "kept"], use.kept)
-                groups.add_metric([owner.name, use.name, "spare"], use.spare)
+                for state, count in (("held", use.held), ("kept", use.kept), ("spare", use.spare)):
+                    groups.add_metric([owner.name, use.name, state], count)
+                    if owner.spec.block_bytes:
+                        group_bytes.add_metric([owner.name, use.name, state], count * owner.spec.block_bytes)
             sequences.add_metric([owner.name], len(pool.sequences))
             saved.add_metric([owner.name], max(0, usage.table_entry_count(pool) - usage.held_count(pool)))
         yield blocks
         yield groups
+        yield group_bytes
         yield sequences
         yield saved
 

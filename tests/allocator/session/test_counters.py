@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from quire.errors import Reason
 from quire.protocol.packing import pack_uint32
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.metrics.collector import AllocatorCollector
@@ -17,6 +18,7 @@ from tests.allocator.service.harness import (
     commits,
     d,
     grows,
+    refused,
     running_allocator,
     spec,
 )
@@ -85,6 +87,28 @@ async def test_shared_blocks_are_saved_once_for_each_further_holder(allocator: R
 
 def table(*blocks: int) -> pb.BlockTable:
     return pb.BlockTable(blocks=pack_uint32(blocks))
+
+
+async def test_groups_are_counted_in_bytes_where_the_owner_says_what_a_block_has(allocator: RunningAllocator) -> None:
+    declared = spec()
+    declared.block_bytes = 1000
+    owner = StreamOwner(allocator)
+    await owner.attach(spec=declared)
+    await owner.report()
+    await owner.step(grows=grows((1, 9, b"")))
+    await StreamOwner.ready(allocator, "silent")
+    service, found = allocator.service, dict[tuple[str, str], float]()
+    for family in AllocatorCollector(service.directory, service.counters).collect():
+        if family.name == "quire_allocator_group_bytes":
+            found = {(sample.labels["pool"], sample.labels["state"]): sample.value for sample in family.samples}
+    assert found == {("a", "held"): 3000, ("a", "kept"): 0, ("a", "spare"): 0}
+
+
+async def test_a_block_has_a_terabyte_at_most(allocator: RunningAllocator) -> None:
+    declared = spec()
+    declared.block_bytes = (1 << 40) + 1
+    with refused(Reason.MALFORMED, "block_bytes"):
+        await StreamOwner(allocator).attach(spec=declared)
 
 
 async def test_a_recovery_counts_what_was_reported_and_what_the_pool_kept(allocator: RunningAllocator) -> None:

@@ -42,8 +42,8 @@ class PoolCounters:
 
     def __init__(self, namespaces: Collection[str] = ()) -> None:
         self.operations: dict[tuple[str, int], int] = {}
-        self.short_blocks: dict[int, int] = {}
-        self.foreign_evictions: dict[tuple[str, str], int] = {}
+        self.short_blocks = {int(result): 0 for result in (Result.NO_SPACE, Result.QUOTA, Result.PASS_TOO_LONG)}
+        self.foreign_evictions = {(OTHER, OTHER): 0}
         self.step_count = 0
         self.step_seconds = Histogram(STEP_SECONDS_BOUNDS)
         self.recovery_seconds = Histogram(RECOVERY_SECONDS_BOUNDS)

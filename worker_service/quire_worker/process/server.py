@@ -287,6 +287,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
             quotas=tuple(options.quota),
             eviction_policy=options.eviction_policy,
             watermark_block_count=options.watermark_blocks,
+            block_bytes=loaded.cache.spec.bytes_per_block,
         ),
         on_wait=log_waits(),
     )

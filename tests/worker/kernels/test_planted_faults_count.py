@@ -21,10 +21,10 @@ COUNT = {  # by module: update it with each added or dropped fault
     "append_token": 8,
     "cascade": 10,
     "copy_blocks": 5,
-    "decode_paged": 6,
+    "decode_paged": 7,
     "fp8": 7,
     "gated_activation": 4,
-    "merge_splits": 3,
+    "merge_splits": 6,
     "merge_states": 12,
     "mla_paged": 16,
     "pack_mask": 3,
@@ -37,7 +37,7 @@ COUNT = {  # by module: update it with each added or dropped fault
     "sampling": 10,
     "swap_blocks": 3,
     "tile": 21,
-    "work_units": 4,
+    "work_units": 5,
 }
 
 

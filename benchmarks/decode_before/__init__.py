@@ -1,0 +1,1 @@
+"""The kernels before the change, to compare."""

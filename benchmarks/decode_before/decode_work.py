@@ -1,0 +1,136 @@
+"""The division of decode: sizes of tiles, and the keys of each program.
+
+The keys of a request are cut into units (`work_units`): as many as it takes to give every multiprocessor about `WAVES`
+programs, at least two pages and `TILES_MIN` tiles each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from quire_kernels.shared.launch import DOT_MIN, Tiling, chip_of, multiprocessor_count
+from quire_kernels.shared.paged_cache import check_index_tensor, kv_lengths
+from decode_before.work_units import ITEMS_MAX, WorkUnits, divide_work
+
+WAVES = 4  # programs per multiprocessor that the division aims at: enough to hide that some end sooner
+# Tiles per program at least. It waits for memory about four times before its first tile arrives. 8192 keys of 8 KV
+# heads are 256 programs then, which run at once on 132 multiprocessors.
+TILES_MIN = 4
+HEAD_BLOCK_MAX = 64  # one program attends so many query heads at most
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeWork:
+    """The division of a batch; a new division into the same tensors keeps their addresses."""
+
+    work: WorkUnits
+    tiling: Tiling
+    partial_out: torch.Tensor  # float32 [capacity, heads, v_head_dim]
+    partial_lse: torch.Tensor  # float32 [capacity, heads]
+    window_left: int  # that the division is for
+
+
+def decode_tiling(
+    chip: str, group: int, head_dim: int, v_head_dim: int, element_bytes: int, *, is_fp8: bool = False
+) -> Tiling:
+    """Chooses sizes for `group` query heads per KV head, such that nothing spills.
+
+    Tiles in flight hide the latency of memory: two or three of them, each about 32 KiB.
+
+    Args:
+        chip: of `launch.chip_of`.
+        group: query heads per KV head; a block holds all of them, or `HEAD_BLOCK_MAX`.
+        head_dim: of keys.
+        v_head_dim: of values.
+        element_bytes: of the queries. Those of 4 bytes are multiplied without tensor cores, which takes registers.
+        is_fp8: whether the cache is, which takes registers to convert.
+    """
+    if element_bytes == 4:
+        return Tiling(DOT_MIN, 16, num_warps=8, num_stages=1) if is_fp8 else Tiling(DOT_MIN, 16, 4, 2)
+    is_wide = max(head_dim, v_head_dim) > 128
+    block_m = min(HEAD_BLOCK_MAX, max(DOT_MIN, triton.next_power_of_2(group)))
+    block_n = 32 if is_wide else 64
+    if chip == "gfx942":
+        return Tiling(block_m, block_n, num_warps=4, num_stages=2)
+    num_warps = 8 if is_fp8 and (chip == "sm_80" or not is_wide) else 4
+    return Tiling(block_m, block_n, num_warps, num_stages=3 if is_wide else 4)
+
+
+def decode_capacity(batch: int, kv_heads: int, group: int, tiling: Tiling, device: torch.device) -> int:
+    """Says how many units a batch is cut into at most; each has a program per KV head and block of query heads.
+
+    On 132 multiprocessors 8 KV heads of 4 query heads give ceil(4 * 132 / 8) = 66 units, and one more per request.
+    """
+    blocks = kv_heads * triton.cdiv(group, tiling.block_m)
+    return max(1, triton.cdiv(WAVES * multiprocessor_count(device), blocks)) + batch
+
+
+def divide_decode(
+    indptr: torch.Tensor,
+    last_page_len: torch.Tensor,
+    *,
+    page_size: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    element_bytes: int,
+    is_fp8: bool = False,
+    window_left: int = -1,
+    split_keys: bool = True,
+    workspace: torch.Tensor | None = None,
+    out: DecodeWork | None = None,
+) -> DecodeWork:
+    """Cuts the requests of a page table into units, on its device: once per forward pass, for all its layers.
+
+    Args:
+        indptr: int32 `[batch + 1]`.
+        last_page_len: int32 `[batch]`.
+        page_size: tokens per page.
+        query_heads: a multiple of kv_heads.
+        kv_heads: KV heads.
+        head_dim: of keys.
+        v_head_dim: of values.
+        element_bytes: of the queries.
+        is_fp8: whether the cache is.
+        window_left: see `AttentionOptions`.
+        split_keys: whether a request may be more than one unit.
+        workspace: uint8, aligned to 16 bytes; holds the partial results instead of new tensors.
+        out: written instead of new tensors.
+
+    Raises:
+        ValueError: a dtype or shape does not fit, or the workspace is too small.
+    """
+    check_index_tensor("indptr", indptr)
+    batch = indptr.shape[0] - 1
+    check_index_tensor("last_page_len", last_page_len, length=batch)
+    group = query_heads // kv_heads
+    tiling = decode_tiling(chip_of(indptr.device), group, head_dim, v_head_dim, element_bytes, is_fp8=is_fp8)
+    last = kv_lengths(indptr, last_page_len, page_size)
+    first = torch.zeros_like(last)
+    if window_left >= 0:
+        first = (last - 1 - window_left).clamp_(min=0) // tiling.block_n * tiling.block_n
+    capacity = decode_capacity(batch, kv_heads, group, tiling, indptr.device)
+    work = divide_work(
+        first,
+        last,
+        unit_target=capacity - batch,
+        size_min=max(2 * page_size, TILES_MIN * tiling.block_n) if split_keys else ITEMS_MAX.value,
+        alignment=tiling.block_n,
+        units_min=1,
+        out=None if out is None else out.work,
+    )
+    if out is not None:
+        return out
+    out_size, lse_size = capacity * query_heads * v_head_dim, capacity * query_heads
+    if workspace is None:
+        workspace = torch.empty(4 * (out_size + lse_size), dtype=torch.uint8, device=indptr.device)
+    if workspace.numel() < 4 * (out_size + lse_size):
+        raise ValueError(f"float_workspace_buffer has {workspace.numel()} bytes, needed {4 * (out_size + lse_size)}")
+    floats = workspace[: 4 * (out_size + lse_size)].view(torch.float32)
+    partial_out = floats[:out_size].view(capacity, query_heads, v_head_dim)
+    partial_lse = floats[out_size:].view(capacity, query_heads)
+    return DecodeWork(work, tiling, partial_out, partial_lse, window_left)

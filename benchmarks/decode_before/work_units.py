@@ -1,0 +1,175 @@
+"""Divides ragged work among the programs of a fixed grid, on the device.
+
+Request i has the items `[first[i], last[i])`, at most 2^30: keys that its query sees (decode), or query rows (prefill).
+They are cut into units of `size` items,
+
+    size = max(size_min, ceil(sum(last - first) / unit_target)), rounded up to `SIZE_BITS` bits and to the alignment
+
+(700 and 36 items, 7 units aimed at, size_min and alignment 32: ceil(736 / 7) = 106 becomes 128, so 6 units and 1; 32
+requests of 8192, 66 units aimed at: 3972 becomes 4096, which is two units a request, and not two and a sliver),
+so that there are at most `unit_target + batch` units, whatever the lengths: that many programs are launched, and those
+past the last unit leave at once. A CUDA graph can be replayed with other lengths, and a long request beside short ones
+is cut into as many units as it takes to fill the chip. With `unit_target` None units have `size_min` items.
+
+`units` is int32 `[capacity, 4]`: request, first item, past the last item, units of the same request. The units of
+request i are the rows `[indptr[i], indptr[i + 1])`, in order. The last entry of `indptr` is the number of units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_kernels.shared.launch import device_of
+from quire_kernels.shared.paged_cache import check_index_tensor
+
+REQUEST, START, STOP, SIBLINGS = range(4)  # columns of `units`
+UNIT_COLUMNS = 4
+BLOCK = 256
+SIZE_BITS = tl.constexpr(4)
+NO_TARGET = 2**31 - 1  # aims at so many units that each has its fewest items
+ITEMS_MAX = tl.constexpr(2**30)  # of a request, so that sums of two fit into 32 bits; a multiple of every alignment
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkUnits:
+    """The work of each program; see the top of the file."""
+
+    units: torch.Tensor  # int32 [capacity, 4]
+    indptr: torch.Tensor  # int32 [batch + 1]
+
+    @property
+    def capacity(self) -> int:
+        """Counts how many units there can be at most; the grid has this many programs (times the KV heads)."""
+        return self.units.shape[0]
+
+    @property
+    def batch(self) -> int:
+        """Counts how many requests there are."""
+        return self.indptr.shape[0] - 1
+
+
+@triton.jit(
+    do_not_specialize=["batch", "unit_target", "capacity", "size_min", "alignment", "units_min"],
+    do_not_specialize_on_alignment=["first", "last", "units", "indptr"],
+)
+def divide_work_kernel(
+    first,  # int32 [batch]
+    last,  # int32 [batch]
+    units,  # int32 [capacity, 4]
+    indptr,  # int32 [batch + 1]
+    batch,
+    unit_target,
+    capacity,
+    size_min,
+    alignment,
+    units_min,
+    BLOCK: tl.constexpr,
+):
+    """Program i counts the units of all requests before i, then writes those of i."""
+    request = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros((), dtype=tl.int64)
+    for block in range(0, batch, BLOCK):
+        valid = block + lane < batch
+        items = tl.load(last + block + lane, mask=valid, other=0) - tl.load(first + block + lane, mask=valid, other=0)
+        total += tl.sum(items.to(tl.int64))
+    size = tl.maximum((total + unit_target - 1) // unit_target, size_min)
+    bits = tl.sum(((size >> tl.arange(0, 64)) > 0).to(tl.int64))
+    step = tl.maximum(tl.full((), 1, tl.int64) << tl.maximum(bits - SIZE_BITS, 0), alignment)
+    size = tl.minimum((size + step - 1) // step * step, ITEMS_MAX).to(tl.int32)
+    before = tl.zeros((), dtype=tl.int32)
+    for block in range(0, request, BLOCK):
+        valid = block + lane < request
+        items = tl.load(last + block + lane, mask=valid, other=0) - tl.load(first + block + lane, mask=valid, other=0)
+        count = tl.maximum((items + size - 1) // size, units_min)
+        before += tl.sum(tl.where(valid, count, 0))
+    start = tl.load(first + request)
+    stop = tl.load(last + request)
+    count = tl.maximum((stop - start + size - 1) // size, units_min)
+    tl.store(indptr + request, before)
+    if request == batch - 1:
+        tl.store(indptr + batch, before + count)
+    for block in range(0, count, BLOCK):
+        index = block + lane
+        valid = (index < count) & (before + index < capacity)
+        row = units + (before + index) * 4
+        unit_start = start + index * size
+        tl.store(row, tl.zeros((BLOCK,), dtype=tl.int32) + request, mask=valid)
+        tl.store(row + 1, unit_start, mask=valid)
+        tl.store(row + 2, tl.minimum(unit_start + size, stop), mask=valid)
+        tl.store(row + 3, tl.zeros((BLOCK,), dtype=tl.int32) + count, mask=valid)
+
+
+def divide_work(
+    first: torch.Tensor,
+    last: torch.Tensor,
+    *,
+    unit_target: int | None,
+    size_min: int,
+    alignment: int = 1,
+    units_min: int = 0,
+    capacity: int | None = None,
+    out: WorkUnits | None = None,
+) -> WorkUnits:
+    """Cuts every request into units. Reads no length on the host.
+
+    Args:
+        first: int32 `[batch]`, first item of each request.
+        last: int32 `[batch]`, past its last item.
+        unit_target: units to aim at, enough to fill the chip; None: units of `size_min` items.
+        size_min: fewest items of a unit (the last of a request may have fewer).
+        alignment: the size of a unit is a multiple of this.
+        units_min: units of a request without items, 0 or 1 (1 where a program must write its zeros).
+        capacity: most units; needed without a target, else `unit_target + batch`.
+        out: written instead of new tensors, so that a CUDA graph finds them where they were.
+
+    Raises:
+        ValueError: a dtype, shape or device differs, a count is out of range, or `out` has no room.
+    """
+    batch = first.shape[0]
+    check_index_tensor("first", first)
+    check_index_tensor("last", last, length=batch)
+    if first.device != last.device:
+        raise ValueError(f"last is on {last.device}, first on {first.device}")
+    if size_min < 1 or alignment < 1 or units_min not in (0, 1) or (unit_target is not None and unit_target < 1):
+        raise ValueError("size_min, alignment and unit_target must be at least 1, units_min 0 or 1")
+    if capacity is None:
+        if unit_target is None:
+            raise ValueError("capacity is needed without unit_target")
+        capacity = unit_target + batch
+    if out is None:
+        units = torch.empty(capacity, UNIT_COLUMNS, dtype=torch.int32, device=first.device)
+        out = WorkUnits(units, torch.zeros(batch + 1, dtype=torch.int32, device=first.device))
+    if out.capacity < capacity or out.batch != batch:
+        raise ValueError(f"out has {out.capacity} units for {out.batch} requests, needed {capacity} for {batch}")
+    if batch:
+        with device_of(divide_work_kernel, first=first):
+            divide_work_kernel[(batch,)](
+                first, last, out.units, out.indptr, batch,
+                NO_TARGET if unit_target is None else unit_target, out.capacity,
+                size_min, alignment, units_min, BLOCK=BLOCK, num_warps=4,
+            )  # fmt: skip
+    return out
+
+
+def divide_work_reference(
+    first: torch.Tensor, last: torch.Tensor, *, unit_target: int | None, size_min: int, alignment: int, units_min: int
+) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+    """Divides work in plain Python: the rows of `units` in use, and `indptr`."""
+    lengths = [(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+    size = size_min
+    if unit_target is not None:
+        size = max(size, -(-sum(b - a for a, b in lengths) // unit_target))
+    step = max(1 << max(size.bit_length() - 4, 0), alignment)
+    size = min(-(-size // step) * step, 2**30)
+    rows: list[tuple[int, int, int, int]] = []
+    indptr = [0]
+    for request, (a, b) in enumerate(lengths):
+        count = max(-(-(b - a) // size), units_min)
+        rows += [(request, a + i * size, min(a + (i + 1) * size, b), count) for i in range(count)]
+        indptr.append(len(rows))
+    return rows, indptr

@@ -91,9 +91,9 @@ def test_units_of_any_ratio_of_heads_are_merged(ratio: int, dtype: torch.dtype, 
 
 def test_more_units_than_are_merged_at_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_work, "multiprocessor_count", lambda _: 40)
-    scene = Scene([2300, 20], heads=2, kv_heads=1, device=device)
+    scene = Scene([2560, 20], heads=2, kv_heads=1, device=device)
     division = scene.divide(scene.options())
-    assert int(division.work.indptr[1]) == 35  # of 32 at once
+    assert int(division.work.indptr[1]) == 40  # of 32 at once
     scene.check_decode()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from quire_kernels.ops.decode_paged import decode_paged, decode_paged_reference
 from quire_kernels.ops.prefill_paged import prefill_paged, prefill_paged_reference
-from quire_kernels.shared.decode_work import DecodeWork, divide_decode
+from quire_kernels.shared.decode_work import divide_decode
 from quire_kernels.shared.fp8 import is_fp8
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import PagedCache, unpack_paged_cache
@@ -89,9 +89,9 @@ class Scene:
     def numbers(self, count: int) -> torch.Tensor:
         return torch.randn(count).to(self.device)
 
-    def divide(self, options: AttentionOptions) -> DecodeWork:
+    def decode(self, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
         cache = self.unpacked
-        return divide_decode(
+        division = divide_decode(
             self.indptr,
             self.last_page_len,
             page_size=self.page_size,
@@ -103,9 +103,7 @@ class Scene:
             is_fp8=is_fp8(cache.dtype),
             window_left=options.window_left,
         )
-
-    def decode(self, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
-        return decode_paged(self.q, self.unpacked, *self.table, options, self.divide(options))
+        return decode_paged(self.q, cache, *self.table, options, division)
 
     def prefill(self, options: AttentionOptions, masking: Masking) -> tuple[torch.Tensor, torch.Tensor]:
         cache, group = self.unpacked, self.heads // self.kv_heads

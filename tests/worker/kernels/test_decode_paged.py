@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from quire_kernels.ops.decode_paged import decode_paged, decode_paged_reference
-from quire_kernels.shared import decode_work
 from quire_kernels.shared.decode_work import divide_decode
 from quire_kernels.shared.fp8 import E4M3, E5M2
 from quire_kernels.shared.paged_cache import PagedCache
@@ -87,25 +86,6 @@ def test_a_sink_counts_once_however_many_units_there_are(lengths: list[int], dev
 @pytest.mark.parametrize("ratio", [1, 3, 7, 20])
 def test_units_of_any_ratio_of_heads_are_merged(ratio: int, dtype: torch.dtype, device: torch.device) -> None:
     Scene([0, 530, 3], heads=2 * ratio, kv_heads=2, dtype=dtype, device=device).check_decode()
-
-
-def test_more_units_than_are_merged_at_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_work, "multiprocessor_count", lambda _: 40)
-    scene = Scene([2560, 20], heads=2, kv_heads=1, device=device)
-    division = scene.divide(scene.options())
-    assert int(division.work.indptr[1]) == 40  # of 32 at once
-    scene.check_decode()
-
-
-def test_a_division_serves_one_layer_after_the_other(device: torch.device) -> None:
-    scene = Scene([300, 1, 0, 200], device=device)
-    options = scene.options()
-    division = scene.divide(options)
-    for _ in range(3):
-        scene.q = scene.q.flip(0) + 1
-        actual = decode_paged(scene.q, scene.unpacked, *scene.table, options, division)
-        assert_close(actual, decode_paged_reference(scene.q, scene.unpacked, *scene.table, options))
-        assert division.arrivals.eq(0).all()
 
 
 def test_a_request_without_keys_gives_zeros_and_minus_infinity(device: torch.device) -> None:

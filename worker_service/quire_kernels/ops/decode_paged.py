@@ -14,11 +14,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from quire_kernels.ops.merge_splits import merge_if_last
-from quire_kernels.shared.decode_work import DecodeWork, programs_of_unit
+from quire_kernels.ops.merge_splits import merge_splits
+from quire_kernels.shared.decode_work import DecodeWork
 from quire_kernels.shared.launch import (
     as_kernel_sees,
+    can_overlap,
     check_devices,
     check_queries,
     device_of,
@@ -52,7 +54,6 @@ from quire_kernels.shared.tile import (
     do_not_specialize=["batch", "window_left"],
     do_not_specialize_on_alignment=[
         "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr", "lse", "partial_lse",
-        "arrivals",
     ],
 )
 def decode_paged_kernel(
@@ -62,7 +63,6 @@ def decode_paged_kernel(
     units, unit_indptr,  # see `work_units`
     out, lse,  # [batch, heads, V_DIM] and, float32 or None, [batch, heads]; contiguous
     partial_out, partial_lse,  # float32 [capacity, heads, V_DIM] and [capacity, heads], contiguous
-    arrivals,  # int32 [batch, programs of a unit], zeros between launches
     sinks, slopes,  # float32 [heads] or None
     k_scale, v_scale,  # float32 [kv_heads] or None
     sm_scale, soft_cap, window_left, batch,
@@ -73,9 +73,11 @@ def decode_paged_kernel(
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_V: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Runs one program for each, unit outermost, then block of a KV head's query heads, then KV head."""
+    if OVERLAP:
+        gdc_launch_dependents()  # `merge_splits` may be put on the chip, and waits there
     blocks_per_unit: tl.constexpr = KV_HEADS * ((GROUP + BLOCK_M - 1) // BLOCK_M)
     once_a_page: tl.constexpr = GROUP & (GROUP - 1) == 0  # with ratios such as 5 and 7 that would spill a register
     heads: tl.constexpr = KV_HEADS * GROUP
@@ -101,8 +103,8 @@ def decode_paged_kernel(
     head = kv_head * GROUP + row
     q_row = request * stride_q_token + head * stride_q_head
     queries = load_queries(q, q_row, valid, stride_q_dim, HEAD_DIM, BLOCK_D, BLOCK_TAIL, UPCAST)
-    first_unit = tl.load(unit_indptr + request)
-    softmax = start_softmax(sinks, head, valid, unit == first_unit, BLOCK_M, BLOCK_V)
+    is_first = unit == tl.load(unit_indptr + request)
+    softmax = start_softmax(sinks, head, valid, is_first, BLOCK_M, BLOCK_V)
     slope, scale, output_scale = score_factors(slopes, head, valid, k_scale, v_scale, kv_head, sm_scale, BLOCK_M)
     keys = Keys(
         k + kv_head * stride_k_head, v + kv_head * stride_v_head, page_indices + first_page,
@@ -121,13 +123,6 @@ def decode_paged_kernel(
     else:
         partial_row = unit.to(tl.int64) * heads + head
         store_rows(partial_out, partial_lse, partial_row, valid, result, result_lse, V_DIM, BLOCK_V)
-        head_start = kv_head * GROUP + block // KV_HEADS * BLOCK_M
-        merge_if_last(
-            out, lse, partial_out, partial_lse, arrivals + request * blocks_per_unit + block,
-            request, first_unit, siblings, heads,
-            head_start, tl.minimum(head_start + BLOCK_M, kv_head * GROUP + GROUP),
-            V_DIM, BLOCK_V,
-        )
 # fmt: on
 
 
@@ -179,17 +174,19 @@ def decode_paged(
     if batch == 0:
         return out, lse
     tiling, interpreted = division.tiling, is_interpreted(decode_paged_kernel)
-    programs = division.work.capacity * programs_of_unit(kv_heads, group, tiling)
+    programs = division.work.capacity * kv_heads * triton.cdiv(group, tiling.block_m)
     with device_of(decode_paged_kernel, q=q):
         decode_paged_kernel[(programs,)](
             q, as_kernel_sees(cache.k, interpreted=interpreted), as_kernel_sees(cache.v, interpreted=interpreted),
             indptr, indices, last_page_len, division.work.units, division.work.indptr,
-            out, lse, division.partial_out, division.partial_lse, division.arrivals, **option_arguments(options),
+            out, lse, division.partial_out, division.partial_lse, **option_arguments(options),
             window_left=options.window_left, batch=batch, **strides_of(q, cache),
             KV_HEADS=kv_heads, GROUP=group, PAGE_SIZE=cache.page_size, WINDOW=options.window_left >= 0,
             **head_dim_blocks(cache.head_dim, cache.v_head_dim), BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
-            UPCAST=interpreted, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+            UPCAST=interpreted, OVERLAP=can_overlap(q.device), num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
         )  # fmt: skip
+    merge_splits(division.partial_out, division.partial_lse, division.work, out, lse)
     return out, lse
 
 

@@ -18,89 +18,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from quire_kernels.shared.launch import can_overlap, check_devices, device_of
-from quire_kernels.shared.tile import store_rows
 from quire_kernels.shared.work_units import WorkUnits
 
 LOG2_E = 1.4426950408889634
-BLOCK_SPLITS_MAX = 32  # partial results of a query head that are read at once
-BLOCK_ELEMENTS = tl.constexpr(8192)  # their elements: 64 registers of a thread
-ROWS = tl.constexpr(4)  # query heads that a program of decode merges at once
+BLOCK_SPLITS_MAX, BLOCK_ELEMENTS = 32, 8192  # splits at once, and their elements: 64 registers of a thread
 NUM_WARPS = 4
 PROGRAMS_MAX = 4096  # about: 32 a multiprocessor. Each costs time, even if it finds nothing to merge
 
 
 def block_splits(block_v: int) -> int:
     """Says how many partial results of `block_v` elements are read at once."""
-    return max(1, min(BLOCK_SPLITS_MAX, BLOCK_ELEMENTS.value // block_v))
-
-
-@triton.jit
-def merged_units(
-    partial_out,  # float32 [capacity, heads, V_DIM], contiguous
-    partial_lse,  # float32 [capacity, heads], contiguous
-    first,  # unit of the request
-    count,  # units of the request
-    heads,
-    head,  # int64 [rows]
-    valid,  # bool [rows]
-    V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """Returns output `[rows, BLOCK_V]` and base-2 lse `[rows]` of some query heads of a request, float32.
-
-    Merges online over blocks of splits, so that any number of them may be merged.
-    """
-    lane, dims = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_V)
-    acc = tl.zeros((head.shape[0], BLOCK_V), dtype=tl.float32)
-    running_max = tl.full((head.shape[0],), float("-inf"), dtype=tl.float32)
-    running_sum = tl.zeros((head.shape[0],), dtype=tl.float32)
-    for block in range(0, count, BLOCK_SPLITS):
-        row = (first + block + lane).to(tl.int64)[:, None] * heads + head[None, :]
-        there = (block + lane < count)[:, None] & valid[None, :]
-        part_lse = tl.load(partial_lse + row, mask=there, other=float("-inf"))
-        part = tl.load(
-            partial_out + row[:, :, None] * V_DIM + dims[None, None, :],
-            mask=there[:, :, None] & (dims < V_DIM)[None, None, :],
-            other=0.0,
-        )
-        new_max = tl.maximum(running_max, tl.max(part_lse, 0))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = tl.exp2(part_lse - base[None, :])
-        alpha = tl.exp2(running_max - base)
-        acc = acc * alpha[:, None] + tl.sum(part * weight[:, :, None], 0)
-        running_sum = running_sum * alpha + tl.sum(weight, 0)
-        running_max = new_max
-    nothing = running_sum == 0.0
-    safe_sum = tl.where(nothing, 1.0, running_sum)
-    return acc / safe_sum[:, None], tl.where(nothing, float("-inf"), running_max + tl.log2(safe_sum))
-
-
-@triton.jit
-def merge_if_last(
-    out,  # [batch, heads, V_DIM], contiguous
-    lse,  # float32 [batch, heads], contiguous, or None
-    partial_out, partial_lse,  # see `merged_units`
-    arrived,  # int32: programs that have written their unit of these query heads; 0 again after the last
-    request, first, count, heads,
-    head_start, head_stop,  # the query heads of each of these programs
-    V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Merges, in the last program to come here, what all programs of some query heads of a request have written.
-
-    The result does not depend on which program is the last: it reads the partial results in order, its own included.
-    """
-    tl.debug_barrier()  # all threads have written before one of them counts the program
-    if tl.atomic_add(arrived, 1, sem="acq_rel") == count - 1:
-        tl.store(arrived, 0)  # for the next launch
-        for start in range(head_start, head_stop, ROWS):
-            head = (start + tl.arange(0, ROWS)).to(tl.int64)
-            valid = head < head_stop
-            result, result_lse = merged_units(
-                partial_out, partial_lse, first, count, heads, head, valid, V_DIM, BLOCK_V,
-                BLOCK_ELEMENTS // (ROWS * BLOCK_V),
-            )  # fmt: skip
-            store_rows(out, lse, request * heads + head, valid, result, result_lse, V_DIM, BLOCK_V)
+    return max(1, min(BLOCK_SPLITS_MAX, BLOCK_ELEMENTS // block_v))
 
 
 @triton.jit(
@@ -123,28 +51,48 @@ def merge_splits_kernel(
     BLOCK_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Merges one query head after the other."""
+    """Merges online over blocks of splits, so that any number of them may be merged."""
     blocks = (heads + heads_per_program - 1) // heads_per_program
     request = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.load(unit_indptr + request)
     count = tl.load(unit_indptr + request + 1) - first
     if OVERLAP:
-        gdc_wait()  # for the partial results; the division was there before
+        # For the partial results; the division was there before. Most programs have nothing to merge and leave at once.
+        # The first one waits all the same: this launch must not end, and the next one start, before that of the units.
+        if (count > 1) | (tl.program_id(0) == 0):
+            gdc_wait()
     if count <= 1:
         return
     dims = tl.arange(0, BLOCK_V)
-    valid = tl.full((1,), 1, dtype=tl.int1)
+    lane = tl.arange(0, BLOCK_SPLITS)
     head_start = tl.program_id(0) % blocks * heads_per_program
-    for number in range(head_start, tl.minimum(head_start + heads_per_program, heads)):
-        head = tl.zeros((1,), dtype=tl.int64) + number
-        result, result_lse = merged_units(
-            partial_out, partial_lse, first, count, heads, head, valid, V_DIM, BLOCK_V, BLOCK_SPLITS
-        )
-        target = out + request * stride_out_token + head[:, None] * stride_out_head
-        target += dims[None, :].to(tl.int64) * stride_out_dim
-        tl.store(target, result.to(out.dtype.element_ty), mask=(dims < V_DIM)[None, :])
+    for head in range(head_start, tl.minimum(head_start + heads_per_program, heads)):
+        acc = tl.zeros((BLOCK_V,), dtype=tl.float32)
+        running_max = tl.full((), float("-inf"), dtype=tl.float32)
+        running_sum = tl.zeros((), dtype=tl.float32)
+        for block in range(0, count, BLOCK_SPLITS):
+            valid = block + lane < count
+            row = (first + block + lane).to(tl.int64) * heads + head
+            part_lse = tl.load(partial_lse + row, mask=valid, other=float("-inf"))
+            part = tl.load(
+                partial_out + row[:, None] * V_DIM + dims[None, :],
+                mask=valid[:, None] & (dims < V_DIM)[None, :],
+                other=0.0,
+            )
+            new_max = tl.maximum(running_max, tl.max(part_lse, 0))
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weight = tl.exp2(part_lse - base)
+            alpha = tl.exp2(running_max - base)
+            acc = acc * alpha + tl.sum(part * weight[:, None], 0)
+            running_sum = running_sum * alpha + tl.sum(weight, 0)
+            running_max = new_max
+        nothing = running_sum == 0.0
+        safe_sum = tl.where(nothing, 1.0, running_sum)
+        target = out + request * stride_out_token + (request * 0 + head) * stride_out_head  # int64
+        target += dims.to(tl.int64) * stride_out_dim
+        tl.store(target, (acc / safe_sum).to(out.dtype.element_ty), mask=dims < V_DIM)
         if lse is not None:
-            tl.store(lse + request * heads + head, result_lse)
+            tl.store(lse + request * heads + head, tl.where(nothing, float("-inf"), running_max + tl.log2(safe_sum)))
 
 
 def merge_splits(

@@ -1,7 +1,8 @@
 """The division of decode: sizes of tiles, and the keys of each program.
 
-The keys of a request are cut into units (`work_units`): as many as it takes to give every multiprocessor about `WAVES`
-programs, at least two pages and `TILES_MIN` tiles each. Where whole requests are as many, none is cut.
+The keys of a request are cut into units (`work_units`): as many as it takes to give every multiprocessor `WAVES`
+programs, at least two pages and `TILES_MIN` tiles each. Requests of one length stay whole where they are more than half
+as many programs.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from quire_kernels.shared.paged_cache import check_index_tensor, kv_lengths
 from quire_kernels.shared.work_units import ITEMS_MAX, WorkUnits, divide_work
 
 WAVES = 2  # programs per multiprocessor that the division aims at: as many as run at once, by their shared memory
-# Tiles per program at least. It waits for memory about four times before its first tile arrives. 8192 keys of 8 KV
-# heads are 256 programs then, which run at once on 132 multiprocessors.
-TILES_MIN = 4
+# Tiles per program at least: one that a program waits for, and one that comes meanwhile. Short sequences alone on the
+# chip take less time in more units, although those are merged.
+TILES_MIN = 2
 HEAD_BLOCK_MAX = 64  # one program attends so many query heads at most
 
 
@@ -30,7 +31,6 @@ class DecodeWork:
     tiling: Tiling
     partial_out: torch.Tensor  # float32 [capacity, heads, v_head_dim]
     partial_lse: torch.Tensor  # float32 [capacity, heads]
-    arrivals: torch.Tensor  # int32 [batch * programs of a unit], zeros: counts within a launch, see `merge_if_last`
     window_left: int  # that the division is for
 
 
@@ -60,18 +60,13 @@ def decode_tiling(
     return Tiling(block_m, block_n, num_warps, num_stages=3 if is_wide else 4)
 
 
-def programs_of_unit(kv_heads: int, group: int, tiling: Tiling) -> int:
-    """Counts the programs of a unit: one for each KV head and block of its query heads."""
-    return kv_heads * triton.cdiv(group, tiling.block_m)
-
-
 def decode_capacity(batch: int, kv_heads: int, group: int, tiling: Tiling, device: torch.device) -> int:
     """Says how many units a batch is cut into at most; each has a program per KV head and block of query heads.
 
     On 132 multiprocessors 8 KV heads of 4 query heads give ceil(2 * 132 / 8) = 33 units, and one more per request.
     """
-    programs = programs_of_unit(kv_heads, group, tiling)
-    return max(1, triton.cdiv(WAVES * multiprocessor_count(device), programs)) + batch
+    blocks = kv_heads * triton.cdiv(group, tiling.block_m)
+    return max(1, triton.cdiv(WAVES * multiprocessor_count(device), blocks)) + batch
 
 
 def divide_decode(
@@ -139,5 +134,4 @@ def divide_decode(
     floats = workspace[: 4 * (out_size + lse_size)].view(torch.float32)
     partial_out = floats[:out_size].view(capacity, query_heads, v_head_dim)
     partial_lse = floats[out_size:].view(capacity, query_heads)
-    arrivals = torch.zeros(batch * programs_of_unit(kv_heads, group, tiling), dtype=torch.int32, device=indptr.device)
-    return DecodeWork(work, tiling, partial_out, partial_lse, arrivals, window_left)
+    return DecodeWork(work, tiling, partial_out, partial_lse, window_left)

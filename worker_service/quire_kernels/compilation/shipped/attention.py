@@ -42,7 +42,7 @@ def _decode(
     signature = {
         **dict.fromkeys(("q", "out"), f"*{dtype}"),
         **dict.fromkeys(("k", "v"), f"*{cache}"),
-        **dict.fromkeys(("page_indptr", "page_indices", "last_page_len", "units", "unit_indptr", "arrivals"), "*i32"),
+        **dict.fromkeys(("page_indptr", "page_indices", "last_page_len", "units", "unit_indptr"), "*i32"),
         **dict.fromkeys(("lse", "partial_out", "partial_lse", *_present(options, cache)), "*fp32"),
         **dict.fromkeys(("sm_scale", "soft_cap"), "fp32"),
         **dict.fromkeys(("window_left", "batch", *strides), "i32"),
@@ -63,6 +63,7 @@ def _decode(
             "WINDOW": options,
             "SOFT_CAP": options,
             "UPCAST": False,
+            "OVERLAP": chip == "sm_90",
             **head_dim_blocks(*dims),
         },
         aligned=frozenset({"q", "k", "v", "out", "partial_out", *strides}),

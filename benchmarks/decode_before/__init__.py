@@ -1,1 +1,0 @@
-"""The kernels before the change, to compare."""

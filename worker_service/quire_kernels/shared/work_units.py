@@ -5,12 +5,15 @@ With `unit_target` None they are cut into units of `size_min` items; the last of
 
     size = max(size_min, ceil(sum(last - first) / unit_target));   units of request i = max(1, floor(items of i / size))
 
-of equally many items, rounded up to the alignment; a request of fewer than two sizes stays whole. (700 and 36 items, 7
-units aimed at, size_min and alignment 32: size 106, so 6 units, of 128 items but the last of 60, and 1.) So there are at
-most `unit_target + batch` units, whatever the lengths: that many programs are launched, and those past the last unit
-leave at once. A CUDA graph can be replayed with other lengths, and a long request beside short ones is cut into as many
-units as it takes to fill the chip. Requests of one length are at most `unit_target` units, or whole: one unit more
-would start when the others end.
+of equally many items, rounded up to the alignment. 700 and 36 items, 7 units aimed at, size_min and alignment 32:
+the size is 106, which gives 6 units of 128 items (the last has 60) and 1 of 36.
+
+A request of fewer than two sizes stays whole. Requests of one length are therefore at most `unit_target` units, or
+whole: one unit more would start when the others end.
+
+There are at most `unit_target + batch` units, whatever the lengths: that many programs are launched, and those past the
+last unit leave at once. A CUDA graph can be replayed with other lengths, and a long request beside short ones is cut
+into as many units as it takes to fill the chip.
 
 `units` is int32 `[capacity, 4]`: request, first item, past the last item, units of the same request. The units of
 request i are the rows `[indptr[i], indptr[i + 1])`, in order. The last entry of `indptr` is the number of units.

@@ -26,7 +26,8 @@ from quire_kernels.ops.mla_persistent import mla_persistent_kernel
 from quire_kernels.shared.launch import multiprocessor_count
 from quire_kernels.shared.mla_work import MlaWork
 
-VARIANT = "QUIRE_LATENT_VARIANT"  # unset, "early" or "persistent"
+VARIANT = "QUIRE_LATENT_VARIANT"  # unset, "early", or a key of PIECES
+PIECES = {"persistent": 1, "pieces": 4}  # that half the dims of a tile are copied in by programs that stay
 
 
 def launch_hopper(
@@ -42,7 +43,7 @@ def launch_hopper(
     q_nope, q_pe, ckv, kpe = parts.values()
     heads = q_nope.shape[1]
     programs = division.work.capacity * triton.cdiv(heads, HEADS)
-    caches = (describe(ckv, CKV_DIM // 2), describe(kpe, KPE_DIM))
+    caches = (describe(ckv, CKV_DIM // 2 // PIECES.get(variant, 1)), describe(kpe, KPE_DIM))
     work = (*indices, division.work.units, division.work.indptr)
     results = (out, lse, division.partial_out, division.partial_lse)
     sizes = {
@@ -54,10 +55,10 @@ def launch_hopper(
             q_nope, q_pe, *caches, *work, *results, float(sm_scale), division.work.batch, *q_nope.stride()[:2],
             *q_pe.stride()[:2], **sizes,
         )  # fmt: skip
-    elif variant == "persistent" and all(is_copyable(part) for part in (q_nope, q_pe)):
+    elif variant in PIECES and all(is_copyable(part) for part in (q_nope, q_pe)):
         mla_persistent_kernel[(min(programs, multiprocessor_count(q_nope.device)),)](
             describe_queries(q_nope, CKV_DIM // 2), describe_queries(q_pe, KPE_DIM), *caches, *work, *results,
-            float(sm_scale), division.work.batch, **sizes,
+            float(sm_scale), division.work.batch, PIECES=PIECES[variant], **sizes,
         )  # fmt: skip
     else:
         mla_hopper.launch_hopper(parts, indices, division, out, lse, sm_scale)

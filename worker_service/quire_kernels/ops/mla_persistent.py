@@ -17,11 +17,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire_kernels.ops.mla_hopper import LOG2_E, scores_of_tile
-from quire_kernels.shared.latent_tiles import clear_rows, copy_piece, rows_of_tile, synchronize
+from quire_kernels.ops.mla_hopper import LOG2_E
+from quire_kernels.shared.latent_tiles import clear_rows, rows_of_tile, synchronize
 
 
 # fmt: off
+@gluon.jit
+def scores_of_pieces(queries_near, queries_far, query_ropes, near, far, rope, full, tile: gl.constexpr, phase, scale,
+                     KEYS: gl.constexpr, PIECES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Multiplies the queries with a tile of keys, piece by piece as they arrive."""
+    BLOCK: gl.constexpr = queries_near.shape[0]
+    WIDTH: gl.constexpr = near.shape[1] // PIECES
+    s = gl.zeros([BLOCK, KEYS], gl.float32, LAYOUT)
+    for piece in gl.static_range(PIECES):
+        mbarrier.wait(full.index(2 * tile * PIECES + piece), phase)
+        keys = near.slice(piece * WIDTH, WIDTH, dim=1).permute((1, 0))
+        s = warpgroup_mma(queries_near.slice(piece * WIDTH, WIDTH, dim=1), keys, s, use_acc=piece > 0, is_async=True)
+    for piece in gl.static_range(PIECES):
+        mbarrier.wait(full.index((2 * tile + 1) * PIECES + piece), phase)
+        keys = far.slice(piece * WIDTH, WIDTH, dim=1).permute((1, 0))
+        s = warpgroup_mma(queries_far.slice(piece * WIDTH, WIDTH, dim=1), keys, s, is_async=True)
+    s = warpgroup_mma(query_ropes, rope.permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, deps=(s,)) * scale
+
+
 @gluon.jit
 def keys_of(work, item, HEADS: gl.constexpr, BLOCK: gl.constexpr):
     """Loads the keys of an item: the first, and past the last."""
@@ -33,7 +52,7 @@ def keys_of(work, item, HEADS: gl.constexpr, BLOCK: gl.constexpr):
 @gluon.jit
 def attend_first(
     work, shared, bars, result, scale,
-    HEADS: gl.constexpr, KEYS: gl.constexpr, HALF: gl.constexpr,
+    HEADS: gl.constexpr, KEYS: gl.constexpr, HALF: gl.constexpr, PIECES: gl.constexpr,
 ):
     """Attends to the first tile of each pair, and computes the first half of the dims: group 0."""
     near, far, ropes, queries, query_ropes, maxima, sums = shared
@@ -53,15 +72,14 @@ def attend_first(
         acc = gl.zeros([BLOCK, HALF], gl.float32, RESULT)
         pairs = (stop - start + 2 * KEYS - 1) // (2 * KEYS)
         if pairs > 0:
-            mbarrier.wait(full.index(4), rounds & 1)
+            mbarrier.wait(full.index(4 * PIECES), rounds & 1)
         for pair in range(pairs):
             phase = turn & 1
             turn += 1
             zero = pair >> 30  # addresses that do not change would be kept in registers, forty of them, and spill
             seen = stop - start - 2 * pair * KEYS
-            s = scores_of_tile(queries.index(zero), queries.index(1 + zero), query_ropes, near.index(zero),
-                               far.index(zero), ropes.index(zero), full.index(0), full.index(2), phase, scale,
-                               KEYS, SCORES)
+            s = scores_of_pieces(queries.index(zero), queries.index(1 + zero), query_ropes, near.index(zero),
+                                 far.index(zero), ropes.index(zero), full, 0, phase, scale, KEYS, PIECES, SCORES)
             synchronize()  # all warps have their scores: the rope and the rows to clear are not read any more
             mbarrier.arrive(empty.index(4), count=1, pred=pair == pairs - 1)
             if seen < KEYS:
@@ -107,7 +125,7 @@ def attend_first(
 @gluon.jit
 def attend_second(
     work, shared, bars, result, scale,
-    HEADS: gl.constexpr, KEYS: gl.constexpr, HALF: gl.constexpr,
+    HEADS: gl.constexpr, KEYS: gl.constexpr, HALF: gl.constexpr, PIECES: gl.constexpr,
 ):
     """Attends to the second tile of each pair, and computes the second half of the dims: group 1."""
     near, far, ropes, queries, query_ropes, maxima, sums = shared
@@ -127,15 +145,15 @@ def attend_second(
         acc = gl.zeros([BLOCK, HALF], gl.float32, RESULT)
         pairs = (stop - start + 2 * KEYS - 1) // (2 * KEYS)
         if pairs > 0:
-            mbarrier.wait(full.index(4), rounds & 1)
+            mbarrier.wait(full.index(4 * PIECES), rounds & 1)
         for pair in range(pairs):
             phase = turn & 1
             turn += 1
             zero = pair >> 30  # addresses that do not change would be kept in registers, forty of them, and spill
             seen = stop - start - (2 * pair + 1) * KEYS
-            s = scores_of_tile(queries.index(1 + zero), queries.index(zero), query_ropes, near.index(1 + zero),
-                               far.index(1 + zero), ropes.index(1 + zero), full.index(1), full.index(3), phase, scale,
-                               KEYS, SCORES)
+            s = scores_of_pieces(queries.index(1 + zero), queries.index(zero), query_ropes, near.index(1 + zero),
+                                 far.index(1 + zero), ropes.index(1 + zero), full, 1, phase, scale, KEYS, PIECES,
+                                 SCORES)
             synchronize()  # all warps have their scores: the rope and the rows to clear are not read any more
             mbarrier.arrive(empty.index(4), count=1, pred=pair == pairs - 1)
             if seen < KEYS:
@@ -217,9 +235,37 @@ def store_half(acc, row_max, row_sum, result, item, dim_start: gl.constexpr, HEA
 
 
 @gluon.jit
+def copy_pieces(source, column, rows, target, empty, free, full, first: gl.constexpr, PIECES: gl.constexpr,
+                ROWS: gl.constexpr):
+    """Copies half the dims of a tile, each piece with a barrier of its own; the last far one waits for ropes."""
+    KEYS: gl.constexpr = target.shape[0]
+    WIDTH: gl.constexpr = target.shape[1] // PIECES
+    ROPE: gl.constexpr = 64
+    mbarrier.wait(empty, free)
+    for piece in gl.static_range(PIECES):
+        if piece == PIECES - 1 and first // PIECES % 2 == 1:
+            mbarrier.expect(full.index(first + piece), KEYS * (WIDTH + ROPE) * 2)
+        else:
+            mbarrier.expect(full.index(first + piece), KEYS * WIDTH * 2)
+        part = target.slice(piece * WIDTH, WIDTH, dim=1)
+        for box in gl.static_range(KEYS // ROWS):
+            tma.async_copy_global_to_shared(
+                source, [rows[box], column + piece * WIDTH], full.index(first + piece),
+                part.slice(box * ROWS, ROWS, dim=0),
+            )
+
+
+@gluon.jit
+def copy_rope(source, rows, target, full, ROWS: gl.constexpr):
+    """Copies the ropes of a tile."""
+    for box in gl.static_range(target.shape[0] // ROWS):
+        tma.async_copy_global_to_shared(source, [rows[box], 0], full, target.slice(box * ROWS, ROWS, dim=0))
+
+
+@gluon.jit
 def copy_items(
     work, q_nope, q_pe, ckv, kpe, shared, bars, page_indptr, page_indices, qo_indptr,
-    HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
+    HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, PIECES: gl.constexpr,
 ):
     """Copies the queries and the pairs of tiles of each item, as soon as their memory is not read any more."""
     near, far, ropes, queries, query_ropes, _, _ = shared
@@ -227,9 +273,7 @@ def copy_items(
     BLOCK: gl.constexpr = q_nope.block_shape[1]
     blocks: gl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     ROWS: gl.constexpr = ckv.block_shape[0]
-    HALF: gl.constexpr = ckv.block_shape[1]
-    NEAR_BYTES: gl.constexpr = KEYS * HALF * 2
-    FAR_BYTES: gl.constexpr = KEYS * (HALF + kpe.block_shape[1]) * 2
+    HALF: gl.constexpr = q_nope.block_shape[2]
     QUERY_BYTES: gl.constexpr = BLOCK * (2 * HALF + kpe.block_shape[1]) * 2
     turn = 0
     rounds = 0
@@ -242,33 +286,26 @@ def copy_items(
         page_ids = page_indices + first_page
         head_start = item % blocks * BLOCK
         if stop > start:
+            ready = full.index(4 * PIECES)
             mbarrier.wait(empty.index(4), (rounds & 1) ^ 1)
-            mbarrier.expect(full.index(4), QUERY_BYTES)
+            mbarrier.expect(ready, QUERY_BYTES)
             for half in gl.static_range(2):
                 target = queries.index(half)._reinterpret(q_nope.dtype, q_nope.block_shape, q_nope.layout)
-                tma.async_copy_global_to_shared(q_nope, [q_row, head_start, half * HALF], full.index(4), target)
+                tma.async_copy_global_to_shared(q_nope, [q_row, head_start, half * HALF], ready, target)
             target = query_ropes._reinterpret(q_pe.dtype, q_pe.block_shape, q_pe.layout)
-            tma.async_copy_global_to_shared(q_pe, [q_row, head_start, 0], full.index(4), target)
+            tma.async_copy_global_to_shared(q_pe, [q_row, head_start, 0], ready, target)
             rounds += 1
         for pair in range((stop - start + 2 * KEYS - 1) // (2 * KEYS)):
             free = (turn & 1) ^ 1
             turn += 1
             rows = rows_of_tile(page_ids, start + 2 * pair * KEYS, last_page, KEYS, PAGE_SIZE, ROWS)
-            mbarrier.wait(empty.index(0), free)
-            mbarrier.expect(full.index(0), NEAR_BYTES)
-            copy_piece(ckv, 0, rows, near.index(0), full.index(0), ROWS)
-            mbarrier.wait(empty.index(2), free)
-            mbarrier.expect(full.index(2), FAR_BYTES)
-            copy_piece(ckv, HALF, rows, far.index(0), full.index(2), ROWS)
-            copy_piece(kpe, 0, rows, ropes.index(0), full.index(2), ROWS)
+            copy_pieces(ckv, 0, rows, near.index(0), empty.index(0), free, full, 0, PIECES, ROWS)
+            copy_pieces(ckv, HALF, rows, far.index(0), empty.index(2), free, full, PIECES, PIECES, ROWS)
+            copy_rope(kpe, rows, ropes.index(0), full.index(2 * PIECES - 1), ROWS)
             rows = rows_of_tile(page_ids, start + (2 * pair + 1) * KEYS, last_page, KEYS, PAGE_SIZE, ROWS)
-            mbarrier.wait(empty.index(1), free)
-            mbarrier.expect(full.index(1), NEAR_BYTES)
-            copy_piece(ckv, HALF, rows, near.index(1), full.index(1), ROWS)
-            mbarrier.wait(empty.index(3), free)
-            mbarrier.expect(full.index(3), FAR_BYTES)
-            copy_piece(ckv, 0, rows, far.index(1), full.index(3), ROWS)
-            copy_piece(kpe, 0, rows, ropes.index(1), full.index(3), ROWS)
+            copy_pieces(ckv, HALF, rows, near.index(1), empty.index(1), free, full, 2 * PIECES, PIECES, ROWS)
+            copy_pieces(ckv, 0, rows, far.index(1), empty.index(3), free, full, 3 * PIECES, PIECES, ROWS)
+            copy_rope(kpe, rows, ropes.index(1), full.index(4 * PIECES - 1), ROWS)
 
 
 @gluon.jit(
@@ -286,13 +323,13 @@ def mla_persistent_kernel(
     partial_out, partial_lse,  # float32 [capacity, HEADS, CKV_DIM] and [capacity, HEADS]
     sm_scale, batch,
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK: gl.constexpr, KEYS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr, GROUP_REGISTERS: gl.constexpr,
+    PIECES: gl.constexpr, COPY_REGISTERS: gl.constexpr, GROUP_REGISTERS: gl.constexpr,
 ):
     """Runs as many programs as there are multiprocessors, or fewer."""
     blocks: gl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     work = (units, batch, gl.load(unit_indptr + batch) * blocks)
     element: gl.constexpr = ckv.dtype
-    HALF: gl.constexpr = ckv.block_shape[1]
+    HALF: gl.constexpr = q_nope.block_shape[2]
     KPE_DIM: gl.constexpr = kpe.block_shape[1]
     near = gl.allocate_shared_memory(element, [2, KEYS, HALF], ckv.layout)
     far = gl.allocate_shared_memory(element, [2, KEYS, HALF], ckv.layout)
@@ -301,15 +338,15 @@ def mla_persistent_kernel(
     query_ropes = gl.allocate_shared_memory(element, [BLOCK, KPE_DIM], kpe.layout)
     maxima = gl.allocate_shared_memory(gl.float32, [2, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [4 * PIECES + 1, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(4):
-        mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(4 * PIECES + 1):
+        mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(5):
         mbarrier.init(ready.index(i), count=1)
-    mbarrier.init(full.index(4), count=1)
     mbarrier.init(empty.index(4), count=2)
     fence_async_shared()
     shared = (near, far, ropes, queries, query_ropes, maxima, sums)
@@ -318,11 +355,11 @@ def mla_persistent_kernel(
     scale = sm_scale * LOG2_E
     gl.warp_specialize(
         [
-            (attend_first, (work, shared, bars, result, scale, HEADS, KEYS, HALF)),
-            (attend_second, (work, shared, bars, result, scale, HEADS, KEYS, HALF)),
+            (attend_first, (work, shared, bars, result, scale, HEADS, KEYS, HALF, PIECES)),
+            (attend_second, (work, shared, bars, result, scale, HEADS, KEYS, HALF, PIECES)),
             (copy_items, (
                 work, q_nope, q_pe, ckv, kpe, shared, bars, page_indptr, page_indices, qo_indptr, HEADS, PAGE_SIZE,
-                KEYS,
+                KEYS, PIECES,
             )),
         ],
         [4, 1],

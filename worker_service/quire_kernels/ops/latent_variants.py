@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import triton
@@ -51,12 +52,14 @@ def launch_hopper(
         "GROUP_REGISTERS": GROUP_REGISTERS, "num_warps": NUM_WARPS, "maxnreg": REGISTERS,
     }  # fmt: skip
     if variant == "early":
-        mla_early_kernel[(programs,)](
+        kernel: Any = mla_early_kernel  # not by its name: it does not ship
+        kernel[(programs,)](
             q_nope, q_pe, *caches, *work, *results, float(sm_scale), division.work.batch, *q_nope.stride()[:2],
             *q_pe.stride()[:2], **sizes,
         )  # fmt: skip
     elif variant in PIECES and all(is_copyable(part) for part in (q_nope, q_pe)):
-        mla_persistent_kernel[(min(programs, multiprocessor_count(q_nope.device)),)](
+        kernel = mla_persistent_kernel
+        kernel[(min(programs, multiprocessor_count(q_nope.device)),)](
             describe_queries(q_nope, CKV_DIM // 2), describe_queries(q_pe, KPE_DIM), *caches, *work, *results,
             float(sm_scale), division.work.batch, PIECES=PIECES[variant], **sizes,
         )  # fmt: skip

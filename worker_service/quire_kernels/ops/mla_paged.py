@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.ops.latent_variants import launch_hopper
 from quire_kernels.ops.merge_splits import merge_splits
-from quire_kernels.ops.mla_hopper import fits_hopper
+from quire_kernels.ops.mla_hopper import fits_hopper, launch_hopper
 from quire_kernels.shared.launch import check_devices, device_of, is_interpreted, output_like
 from quire_kernels.shared.mla_work import MlaWork
 from quire_kernels.shared.options import AttentionOptions

@@ -22,7 +22,7 @@ def _prefill(
         **dict.fromkeys(("q", "out"), f"*{dtype}"),
         **dict.fromkeys(("k", "v"), f"tensordesc<{dtype}[{min(page_size, BLOCK_N)}, {head_dim}],{PAGE_LAYOUT!r}>"),
         **dict.fromkeys(
-            ("qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr"),
+            ("qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr", "taken"),
             "*i32",
         ),
         **dict.fromkeys(("lse", *(("sinks",) if options else ())), "*fp32"),

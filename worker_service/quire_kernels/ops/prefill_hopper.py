@@ -187,12 +187,10 @@ def attend_pieces(
             kv_len, q_len, row_start, row_stop, window_left, GROUP, CAUSAL, WINDOW
         )
         start, stop, free_start, free_stop = tiles_of_keys(low, high, free_low, free_high, BLOCK_N)
-
         synchronize_group()  # the results of the piece before have been read from here
         q_rows.store(queries)
         fence_async_shared()
         synchronize_group()
-
         row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S_LAYOUT))
         head = kv_head * GROUP + row % GROUP
         position = kv_len - q_len + row // GROUP
@@ -228,8 +226,7 @@ def attend_pieces(
         io_row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROW_LAYOUT))
         out_row = (q_begin + io_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + io_row % GROUP
         gl.store(
-            out + (out_row * HEAD_DIM)[:, None] + dim[None, :], q_rows.load(ROW_LAYOUT),
-            mask=(io_row < row_stop)[:, None],
+            out + (out_row * HEAD_DIM)[:, None] + dim[None, :], q_rows.load(ROW_LAYOUT), mask=(io_row < row_stop)[:, None]
         )
         number = following
         turn += 1

@@ -6,7 +6,8 @@ A JSON text becomes up to sixty times its size as objects, so values are counted
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import codecs
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
@@ -21,6 +22,7 @@ TEXTS_MAX: Final = 1 << 16  # and names: 8 for each message, and some millisecon
 VALUES_MAX: Final = 1 << 19  # a prompt of token ids is a value for each
 PARAM_SHOWN: Final = 256  # characters of the place of a fault
 VALUE_SHOWN: Final = 64  # characters of a wrong value
+_CODINGS: Final = {b"content-encoding": (b"", b"identity"), b"transfer-encoding": (b"chunked",)}
 _FORMS: Final = {  # of a value that is out of its range
     "greater_than": ("gt", "must be above {}"),
     "greater_than_equal": ("ge", "must be at least {}"),
@@ -73,12 +75,26 @@ def check_type(content_type: str) -> None:
         raise ApiError(415, "the body is to be JSON, with Content-Type: application/json")
 
 
+def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Refuses a body that is compressed, or in a transfer coding other than chunks, instead of reading it as it is.
+
+    Raises:
+        ApiError: it is.
+    """
+    for name, value in headers:
+        coding = value.strip().lower()
+        if coding not in _CODINGS.get(name, (coding,)):
+            what = f"{name.decode()} {coding[:64].decode('latin-1')!r}"
+            raise ApiError(415, f"the body has the {what}, which is not read here: send it as it is")
+
+
 def read(body: bytes, kind: type[BodyT]) -> BodyT:
     """Returns the fields of a body.
 
     Raises:
         ApiError: it is no JSON, has too many values, or a field is wrong.
     """
+    body = body.removeprefix(codecs.BOM_UTF8)  # which PowerShell and some .NET clients send
     check_values(body)
     try:
         given = from_json(body, allow_inf_nan=False, cache_strings="none")  # which would take half as long again

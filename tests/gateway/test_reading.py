@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import tracemalloc
 from contextlib import suppress
@@ -106,6 +107,10 @@ def test_numbers_that_are_no_json_are_refused_where_they_stand(body: bytes) -> N
 def test_integers_stay_what_they_are() -> None:
     body = b'{"prompt":"a","guided_json":{"const":18446744073709551617}}'
     assert reading.read(body, CompletionBody).guided_json == {"const": 2**64 + 1}
+
+
+def test_a_byte_order_mark_is_no_part_of_a_body() -> None:
+    assert reading.read(codecs.BOM_UTF8 + b'{"prompt": "a"}', CompletionBody).prompt == ("a",)
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonp", "json"])

@@ -32,6 +32,7 @@ _FORMS: Final = {  # of a value that is out of its range
 _KINDS: Final = {  # of a value of another type
     "int_type": "an integer",
     "int_from_float": "an integer",
+    "int_parsing_size": "an integer",  # 1e300 is none that anybody counts with
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
@@ -166,10 +167,11 @@ def of_validation(found: Sequence[Any]) -> ApiError:
     elif kind in _KINDS:
         kinds = dict.fromkeys(_KINDS[each["type"]] for place, each in faults if place == where)
         message = f"must be {' or '.join(kinds)}, not {_shown(fault['input'])}"
-    elif kind in ("too_long", "too_short"):
-        bound = "at most" if kind == "too_long" else "at least"
+    elif kind.endswith(("too_long", "too_short")):
+        bound = "at most" if kind.endswith("too_long") else "at least"
         count = context.get("max_length", context.get("min_length"))
-        message = f"must have {bound} {count:,} {'item' if count == 1 else 'items'}"
+        what = "character" if kind.startswith("string") else "item"
+        message = f"must have {bound} {count:,} {what if count == 1 else f'{what}s'}"
     elif kind == "literal_error":
         others = dict.fromkeys(_KINDS[each["type"]] for _, each in faults if each["type"] in _KINDS)
         given = fault["input"]

@@ -211,4 +211,4 @@ def test_no_refusal_has_the_words_of_the_library(kind: type[BaseModel]) -> None:
                 said = error.body["error"]["message"]
             else:
                 continue
-            assert not re.search(r": [A-Z]|[Ii]nput|should|valid |[Ff]ield ", said), (name, wrong[:50], said)
+            assert not re.search(r": [A-Z]|should|valid |Unable|Field ", said), (name, wrong[:50], said)

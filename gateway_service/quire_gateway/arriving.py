@@ -6,8 +6,6 @@ A body that arrives slowly makes room for others of its caller, and has a deadli
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Final
 
 from starlette.types import Receive
@@ -23,14 +21,27 @@ class LeftError(Exception):
     """A caller has gone before its request was whole."""
 
 
-class _Arriving:
-    """A body that is not whole yet."""
+class Arriving:
+    """A body on its way in. As a block it is read, and counts until the block ends."""
 
-    def __init__(self, caller: str) -> None:
+    def __init__(self, bodies: Bodies, receive: Receive, caller: str, *, is_there: bool) -> None:
+        self._bodies = bodies
+        self.receive = receive
         self.caller = caller
+        self.is_there = is_there
         self.charged_bytes = 0
         self.deadline: asyncio.Timeout | None = None
         self.has_made_room = False
+
+    async def __aenter__(self) -> bytes:
+        try:
+            return await self._bodies.take_in(self)
+        except BaseException:
+            self._bodies.release(self)
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._bodies.release(self)
 
 
 class Bodies:
@@ -44,41 +55,35 @@ class Bodies:
     def __init__(self, shares: Shares, bytes_max: int) -> None:
         self._shares = shares
         self._bytes_max = bytes_max
-        self._arriving: dict[_Arriving, None] = {}  # the oldest first
+        self._arriving: dict[Arriving, None] = {}  # the oldest first
 
-    @asynccontextmanager
-    async def read(self, receive: Receive, caller: str) -> AsyncIterator[bytes]:
-        """Yields a body, which counts until the block ends.
+    def read(self, receive: Receive, caller: str, *, is_there: bool = False) -> Arriving:
+        """Returns a block that has a body, which counts until the block ends.
+
+        Args:
+            receive: of its request.
+            caller: whose share it takes.
+            is_there: whether all of it came with its head, so that nothing is waited for.
 
         Raises:
-            ApiError: it is too large, too slow, or made room for others.
-            LeftError: its caller has gone.
+            ApiError: from the block's beginning: it is too large, too slow, or made room for others.
+            LeftError: likewise: its caller has gone.
         """
-        body = _Arriving(caller)
-        try:
-            self._charge(body, REQUEST_BYTES)
-            yield await self._whole(receive, body)
-        finally:
-            self._shares.give_back(caller, body.charged_bytes)
+        return Arriving(self, receive, caller, is_there=is_there)
 
-    async def _whole(self, receive: Receive, body: _Arriving) -> bytes:
-        parts: list[bytes] = []
-        byte_count = 0
+    def release(self, body: Arriving) -> None:
+        """Gives back what a body has taken."""
+        self._shares.give_back(body.caller, body.charged_bytes)
+
+    async def take_in(self, body: Arriving) -> bytes:
+        """Returns a body once it is whole; raises what `read` says."""
+        self._charge(body, REQUEST_BYTES)
+        if body.is_there:  # a deadline, and a place among those that make room, would cost more than reading it
+            return await self._received(body)
         self._arriving[body] = None
         try:
             async with asyncio.timeout(BODY_S) as body.deadline:
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise LeftError
-                    part = message.get("body", b"")
-                    byte_count += len(part)
-                    if byte_count > self._bytes_max:
-                        raise too_large(self._bytes_max)
-                    self._charge(body, max(0, byte_count - body.charged_bytes))
-                    parts.append(part)
-                    if not message.get("more_body"):
-                        return parts[0] if len(parts) == 1 else b"".join(parts)
+                return await self._received(body)
         except TimeoutError:
             if body.has_made_room:
                 raise _full() from None
@@ -86,7 +91,24 @@ class Bodies:
         finally:
             del self._arriving[body]
 
-    def _charge(self, body: _Arriving, byte_count: int) -> None:
+    async def _received(self, body: Arriving) -> bytes:
+        parts: list[bytes] = []
+        byte_count = 0
+        while True:
+            message = await body.receive()
+            if message["type"] == "http.disconnect":
+                raise LeftError
+            part = message.get("body", b"")
+            byte_count += len(part)
+            if byte_count > self._bytes_max:
+                raise too_large(self._bytes_max)
+            if byte_count > body.charged_bytes:
+                self._charge(body, byte_count - body.charged_bytes)
+            parts.append(part)
+            if not message.get("more_body"):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _charge(self, body: Arriving, byte_count: int) -> None:
         """Counts some bytes of a body. Without room, the caller's oldest arriving bodies are dropped.
 
         Raises:
@@ -103,7 +125,7 @@ class Bodies:
         body.charged_bytes += byte_count
 
 
-def _may_make_room(other: _Arriving, body: _Arriving) -> bool:
+def _may_make_room(other: Arriving, body: Arriving) -> bool:
     return other is not body and other.caller == body.caller and not other.has_made_room
 
 

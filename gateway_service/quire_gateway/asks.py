@@ -136,7 +136,8 @@ def of_completion(body: CompletionBody) -> Ask:
     if is_echo_alone and not body.echo:
         raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo=true")
     max_tokens = MAX_TOKENS_DEFAULT if body.max_tokens is None else max(body.max_tokens, 1)
-    return _ask(body, body.prompt, max_tokens, body.logprobs, names)._replace(is_echo_alone=is_echo_alone)
+    ask = _ask(body, body.prompt, max_tokens, body.logprobs, names)
+    return ask._replace(is_echo_alone=True) if is_echo_alone else ask
 
 
 def of_continuation(body: Body, max_tokens: int | None, top_logprob_count: int | None) -> Ask:
@@ -171,8 +172,9 @@ def of_chat(body: ChatBody) -> Ask:
         "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         "logprobs": "top_logprobs",
     }
-    ask = _ask(body, (chat,), body.max_completion_tokens or body.max_tokens, top, names)
-    return _with_tools(ask, tools)._replace(tells_reasoning=body.include_reasoning is not False)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    ask = _ask(body, (chat,), max_tokens, top, names, tells_reasoning=body.include_reasoning is not False)
+    return _with_tools(ask, tools)
 
 
 def _with_tools(ask: Ask, tools: Tools | None) -> Ask:
@@ -182,8 +184,10 @@ def _with_tools(ask: Ask, tools: Tools | None) -> Ask:
     Raises:
         ApiError: the content has to be what no answer with calls can be held to.
     """
+    if tools is None:
+        return ask
     structure = next((name for name in STRUCTURES if name in ask.options), None)
-    if tools is None or structure is None:
+    if structure is None:
         return ask._replace(tools=tools)
     if tools.choice is not Choice.AUTO:
         options = {name: value for name, value in ask.options.items() if name != structure}
@@ -199,6 +203,8 @@ def _ask(
     max_tokens: int | None,
     top_logprob_count: int | None,
     names: Mapping[str, str],
+    *,
+    tells_reasoning: bool | None = None,
 ) -> Ask:
     _check_together(body)
     given = body.model_fields_set  # looked at before the fields: most bodies have few of these many
@@ -241,7 +247,6 @@ def _ask(
     if "seed" in options:
         options["seed"] %= 2**64  # a worker's seeds have no sign
     with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    so_far = body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
     return Ask(
         body.model,
         prompts,
@@ -254,8 +259,9 @@ def _ask(
         body.prompt_logprobs,
         names,
         -(body.priority or 0),  # here alone vLLM's scale becomes Quire's
-        with_usage and so_far,  # without the one, the other has no effect in vLLM
+        with_usage and bool(body.stream_options and body.stream_options.continuous_usage_stats),  # as in vLLM
         bool(body.return_token_ids),
+        tells_reasoning=tells_reasoning,
         service_tier=body.service_tier,
         add_special_tokens=body.add_special_tokens,
         cache_salt=body.cache_salt or "",

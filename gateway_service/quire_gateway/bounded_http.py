@@ -231,6 +231,7 @@ class BoundedHttp(HttpToolsProtocol):
                 await is_read()  # its memory is the request's until then
 
         async def answered(scope: Scope, receive: Receive, _send: Send) -> None:
+            scope["state"]["is_body_there"] = not cycle.more_body
             await app(scope, receive, send)
 
         return answered

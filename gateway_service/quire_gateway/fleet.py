@@ -60,6 +60,7 @@ class Backend:
         is_ready: whether it answered the last poll.
         fingerprint: of its version and weights, for callers; empty before the first status.
         adapters: digests of its loaded adapters, by name.
+        sampling_defaults: parameters that its checkpoint proposes, by name; None where it says nothing.
         in_flight: requests of this gateway that it is answering.
         chosen_count: requests ever sent to it.
         mirror: copy of its pool's prefix index; None while the pool is not watched.
@@ -72,6 +73,7 @@ class Backend:
         self.is_ready = False
         self.fingerprint = ""
         self.adapters: dict[str, bytes] = {}
+        self.sampling_defaults: Mapping[str, float | int | None] = {}
         self.in_flight = 0
         self.chosen_count = 0
         self.mirror: PrefixMirror | None = None
@@ -97,6 +99,7 @@ class Backend:
             of_both = hashlib.sha256(status.version.encode() + b"\0" + status.model_fingerprint)
             self.fingerprint = f"fp_{of_both.hexdigest()[:FINGERPRINT_SHOWN]}"
         self.status, self.is_ready, self._is_missed, self._silent_since_s = status, True, False, None
+        self.sampling_defaults = asdict(status.sampling_defaults)
         self._load_of_others = max(0, status.running_count + status.waiting_count - self.in_flight)
 
     def lost(self, error: QuireError) -> None:
@@ -237,9 +240,10 @@ class Fleet:
         """Returns the sampling parameters that a model's checkpoint proposes, by name; none if they are not used."""
         if not self._applies_defaults:
             return {}
-        statuses = (backend.status for backend in self.backends if backend.serves(model))
-        status = next((each for each in statuses if each is not None), None)
-        return {} if status is None else asdict(status.sampling_defaults)
+        for backend in self.backends:
+            if backend.serves(model):
+                return backend.sampling_defaults
+        return {}
 
     async def notation(self, model: Model) -> Notation:
         """Returns the formats of a model for calls and reasoning. They are recognized once.
@@ -248,7 +252,11 @@ class Fleet:
             ApiError: no worker of it answers.
         """
         found = self._notations.get(model.base)
-        if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):
+        if found is not None and found.done():
+            if not found.cancelled() and found.exception() is None:
+                return found.result()
+            found = None
+        if found is None:
             found = self._notations[model.base] = asyncio.create_task(self._recognized(model))
         try:
             return await asyncio.shield(found)
@@ -322,7 +330,7 @@ class Fleet:
             found = await backend.client.list_adapters(timeout_s=POLL_TIMEOUT_S)
             backend.adapters = {adapter.name: adapter.digest for adapter in found}
         backend.heard(status)
-        proposed = {name: value for name, value in asdict(status.sampling_defaults).items() if value is not None}
+        proposed = {name: value for name, value in backend.sampling_defaults.items() if value is not None}
         if proposed and self._applies_defaults and status.model not in self._told_defaults:
             self._told_defaults.add(status.model)
             log.info("requests get the checkpoint's sampling defaults", model=status.model, **proposed)

@@ -52,8 +52,8 @@ class Gate:
     """Admits a request to the endpoints, or refuses it.
 
     Args:
-        app: the endpoints. They find `namespace`, `split_special_tokens`, `request_id` and `memory`, the charge of
-            their answer, in `scope["state"]`.
+        app: the endpoints. They find `namespace`, `split_special_tokens`, `request_id`, `memory`, the charge of their
+            answer, and `body`, where workers compute something of it, in `scope["state"]`.
         telemetry: the metrics to update.
         keys: of the callers; None admits everybody, with the nameless namespace.
         operator_token: required by `OPERATOR_PATHS`; None with `keys` closes them to everybody.
@@ -114,7 +114,7 @@ class Gate:
         headers = dict(scope["headers"])  # the last one of a repeated name
         given_id = headers.get(b"x-request-id", b"")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex.encode()
-        answer, entry = _Answer(send, request_id), None
+        answer, entry, is_work = _Answer(send, request_id), None, _is_work(scope["path"])
         try:
             self._check_name(scope, headers)
             key = self._key(scope["path"], headers)
@@ -123,7 +123,7 @@ class Gate:
             state.update(namespace=namespace, request_id=request_id.decode(), started_s=started_s)
             state["split_special_tokens"] = None if key is None else key.split_special_tokens
             state["memory"] = answer.memory = Charge(self._answer_shares, namespace)
-            if _is_work(scope["path"]) and scope["method"] == "POST":
+            if is_work and scope["method"] == "POST":
                 name = "" if key is None else key.name
                 entry = Entry(request_id.decode(), name, namespace, scope["path"], started_s)
                 state["entry"] = entry
@@ -142,7 +142,7 @@ class Gate:
             if answer.memory is not None:
                 answer.memory.end()
             self._telemetry.answers[_route(scope["path"]), answer.status] += 1
-            if _is_work(scope["path"]):
+            if is_work:
                 self._telemetry.whole.observe(time.monotonic() - started_s)
             if entry is not None:
                 entry.error = entry.error or answer.error
@@ -163,11 +163,13 @@ class Gate:
         self._check_draining()
         if int(headers.get(b"content-length", b"0")) > self._body_bytes_max:
             raise too_large(self._body_bytes_max)
-        async with self._bodies.read(receive, namespace) as body:
+        is_there = scope["state"].get("is_body_there", False)
+        async with self._bodies.read(receive, namespace, is_there=is_there) as body:
             self._check_draining()
             if not self._places.take(namespace, 1):
                 what = f"as many requests are being answered as there is room for here (at most {self._in_flight_max})"
                 raise ApiError(429, f"{what}: try again", kind=RATE, code="queue_full")
+            scope["state"]["body"] = body
             entry = scope["state"]["entry"]
             try:
                 self._count_in(key)
@@ -178,7 +180,7 @@ class Gate:
             self._telemetry.in_flight += 1
             self.idle.clear()
             try:
-                await self._app(scope, _with_body(receive, body), answer)
+                await self._app(scope, receive, answer)
             finally:
                 if key is not None:
                     self._limits.end(key, entry.token_count)
@@ -246,16 +248,6 @@ class Gate:
     def _check_draining(self) -> None:
         if self.is_draining:
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
-
-
-def _with_body(receive: Receive, body: bytes) -> Receive:
-    """Returns a `receive` that yields the body at once, then the messages after it."""
-    left = [body]
-
-    async def receive_again() -> Message:
-        return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
-
-    return receive_again
 
 
 def _is_work(path: str) -> bool:

@@ -103,11 +103,12 @@ def read(body: bytes, kind: type[BodyT]) -> BodyT:
         raise ApiError(400, f"the body is no JSON: {error}") from None
     if not isinstance(given, dict):
         raise ApiError(400, f"the body is to be a JSON object, not {_kind_of(given)}")
-    known = kind.model_fields
-    unknown = next((name for name, value in given.items() if name not in known and value is not None), None)
-    if unknown is not None:
-        shown = unknown[:PARAM_SHOWN]
-        raise ApiError(400, f"Unrecognized request argument supplied: {shown}", param=shown, code="unknown_parameter")
+    known = kind.__pydantic_fields__
+    for name in given:
+        if name not in known and given[name] is not None:
+            shown = name[:PARAM_SHOWN]
+            what = f"Unrecognized request argument supplied: {shown}"
+            raise ApiError(400, what, param=shown, code="unknown_parameter")
     try:
         return kind.model_validate(given)
     except ValidationError as error:

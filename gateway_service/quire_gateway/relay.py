@@ -129,7 +129,7 @@ async def _planned(fleet: Fleet, call: Call) -> Call:
     ask, model = call.ask, call.model
     notation = await fleet.notation(model)
     tail = call.tokens[0][-TAIL_TOKENS:] if notation.reasoning is not None else ()
-    texts = await spelled(fleet, model, set(tail))
+    texts = await spelled(fleet, model, set(tail)) if tail else {}
     end = b"".join(texts[token] for token in tail).decode(errors="replace")
     plan = plan_of(
         ask.tools,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 
 class Shares:
     """A caller may have as much as is free when it takes it: alone half of it, one of three greedy ones a quarter.
@@ -16,23 +14,25 @@ class Shares:
     def __init__(self, total: int, *, is_for_several: bool) -> None:
         self._free = total
         self.is_for_several = is_for_several
-        self._taken: Counter[str] = Counter()
+        self._taken: dict[str, int] = {}
 
     def take(self, caller: str, amount: int) -> bool:
         """Takes an amount for a caller, and returns whether it may have it."""
-        of_caller = self._taken[caller] + amount if self.is_for_several else amount
-        if of_caller > self._free:
+        taken = self._taken.get(caller, 0) + amount
+        if (taken if self.is_for_several else amount) > self._free:
             return False
         self._free -= amount
-        self._taken[caller] += amount
+        self._taken[caller] = taken
         return True
 
     def give_back(self, caller: str, amount: int) -> None:
         """Frees what a caller has taken."""
         self._free += amount
-        self._taken[caller] -= amount
-        if not self._taken[caller]:
-            del self._taken[caller]
+        left = self._taken.get(caller, 0) - amount
+        if left:
+            self._taken[caller] = left
+        else:
+            self._taken.pop(caller, None)
 
 
 class Charge:
@@ -70,4 +70,5 @@ class Charge:
     def end(self) -> None:
         """Frees all of it; no more can be taken."""
         self._has_ended = True
-        self.give_back(self.amount)
+        if self.amount:
+            self.give_back(self.amount)

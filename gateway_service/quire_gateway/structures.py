@@ -94,6 +94,8 @@ def _check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> 
     Raises:
         ApiError: a key is unknown, or belongs to another format.
     """
+    if given.keys() <= known:
+        return
     for name in sorted(name for name, value in given.items() if value is not None and name not in known):
         shown = f"{where}.{name}"[:128]
         raise unsupported(shown, f"is none of {', '.join(sorted(known))}")

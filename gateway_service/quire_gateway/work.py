@@ -44,7 +44,7 @@ class Work(NamedTuple):
             ApiError: it is no JSON, or asks for what is not served.
         """
         check_codings(request.headers.raw)
-        return await self.reader.ask(await request.body(), request.headers.get("content-type", ""), kind, ask_of)
+        return await self.reader.ask(request.state.body, request.headers.get("content-type", ""), kind, ask_of)
 
 
 class Computed(Response):

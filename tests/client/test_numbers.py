@@ -191,6 +191,7 @@ SPECS = {
     "block_count": lambda value: dataclasses.replace(SPEC, block_count=value),
     "watermark_block_count": lambda value: dataclasses.replace(SPEC, watermark_block_count=value),
     "chunk_token_count_max": lambda value: dataclasses.replace(SPEC, chunk_token_count_max=value),
+    "block_bytes": lambda value: dataclasses.replace(SPEC, block_bytes=value),
     "first_block_id": lambda value: dataclasses.replace(SPEC, first_block_id=value),
     "block_size": lambda value: dataclasses.replace(SPEC, groups=(GroupSpec(GroupKind.FULL_ATTENTION, value),)),
     "window": lambda value: dataclasses.replace(SPEC, groups=(GroupSpec(GroupKind.SLIDING_WINDOW, 4, value),)),

@@ -109,3 +109,16 @@ async def test_bodies_of_one_caller_leave_room_for_those_of_another() -> None:
         with pytest.raises(ApiError, match="fill what memory"):
             await read(bodies, sent(b"x"), "a")
         assert await read(bodies, sent(b"x" * (2 * REQUEST_BYTES)), "b")
+
+
+async def test_a_body_that_came_with_its_head_has_the_limits_of_others() -> None:
+    bodies = bodies_of(3)
+    async with bodies.read(sent(b"x" * (2 * REQUEST_BYTES)), "", is_there=True) as body:
+        assert len(body) == 2 * REQUEST_BYTES
+        with pytest.raises(ApiError, match="fill what memory"):
+            await bodies.read(sent(b"x" * (2 * REQUEST_BYTES)), "", is_there=True).__aenter__()
+    with pytest.raises(ApiError) as raised:
+        await bodies.read(sent(b"x" * (11 * REQUEST_BYTES)), "", is_there=True).__aenter__()
+    assert raised.value.status == 413
+    async with bodies.read(sent(b"x" * (3 * REQUEST_BYTES)), "", is_there=True):
+        pass  # all of it was given back

@@ -349,13 +349,13 @@ def test_the_description_for_programs_names_each_operation_once(served: ServerPr
 
 
 def test_probes_and_metrics_answer(served: ServerProcess) -> None:
-    assert curl(served, "/healthz").status == 200
-    assert curl(served, "/readyz").status == 200
+    assert (curl(served, "/healthz").status, curl(served, "/readyz").status) == (200, 200)
     paths = ("/", "/healthz", "/health", "/readyz", "/version", "/metrics", "/openapi.json", "/v1/models")
     for path in (*paths, "/v1/models/demo"):
         head = curl(served, path, "-I")
         assert (head.status, head.body, "content-length" in head.headers) == (200, b"", True), path
     assert curl(served, "/v1/models/other", "-I").status == 404
+    assert curl(served, "/v1/completions", body=ASK).status == 200
     metrics = curl(served, "/metrics").body.decode()
     assert 'quire_gateway_requests_total{code="200",route="/v1/completions"}' in metrics
     assert "quire_gateway_first_token_seconds_bucket" in metrics

@@ -20,8 +20,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from quire.errors import QuireError, Reason
 from quire.v1 import worker_pb2 as pb
 from quire_worker.execution import run
+from quire_worker.execution.prepared import PlainTokens
 from quire_worker.model.tokenizer import Tokenizer
-from quire_worker.sampling.grammar import GrammarError, Grammars, GrammarsFullError, Matcher
+from quire_worker.sampling.grammar import GrammarError, Grammars, GrammarsFullError, Matcher, masks_of
+from quire_worker.sampling.masks import contains
 from quire_worker.sampling.params import SamplingParams, Structure, StructureKind
 from quire_worker.sampling.sampler import Sampler, draw
 from quire_worker.scheduling.request import FinishReason
@@ -170,6 +172,37 @@ async def test_forks_and_preempted_samples_keep_to_their_schemas(tokenizer: Toke
             Draft202012Validator(schema).validate(json.loads(text))
 
 
+def test_a_token_that_is_allowed_by_itself_is_in_the_mask(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    dice = random.Random(8)
+    a, b = (tokenizer.encode(letter)[0] for letter in "ab")
+    free = 'TEXT: /(.|\\n)*/\ncall[lazy]: TEXT "<call>"\n'
+    structures = [schema_of(random_schema(dice)) for _ in range(20)] + [
+        Structure(StructureKind.GRAMMAR, (free + 'start: (call "{\\"name\\": \\"weather\\"}")* TEXT',)),
+        Structure(StructureKind.GRAMMAR, (free + f'start: TEXT <[{a}]> "12"+ | <[{b}]>',)),
+        Structure(StructureKind.REGEX, ("(19|20)[0-9]{2}( [a-z]{1,6}){0,3}",)),
+        Structure(StructureKind.CHOICE, ("yes", "no", "yes, but")),
+    ]
+    allowed_count = 0
+    for structure in structures:
+        matcher = grammars.compile(structure)
+        for _ in range(20):
+            (words,) = masks_of([matcher], VOCABULARY)
+            masked = [token for token in range(VOCABULARY) if contains(words, token)]
+            asked = (
+                [*range(VOCABULARY)] if len(masked) < VOCABULARY // 2 else [*dice.sample(range(VOCABULARY), 200), EOS]
+            )
+            found = {token for token in asked if matcher.allows(token, VOCABULARY)}
+            assert found - {EOS} == {*masked} & {*asked} - {EOS}, structure
+            assert EOS in masked or EOS not in found
+            assert (masks_of([matcher], VOCABULARY)[0] == words).all(), "asking has changed nothing"
+            allowed_count += len(found)
+            matcher.take(dice.choice(masked))
+            if matcher.has_ended:
+                assert all(matcher.allows(token, VOCABULARY) for token in (EOS, a))
+                break
+    assert allowed_count > 1000
+
+
 @pytest.mark.parametrize("has_forks", [False, True])
 async def test_greedy_texts_do_not_depend_on_whether_their_likeliest_tokens_are_looked_at_first(
     monkeypatch: pytest.MonkeyPatch, has_forks: bool
@@ -190,13 +223,26 @@ async def test_greedy_texts_do_not_depend_on_whether_their_likeliest_tokens_are_
     assert texts[0] == texts[1]
 
 
-async def test_a_greedy_text_that_its_grammar_leaves_free_touches_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_greedy_text_that_its_grammar_leaves_free_is_computed_as_one_without_a_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     free = Structure(StructureKind.GRAMMAR, ('start: TEXT | TEXT "<call>" /[0-9]+/\nTEXT: /(.|\\n)*/',))
-    drawn = []
-    monkeypatch.setattr(run, "draw", lambda *given: drawn.append(given) or draw(*given))
+    told = list[Any]()
+    monkeypatch.setattr(run, "draw", lambda *_: pytest.fail("looked at a second time"))
     async with running(DEMO) as harness:
-        held = await harness.collect(submitted(harness, free, temperature=0.0, max_tokens=40))
-        assert not drawn
+        request = submitted(harness, free, temperature=0.0, max_tokens=40)
+        monkeypatch.setattr(Matcher, "fill", lambda *_: pytest.fail("made a mask"))
+        runner = harness.engine._runner
+        compute = runner.compute
+
+        def noted(*given: Any) -> Any:
+            told.append(compute(*given))
+            return told[-1]
+
+        monkeypatch.setattr(runner, "compute", noted)
+        held = await harness.collect(request)
+        assert len(told) >= 40
+        assert all(isinstance(each, PlainTokens) for each in told)
         plain = SamplingParams(max_tokens=40)
         request = harness.engine.submit(request_id="", prompt=[5, 6, 7], sampling=plain, namespace="")
         assert held.texts == (await harness.collect(request)).texts
@@ -209,6 +255,10 @@ async def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(tokeni
     broken = Matcher(
         LLMatcher(described, LLMatcher.grammar_from_lark('start: a+\na: b\nb: /x+/ | "y"'), limits=limits), [EOS]
     )
+    failed = broken.copy()
+    masks_of([failed], VOCABULARY)
+    assert failed.has_failed
+    assert not any(failed.allows(token, VOCABULARY) for token in (EOS, *tokenizer.encode("xy")))
     async with running(DEMO) as harness:
         params = SamplingParams(max_tokens=50, structure=structure)
         failing = harness.engine.submit(request_id="", prompt=[5, 6], sampling=params, namespace="", matcher=broken)

@@ -27,6 +27,7 @@ _EARLY_STOPPINGS = {
 # Between messages of an answer that is waited for: a message costs worker and client the same at any length.
 WHOLE_INTERVAL_S = 1.0
 _INTERVAL_S = ranges.Range(0, 60)
+_NOTHING: tuple[Any, ...] = ()  # what fields of several values have by default
 _STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 _FINISH_REASONS = {0: None, **{reason.value: reason for reason in sampling.FinishReason}}
 
@@ -69,31 +70,35 @@ def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingP
         numbers["top_k"] = 0
     fill(message, request_id, **{name: value for name, value in numbers.items() if value is not None})
     for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
-        extend(getattr(message, name), name, _given(getattr(params, name)), request_id)
+        tokens = getattr(params, name)
+        if tokens is not None and tokens is not _NOTHING:
+            extend(getattr(message, name), name, tokens, request_id)
     if params.allowed_token_ids is not None and not message.allowed_token_ids:  # on the wire none means all
         text = "allowed_token_ids must not be empty: leave it out, or None, to allow all"
         raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id, field="allowed_token_ids")
-    extend(message.stop, "stop", [params.stop] if isinstance(params.stop, str) else _given(params.stop), request_id)
-    biases = {} if params.logit_bias is None else params.logit_bias
-    if not isinstance(biases, Mapping):
-        raise TypeError(f"logit_bias must map token ids to numbers, not be {biases!r:.80}")
-    extend(message.logit_bias_token_ids, "logit_bias", biases.keys(), request_id)
-    for bias in biases.values():
-        ranges.check("logit_bias", bias, ranges.SAMPLING["logit_bias"], request_id=request_id)
-    extend(message.logit_bias, "logit_bias", biases.values(), request_id)
+    if params.stop is not None and params.stop is not _NOTHING:
+        extend(message.stop, "stop", [params.stop] if isinstance(params.stop, str) else params.stop, request_id)
+    if params.logit_bias is not None:
+        _fill_biases(message, params.logit_bias, request_id)
     if params.skip_special_tokens is not True:
         fill(message, request_id, skip_special_tokens=params.skip_special_tokens)
     if params.include_stop_in_output is not False:
         fill(message, request_id, include_stop_in_output=params.include_stop_in_output)
     if isinstance(params.bad_words, str):
         raise TypeError("bad_words must be several texts, not one")
-    extend(message.bad_words, "bad_words", _given(params.bad_words), request_id)
+    if params.bad_words is not None and params.bad_words is not _NOTHING:
+        extend(message.bad_words, "bad_words", params.bad_words, request_id)
     _fill_structure(message, params, request_id)
     _fill_beams(message, params, request_id)
 
 
-def _given(values: Iterable[Any] | None) -> Iterable[Any]:
-    return () if values is None else values
+def _fill_biases(message: worker_pb.SamplingParams, biases: Any, request_id: str) -> None:
+    if not isinstance(biases, Mapping):
+        raise TypeError(f"logit_bias must map token ids to numbers, not be {biases!r:.80}")
+    extend(message.logit_bias_token_ids, "logit_bias", biases.keys(), request_id)
+    for bias in biases.values():
+        ranges.check("logit_bias", bias, ranges.SAMPLING["logit_bias"], request_id=request_id)
+    extend(message.logit_bias, "logit_bias", biases.values(), request_id)
 
 
 def _fill_beams(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:

@@ -96,6 +96,7 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
         "watermark_block_count": spec.watermark_block_count,
         "chunk_token_count_max": spec.chunk_token_count_max,
         "first_block_id": spec.first_block_id,
+        "block_bytes": spec.block_bytes,
     }
     return fill(message, reason=Reason.MALFORMED, **counts)
 

@@ -81,12 +81,11 @@ def check(
 def check_field(message: Any, name: str, value: Any, reason: Reason, request_id: str | None) -> None:
     """Refuses a number, or a truth value, that a field of a message does not take; raises as `check` does."""
     allowed = _range_of(message.DESCRIPTOR, name)
-    if allowed is not None:
+    if allowed is None:
+        if not isinstance(value, bool) and _is_flag(message.DESCRIPTOR, name):
+            raise TypeError(f"{name} must be True or False, not {shown(value)}")
+    elif type(value) is not int or not allowed.low <= value <= allowed.high:  # most numbers are in their range
         check(name, value, allowed, reason, request_id)
-    elif message.DESCRIPTOR.fields_by_name[name].cpp_type == FieldDescriptor.CPPTYPE_BOOL and not isinstance(
-        value, bool
-    ):
-        raise TypeError(f"{name} must be True or False, not {shown(value)}")
 
 
 @cache
@@ -94,6 +93,11 @@ def _range_of(message: Descriptor, name: str) -> Range | None:
     if message.full_name == SamplingParams.DESCRIPTOR.full_name and name in SAMPLING:
         return SAMPLING[name]
     return _WIRE.get(message.fields_by_name[name].cpp_type)
+
+
+@cache
+def _is_flag(message: Descriptor, name: str) -> bool:
+    return message.fields_by_name[name].cpp_type == FieldDescriptor.CPPTYPE_BOOL
 
 
 def _is_number(value: Any, allowed: Range) -> bool:

@@ -96,6 +96,20 @@ class Part(NamedTuple):
         return self._replace(tokens=self.tokens[: len(self.tokens) - len(self.draft)], draft=())
 
 
+class Row(NamedTuple):
+    """Location of the logits after a token.
+
+    Attributes:
+        logits: float32 `[rows, vocabulary]`.
+        number: of the row.
+        likeliest: the greedy choice of each row; None where it is not known.
+    """
+
+    logits: torch.Tensor
+    number: int
+    likeliest: list[int] | None
+
+
 class Token(NamedTuple):
     """A token that was drawn."""
 
@@ -224,12 +238,12 @@ def continuations(parts: Sequence[Part], logits: torch.Tensor) -> list[Continuat
     return found
 
 
-def rows_of(places: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+def rows_of(places: Sequence[Row]) -> torch.Tensor:
     """Returns these rows as one tensor; no copy where they are all of one, in order."""
-    first, _ = places[0]
-    if len(places) == len(first) and all(rows is first and row == i for i, (rows, row) in enumerate(places)):
+    first = places[0].logits
+    if len(places) == len(first) and all(row.logits is first and row.number == i for i, row in enumerate(places)):
         return first
-    return torch.stack([rows[row] for rows, row in places])
+    return torch.stack([row.logits[row.number] for row in places])
 
 
 def token_halves(parts: Sequence[Part]) -> tuple[list[Part], list[Part]] | None:

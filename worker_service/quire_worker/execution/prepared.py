@@ -31,8 +31,9 @@ class Prepared(NamedTuple):
         layout: on the host, of all parts; None if making it failed: it is made again, in halves if it must be.
         ids: the layout's `input_ids`, the same memory, which the model's thread writes without a call into torch.
         is_behind: it was planned while the batch before was under way.
-        is_greedy: all that is wanted of each part is the likeliest token after it.
-        is_plain: besides, there is nothing to do before or after the forward pass.
+        is_greedy: all that is wanted of each part is the likeliest token after it, if masks allow it.
+        has_masks: some of these tokens have to be allowed by a mask.
+        is_plain: besides being greedy, there is nothing to do before the forward pass, and no draft model reads along.
         has_first_tokens: somebody waits for the first token of an answer.
         has_first_tokens_alone: nobody gets another one.
     """
@@ -47,6 +48,7 @@ class Prepared(NamedTuple):
     ids: np.ndarray | None
     is_behind: bool
     is_greedy: bool
+    has_masks: bool
     is_plain: bool
     has_first_tokens: bool
     has_first_tokens_alone: bool
@@ -63,7 +65,8 @@ class Later(NamedTuple):
 
 
 class PlainTokens(NamedTuple):
-    """Results of a batch that `is_plain` and has only finite logits: the likeliest token for each draw."""
+    """Results of a batch that `is_plain`, has only finite logits, and whose masks allow the likeliest token for each
+    draw: these tokens."""
 
     prepared: Prepared
     token_ids: list[int]
@@ -77,14 +80,15 @@ def tables_of(sample: Sample) -> list[array[int]]:
 
 
 def is_greedy(parts: Sequence[Part], draws: Sequence[Draw]) -> bool:
-    """Tells whether all that is wanted of each part is the likeliest token after it, in the order of the parts."""
+    """Tells whether all that is wanted of each part is the likeliest token after it, if masks allow it, in the order of
+    the parts."""
     if len(parts) != len(draws):
         return False
     for part, (drawn, parent, _) in zip(parts, draws, strict=True):
         sample = part.sample
-        if drawn is not sample or parent is not sample or not sample.sampler.is_greedy:
+        if drawn is not sample or parent is not sample or not sample.sampler.is_likeliest_if_allowed:
             return False
-        if part.draft or not part.may_wait:
+        if part.draft or part.is_scored or part.is_continued:
             return False
     return True
 

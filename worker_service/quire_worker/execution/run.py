@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import structlog
@@ -48,6 +48,7 @@ from quire_worker.execution.parts import (
     Part,
     PromptLogprobs,
     Restore,
+    Row,
     Token,
     candidate_logprobs,
     continuations,
@@ -60,7 +61,7 @@ from quire_worker.execution.parts import (
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.choice import are_finite
-from quire_worker.sampling.sampler import draw
+from quire_worker.sampling.sampler import draw, have_taken
 from quire_worker.scheduling.plan import Draw, Work
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.swap import SwapOut
@@ -68,20 +69,6 @@ from quire_worker.scheduling.swap import SwapOut
 log = structlog.get_logger()
 NOT_LOOKED: Final[tuple[list[int] | None, Sequence[int] | None]] = None, None
 OfSample = TypeVar("OfSample", Part, Draw, Work, CandidateLogprobs, Continuations)
-
-
-class Row(NamedTuple):
-    """Location of the logits after a token.
-
-    Attributes:
-        logits: float32 `[rows, vocabulary]`.
-        number: of the row.
-        likeliest: the greedy choice of each row; None where it is not known.
-    """
-
-    logits: torch.Tensor
-    number: int
-    likeliest: list[int] | None
 
 
 class Run:
@@ -183,16 +170,23 @@ class Run:
             for block in self.lost_blocks.keys() & part.sample.held_blocks():
                 self._fail([part.sample], self.lost_blocks[block])
 
-    def forward(self, parts: Sequence[Part], layout: ForwardBatch | None = None, *, is_greedy: bool = False) -> None:
-        """Computes parts, those of one sample in order; `layout` is of all of them, and so is `is_greedy`, that of
-        `Prepared`."""
+    def forward(
+        self,
+        parts: Sequence[Part],
+        layout: ForwardBatch | None = None,
+        *,
+        is_greedy: bool = False,
+        has_masks: bool = False,
+    ) -> None:
+        """Computes parts, those of one sample in order; `layout` is of all of them, and so are `is_greedy` and
+        `has_masks`, those of `Prepared`."""
         if self.failures or self._left_out:
             count, parts = len(parts), [part for part in parts if self.is_unharmed(part.sample)]
             layout = layout if len(parts) == count else None
             is_greedy = False
         if not parts:
             return
-        failure = self._try_forward(parts, layout, is_greedy=is_greedy)
+        failure = self._try_forward(parts, layout, is_greedy=is_greedy, has_masks=has_masks)
         if failure is None:
             return
         if any(part.draft for part in parts):
@@ -278,7 +272,9 @@ class Run:
         self._free_memory_after(failure)
         return failure
 
-    def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None, *, is_greedy: bool) -> Failure | None:
+    def _try_forward(
+        self, parts: Sequence[Part], layout: ForwardBatch | None, *, is_greedy: bool, has_masks: bool
+    ) -> Failure | None:
         try:
             forward = layout or layout_of(parts, self._cache)
             shortcut = None if forward.adapters else self._shortcut  # which knows of none
@@ -288,9 +284,12 @@ class Run:
             else:
                 logits = short.clone()  # another part of this batch may take the shortcut, too
             likeliest, flags = self._model.attention.look(logits) or NOT_LOOKED
-            if is_greedy and flags is not None and 0 not in flags:
-                self.likeliest = likeliest
-                return None
+            if is_greedy and likeliest is not None and flags is not None and 0 not in flags:
+                samplers = [part.sample.sampler for part in parts] if has_masks else []
+                if not has_masks or have_taken(samplers, likeliest, logits.shape[1]):
+                    self.likeliest = likeliest
+                    return None
+                likeliest = None  # drawing need not ask again
             may_wait = all(part.may_wait for part in parts)
             unread = are_finite(logits) if flags is None else None
             if unread is not None and not may_wait:
@@ -329,14 +328,12 @@ class Run:
         known, samplers = [], [each.sample.sampler for each in draws]
         if not all(sampler.is_likeliest_if_allowed for sampler in samplers):
             return None
-        for (_, parent, _), sampler in zip(draws, samplers, strict=True):
+        for _, parent, _ in draws:
             logits, number, likeliest = self._rows[parent]
-            if likeliest is None or not sampler.allows(likeliest[number], logits.shape[1]):
+            if likeliest is None:
                 return None
             known.append(likeliest[number])
-        for sampler, token in zip(samplers, known, strict=True):
-            sampler.take(token)
-        return known
+        return known if have_taken(samplers, known, logits.shape[1]) else None
 
     def _try_draw(self, draws: Sequence[Draw]) -> Failure | None:
         known = self._known(draws)
@@ -345,7 +342,7 @@ class Run:
             return None
         try:
             rows = [self._rows[draw.parent] for draw in draws]
-            logits = rows_of([(row.logits, row.number) for row in rows])
+            logits = rows_of(rows)
             samplers = [each.sample.sampler for each in draws]
             drawn = draw(logits, samplers, self._model.attention.choose, self._finiteness.unread())
         except Exception as error:

@@ -107,9 +107,10 @@ class Runner:
         ids = None if layout is None else layout.input_ids.numpy()[0]
         run = Run(self._model, self._cache, self._shortcut, self._host_pages)
         greedy = is_greedy(parts, self._draws)
+        has_masks = greedy and not all(part.sample.sampler.is_plain for part in parts)
         is_plain = greedy and not batch.moves and not restores and self._propose is None
         return Prepared(
-            run, batch, self._draws, restores, parts, awaiting, layout, ids, is_behind, greedy, is_plain,
+            run, batch, self._draws, restores, parts, awaiting, layout, ids, is_behind, greedy, has_masks, is_plain,
             *first_tokens_of(self._draws, going_on),
         )  # fmt: skip
 
@@ -133,7 +134,8 @@ class Runner:
             DeviceLostError: nothing can be computed any more.
         """
         started, run = self._clock(), prepared.run
-        later = self._launch(prepared, started) if self._launches and prepared.is_plain else None
+        is_launched = self._launches and prepared.is_plain and not prepared.has_masks
+        later = self._launch(prepared, started) if is_launched else None
         if later is not None:
             return later
         before = self._before = self._before.settle() if isinstance(self._before, Launched) else self._before
@@ -143,7 +145,7 @@ class Runner:
         if not prepared.is_plain:
             run.move(prepared.batch.moves, prepared.restores)
             run.drop_holders_of_lost_blocks(prepared.parts)
-        run.forward(prepared.parts, prepared.layout, is_greedy=prepared.is_greedy)
+        run.forward(prepared.parts, prepared.layout, is_greedy=prepared.is_greedy, has_masks=prepared.has_masks)
         if run.likeliest is not None and prepared.is_plain:
             self._before = Before(run.likeliest, NOBODY, NOTHING)
             return PlainTokens(prepared, run.likeliest, self._clock() - started)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from quire_worker.sampling.masks import contains
 from quire_worker.sampling.params import Structure, StructureKind
 from quire_worker.sampling.words import word_count
 
@@ -68,6 +69,19 @@ class Matcher:
         if not self.has_ended:
             self._matcher.consume_token(token)
             self.has_ended = token in self._eos_token_ids
+
+    def allows(self, token: int, vocabulary: int) -> bool:
+        """Tells whether a token of so many may follow. It may say no where the mask says yes: of an end of the text.
+
+        The whole mask walks all tokens of the vocabulary, outside the processor's caches where a pass came between, and
+        lets go of the interpreter. It is only made where the bytes that follow are known: of all their spellings, the
+        mask has one.
+        """
+        if self.has_ended:
+            return True
+        if self._matcher.validate_tokens([token]) != 1 or self._matcher.is_error():
+            return False
+        return not self._matcher.compute_ff_bytes() or contains(masks_of([self], vocabulary)[0], token)
 
     def fill(self, words: np.ndarray) -> None:
         """Writes which tokens may follow.

@@ -41,7 +41,6 @@ class Sampler:
         logprob_count: likeliest tokens whose logprobs are told; None where none are, not even the chosen one's.
         is_plain: whether the model's logits are what its tokens are chosen by.
         is_simple: whether its token is all that has to be read for it.
-        is_greedy: whether, besides, it is the model's likeliest token.
         is_likeliest_if_allowed: whether it is that token wherever `allows` says so.
     """
 
@@ -53,14 +52,12 @@ class Sampler:
     logprob_count: int | None = None
     is_plain: bool = field(init=False)
     is_simple: bool = field(init=False)
-    is_greedy: bool = field(init=False)
     is_likeliest_if_allowed: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Notes what is asked for every pass."""
         self.is_plain = self.edits is None and self.allowed is None and self.matcher is None
         self.is_simple = self.is_plain and self.logprob_count is None
-        self.is_greedy = self.is_simple and self.params.is_greedy
         self.is_likeliest_if_allowed = self.params.is_greedy and self.edits is None and self.logprob_count is None
 
     @classmethod
@@ -98,10 +95,11 @@ class Sampler:
         )
 
     def allows(self, token: int, vocabulary: int) -> bool:
-        """Tells whether the masks leave a token of so many. It takes microseconds: no row of logits is touched."""
+        """Tells whether the masks leave a token of so many, but for ends of texts (`Matcher.allows`). It takes
+        microseconds: no row of logits is touched."""
         if self.allowed is not None and not contains(self.allowed, token):
             return False
-        return self.matcher is None or contains(masks_of([self.matcher], vocabulary)[0], token)
+        return self.matcher is None or self.matcher.allows(token, vocabulary)
 
     def take(self, token: int) -> None:
         """Follows the sample by one token."""
@@ -124,6 +122,15 @@ class Sampler:
 
 def _generator_of(params: SamplingParams, index: int) -> torch.Generator | None:
     return None if params.is_greedy else new_generator(params.seed, index)
+
+
+def have_taken(samplers: Sequence[Sampler], tokens: Sequence[int], vocabulary: int) -> bool:
+    """Has each sampler take its token, of so many, if all of them are allowed; else none has changed."""
+    if not all(sampler.allows(token, vocabulary) for sampler, token in zip(samplers, tokens, strict=True)):
+        return False
+    for sampler, token in zip(samplers, tokens, strict=True):
+        sampler.take(token)
+    return True
 
 
 class Drawn(NamedTuple):

@@ -30,14 +30,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
+from quire._transport.timeouts import checked_timeout
 from quire.errors import InternalError
 
 POLL_S: Final = 0.05
 DRAIN_S: Final = 30.0  # for calls under way when a server is told to stop, as servers have it by themselves
+DRAIN_S_MAX: Final = 86_400.0  # likewise
 LAST_S: Final = 2.0  # what a server may need after that
 RESTARTS_MAX: Final = 5  # of an allocator, within RESTARTS_S: more often it is no accident
 RESTARTS_S: Final = 60.0
 LOG_LINES: Final = 20
+
+
+def _checked_drain(drain_timeout_s: float) -> float:
+    """Returns a time that servers take; raises as `checked_timeout` does."""
+    return min(checked_timeout(drain_timeout_s, "drain_timeout_s"), DRAIN_S_MAX)
 
 
 def grace_s(drain_timeout_s: float) -> float:
@@ -76,6 +83,7 @@ class ServerProcess:
     ) -> None:
         self.module = module
         self._pid = os.getpid()
+        drain_timeout_s = _checked_drain(drain_timeout_s)
         self._grace_s = grace_s(drain_timeout_s)
         self._log = log
         self._ready_file = folder / f"{module}.json"
@@ -180,6 +188,9 @@ class LocalStack:
         start_timeout_s: for all together; loading a large model takes its time.
         drain_timeout_s: for calls under way when they are told to stop, of each.
         on_progress: told what is being waited for, and what was started again.
+
+    Raises:
+        InvalidArgumentError: a time is less than 0, or no number.
     """
 
     def __init__(
@@ -206,8 +217,8 @@ class LocalStack:
         self._worker_command += worker_arguments
         self._log_folder = log_folder
         self._inherit_logs = inherit_logs
-        self._start_timeout_s = start_timeout_s
-        self._drain_timeout_s = drain_timeout_s
+        self._start_timeout_s = checked_timeout(start_timeout_s, "start_timeout_s")
+        self._drain_timeout_s = _checked_drain(drain_timeout_s)
         self._on_progress = on_progress
         self._cleanup = contextlib.ExitStack()
         self._folder = Path()  # of ready files

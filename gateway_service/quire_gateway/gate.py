@@ -6,7 +6,6 @@ Plain ASGI, because a layer of a framework would cost time with every piece of e
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 import time
 import traceback
@@ -16,6 +15,7 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 import structlog
+from quire._serving.bearer import is_bearer_of
 from quire._serving.request_log import SILENT, RequestLog
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -224,7 +224,7 @@ class Gate:
         if path in OPEN_PATHS:
             return None
         if path in OPERATOR_PATHS and self._operator_token is not None:
-            if hmac.compare_digest(given, f"Bearer {self._operator_token}".encode()):
+            if is_bearer_of(given, self._operator_token):
                 return None
             raise ApiError(
                 401,

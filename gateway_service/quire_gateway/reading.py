@@ -6,7 +6,8 @@ A JSON text becomes up to sixty times its size as objects, so values are counted
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import codecs
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
@@ -21,6 +22,7 @@ TEXTS_MAX: Final = 1 << 16  # and names: 8 for each message, and some millisecon
 VALUES_MAX: Final = 1 << 19  # a prompt of token ids is a value for each
 PARAM_SHOWN: Final = 256  # characters of the place of a fault
 VALUE_SHOWN: Final = 64  # characters of a wrong value
+_CODINGS: Final = {b"content-encoding": (b"", b"identity"), b"transfer-encoding": (b"chunked",)}
 _FORMS: Final = {  # of a value that is out of its range
     "greater_than": ("gt", "must be above {}"),
     "greater_than_equal": ("ge", "must be at least {}"),
@@ -30,6 +32,7 @@ _FORMS: Final = {  # of a value that is out of its range
 _KINDS: Final = {  # of a value of another type
     "int_type": "an integer",
     "int_from_float": "an integer",
+    "int_parsing_size": "an integer",  # 1e300 is none that anybody counts with
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
@@ -73,12 +76,26 @@ def check_type(content_type: str) -> None:
         raise ApiError(415, "the body is to be JSON, with Content-Type: application/json")
 
 
+def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Refuses a body that is compressed, or in a transfer coding other than chunks, instead of reading it as it is.
+
+    Raises:
+        ApiError: it is.
+    """
+    for name, value in headers:
+        coding = value.strip().lower()
+        if coding not in _CODINGS.get(name, (coding,)):
+            what = f"{name.decode()} {coding[:64].decode('latin-1')!r}"
+            raise ApiError(415, f"the body has the {what}, which is not read here: send it as it is")
+
+
 def read(body: bytes, kind: type[BodyT]) -> BodyT:
     """Returns the fields of a body.
 
     Raises:
         ApiError: it is no JSON, has too many values, or a field is wrong.
     """
+    body = body.removeprefix(codecs.BOM_UTF8)  # which PowerShell and some .NET clients send
     check_values(body)
     try:
         given = from_json(body, allow_inf_nan=False, cache_strings="none")  # which would take half as long again
@@ -151,10 +168,11 @@ def of_validation(found: Sequence[Any]) -> ApiError:
     elif kind in _KINDS:
         kinds = dict.fromkeys(_KINDS[each["type"]] for place, each in faults if place == where)
         message = f"must be {' or '.join(kinds)}, not {_shown(fault['input'])}"
-    elif kind in ("too_long", "too_short"):
-        bound = "at most" if kind == "too_long" else "at least"
+    elif kind.endswith(("too_long", "too_short")):
+        bound = "at most" if kind.endswith("too_long") else "at least"
         count = context.get("max_length", context.get("min_length"))
-        message = f"must have {bound} {count:,} {'item' if count == 1 else 'items'}"
+        what = "character" if kind.startswith("string") else "item"
+        message = f"must have {bound} {count:,} {what if count == 1 else f'{what}s'}"
     elif kind == "literal_error":
         others = dict.fromkeys(_KINDS[each["type"]] for _, each in faults if each["type"] in _KINDS)
         given = fault["input"]

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
-from quire_gateway.reading import Reader
+from quire_gateway.reading import Reader, check_codings
 from quire_gateway.serving import CallerGoneError, until_gone
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -43,6 +43,7 @@ class Work(NamedTuple):
         Raises:
             ApiError: it is no JSON, or asks for what is not served.
         """
+        check_codings(request.headers.raw)
         return await self.reader.ask(request.state.body, request.headers.get("content-type", ""), kind, ask_of)
 
 

@@ -79,3 +79,11 @@ def test_a_name_of_other_machines_alone_is_refused(monkeypatch: pytest.MonkeyPat
     addresses_of_a_name(monkeypatch, "2001:db8::1", "192.0.2.1")
     with pytest.raises(UsageError, match="cannot listen on name:1: Cannot assign requested address"):
         require_free("--listen", "name:1")
+
+
+@pytest.mark.parametrize("form", ["unix:", "unix://"])
+def test_the_path_of_a_unix_socket_is_as_long_as_systems_allow(form: str) -> None:
+    longest = f"{form}/{'a' * 106}"
+    assert canonical(longest) == longest
+    with pytest.raises(UsageError, match="at most 107 bytes"):
+        canonical(f"{longest}a")

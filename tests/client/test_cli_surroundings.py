@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from quire.cli.app import app
 from quire.errors import UsageError
+from quire.v1 import worker_pb2 as worker_pb
 from typer.testing import CliRunner
+
+from tests.client.servers import USAGE, quire, scripted_server
 
 CONFIG = Path(__file__).parent / "configs" / "llama-3-70b.json"
 COMMANDS = {
@@ -57,6 +61,24 @@ main()
     assert done.returncode == code
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "No usable temporary directory" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"], ["-n", "2"]])
+def test_a_text_that_the_terminals_encoding_lacks_is_shown_all_the_same(arguments: list[str]) -> None:
+    with scripted_server() as server:
+        server.answers["Generate"] = snowmen
+        asked = ["generate", "p", "--worker", server.address, *arguments]
+        done = quire(*asked, PYTHONIOENCODING="ascii")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert "\\u2603" in done.stdout
+
+
+def snowmen(request: worker_pb.GenerateRequest, _context: object) -> Iterator[worker_pb.GenerateResponse]:
+    for sample in range(request.sampling.n or 1):
+        ends = worker_pb.FINISH_REASON_LENGTH
+        yield worker_pb.GenerateResponse(
+            sample=sample, token_ids=[1], text="\N{SNOWMAN}", finish_reason=ends, usage=USAGE
+        )
 
 
 NO_NUMBERS = {

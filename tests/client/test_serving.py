@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
@@ -183,6 +184,39 @@ async def test_probes_show_no_token_and_metrics_ask_for_it(tmp_path: Path) -> No
             200,
             401,
         ]
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER "])
+async def test_the_word_bearer_has_any_case_at_every_door(scheme: str, tmp_path: Path) -> None:
+    token = "a-token-for-metrics"
+
+    def scraped(address: str, authorization: str) -> int:
+        request = urllib.request.Request(f"http://{address}/metrics", headers={"Authorization": authorization})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    async def asked(address: str, authorization: str) -> grpc.StatusCode:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), metadata=(("authorization", authorization),)
+            )
+            return await call.code()
+
+    path = secret_file(tmp_path / "token", token)
+    async with running(WaitingService(), token_file=str(path)) as server:
+        metrics = server._metrics
+        assert metrics is not None
+        for given, status, code in (
+            (f"{scheme} {token}", 200, grpc.StatusCode.OK),
+            (f"{scheme} {token}x", 401, grpc.StatusCode.UNAUTHENTICATED),
+            (token, 401, grpc.StatusCode.UNAUTHENTICATED),
+            (f"Basic {token}", 401, grpc.StatusCode.UNAUTHENTICATED),
+        ):
+            assert await asyncio.to_thread(scraped, metrics.bound_address, given) == status
+            assert await asked(server._address, given) is code
 
 
 @pytest.mark.parametrize("kind", ["device", "link", "folder"])

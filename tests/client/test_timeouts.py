@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from quire import Allocator, AsyncAllocator, AsyncClient, Client, InvalidArgumentError, Reason
+from quire.local import LocalStack
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -65,3 +66,16 @@ async def test_a_very_long_time_is_none_for_asyncio_either(timeout_s: float, ser
         assert await anext(allocator.watch_events("p", timeout_s=timeout_s))
         with pytest.raises(InvalidArgumentError):
             await allocator.list_pools(timeout_s=math.nan)
+
+
+@pytest.mark.parametrize("timeout_s", WRONG)
+@pytest.mark.parametrize("name", ["start_timeout_s", "drain_timeout_s"])
+def test_what_is_no_time_starts_no_servers(name: str, timeout_s: Any) -> None:
+    given: dict[str, Any] = {name: timeout_s}
+    with pytest.raises(InvalidArgumentError, match=f"{name} must be 0 or more seconds, not {timeout_s!r}"):
+        LocalStack("model", **given)
+
+
+@pytest.mark.parametrize("timeout_s", LONG)
+def test_servers_may_have_any_time(timeout_s: float) -> None:
+    LocalStack("model", start_timeout_s=timeout_s, drain_timeout_s=timeout_s)

@@ -56,6 +56,7 @@ def test_a_key_opens_its_namespace_and_nobody_else_is_let_in(worker: ScriptedSer
             assert (refused.status, refused.headers["www-authenticate"]) == (401, "Bearer"), path
         assert curl(served, "/metrics", "-H", f"Authorization: Bearer {KEY}").status == 401
         assert curl(served, "/metrics", "-H", f"Authorization: Bearer {TOKEN}").status == 200
+        assert curl(served, "/metrics", "-H", f"authorization: bearer {TOKEN}").status == 200
         assert curl(served, "/v1/models", "-H", f"Authorization: Bearer {TOKEN}").status == 401
         assert (curl(served, "/healthz").status, curl(served, "/readyz").status) == (200, 200)
     log = (tmp_path / "gateway" / "log").read_text()

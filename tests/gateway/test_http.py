@@ -297,3 +297,32 @@ def test_a_handshake_has_a_deadline_and_holds_nobody_up(worker: ScriptedServer, 
         done = subprocess.run(command, capture_output=True, timeout=60, check=True)
         assert done.stdout.endswith(b"data: [DONE]\n\n")
         assert silent_one.recv(1) == b"", "it is ended"
+
+
+@pytest.mark.parametrize(
+    ("headers", "shown"),
+    [
+        (b"Content-Encoding: gzip\r\n", "content-encoding 'gzip'"),
+        (b"Content-Encoding: identity, br\r\n", "content-encoding 'identity, br'"),
+        (b"Transfer-Encoding: gzip, chunked\r\n", "transfer-encoding 'gzip, chunked'"),
+        (b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n", "transfer-encoding 'gzip'"),
+    ],
+)
+def test_a_body_in_a_coding_that_is_not_read_is_refused_by_its_name(
+    served: ServerProcess, headers: bytes, shown: str
+) -> None:
+    is_chunked = headers.startswith(b"Transfer")
+    length = b"" if is_chunked else b"Content-Length: %d\r\n" % len(ASK)
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(ASK), ASK) if is_chunked else ASK
+    with closing(connect(served)) as connection:
+        connection.sendall(LINE + headers + length + b"Connection: close\r\n\r\n" + body)
+        answer = heard(connection)
+    assert answer.startswith(b"HTTP/1.1 415")
+    assert shown in answer.decode()
+
+
+@pytest.mark.parametrize("headers", [b"Content-Encoding: Identity\r\n", b"Content-Encoding:\r\n"])
+def test_a_body_as_it_is_may_say_so(served: ServerProcess, headers: bytes) -> None:
+    with closing(connect(served)) as connection:
+        connection.sendall(WHOLE + headers + b"Connection: close\r\n\r\n" + ASK)
+        assert heard(connection).startswith(b"HTTP/1.1 200")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 import tracemalloc
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from quire_gateway import asks, reading
+from pydantic import BaseModel
+from quire_gateway import app, asks, reading  # noqa: F401  # app: with every body
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
 from quire_gateway.failures import ApiError
 
@@ -108,6 +112,10 @@ def test_integers_stay_what_they_are() -> None:
     assert reading.read(body, CompletionBody).guided_json == {"const": 2**64 + 1}
 
 
+def test_a_byte_order_mark_is_no_part_of_a_body() -> None:
+    assert reading.read(codecs.BOM_UTF8 + b'{"prompt": "a"}', CompletionBody).prompt == ("a",)
+
+
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonp", "json"])
 def test_a_body_that_does_not_say_that_it_is_json_is_415(kind: str) -> None:
     with pytest.raises(ApiError) as raised:
@@ -177,3 +185,30 @@ def test_messages_that_are_none_are_refused_by_their_place(messages: object) -> 
     param, said = refusal({"messages": messages}, ChatBody)
     assert str(param).startswith("messages")
     assert "Input" not in said, "pydantic's words are for programmers"
+
+
+WRONG = [
+    *('""', '"x"', f'"{"x" * 3_000}"', "-1", "0", "1.5", "true", "[]", "{}", "[[]]", '["x", 1]', "[1.5]", "[null]"),
+    *("[true]", "[-1]", "[[1, [2]]]", "[{}]", '{"a": 1}', '{"type": "x"}', '{"type": 5}', '{"": 1}', '{"5": "x"}'),
+    *("1e300", "-1e300", "9" * 5_000, f"[{'9' * 5_000}]", f'{{"a": "{"x" * 3_000}"}}', f'{{"{"k" * 3_000}": "a"}}'),
+]
+
+
+def bodies(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for each in kind.__subclasses__():
+        if each.__module__.startswith("quire_gateway"):
+            yield each
+            yield from bodies(each)
+
+
+@pytest.mark.parametrize("kind", sorted(set(bodies(BaseModel)), key=lambda each: each.__name__))
+def test_no_refusal_has_the_words_of_the_library(kind: type[BaseModel]) -> None:
+    for name in kind.model_fields:
+        for wrong in WRONG:
+            try:
+                reading.read(f'{{"{name}": {wrong}}}'.encode(), kind)
+            except ApiError as error:
+                said = error.body["error"]["message"]
+            else:
+                continue
+            assert not re.search(r": [A-Z]|should|valid |Unable|Field ", said), (name, wrong[:50], said)

@@ -58,6 +58,23 @@ def test_a_cache_that_others_may_write_to_is_not_loaded_from(cache: Path) -> Non
     assert "others than this user may write" in str(library.load())
 
 
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_without_a_folder_for_libraries_the_reason_says_what_to_set(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write_text("a file")
+    assert "File exists" in str(library.load())
+    assert "set QUIRE_CACHE to a folder of your own that can be written" in str(library.load())
+    for name in ("QUIRE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)  # a user whom the system does not know, as in some containers
+    library.load.cache_clear()
+    assert "home directory.: set QUIRE_CACHE" in str(library.load())
+
+
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler"
 )

@@ -66,8 +66,13 @@ def load() -> Library | Missing:
         return Missing("QUIRE_CPU=0 switches them off")
     try:
         path = _find()
+    except BuildError as error:
+        return Missing(str(error))
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        return Missing(f"{error}: set QUIRE_CACHE to a folder of your own that can be written")
+    try:
         functions = ctypes.CDLL(str(path))
-    except (BuildError, OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+    except OSError as error:
         return Missing(str(error))
     interface.declare(functions)
     library = Library(path, functions, _omp_parallel())

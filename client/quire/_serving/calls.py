@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import inspect
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from typing import Any, Final
@@ -26,6 +25,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
+from quire._serving.bearer import is_bearer_of
 from quire._serving.places import Places
 from quire._serving.rpc import Context, Handler, abort, caller_of, log_refused
 from quire.errors import QuireError, Reason
@@ -53,7 +53,7 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     """
 
     def __init__(self, token: str | None, calls_max: int) -> None:
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._token = token
         self._calls, self._health = _Calls(calls_max), _Calls(HEALTH_CALLS_MAX)
         self._health_watches = _Calls(HEALTH_WATCHES_MAX)
 
@@ -82,13 +82,13 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return make(_forgetting(behavior(calls, handler)), handler.request_deserializer, handler.response_serializer)
 
     def _is_authorized(self, metadata: Sequence[tuple[str, str | bytes]] | None) -> bool:
-        if self._expected is None:
+        if self._token is None:
             return True
         given = [value for key, value in metadata or () if key == "authorization"]
         if len(given) != 1:
             return False
         value = given[0].encode() if isinstance(given[0], str) else given[0]
-        return hmac.compare_digest(value, self._expected)
+        return is_bearer_of(value, self._token)
 
 
 class _Place:

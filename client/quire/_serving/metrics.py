@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import ipaddress
 import socket
 import ssl
@@ -21,6 +20,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from quire._serving.bearer import is_bearer_of
 from quire._serving.probes import Probes
 from quire._serving.tls import ServerTls
 from quire._transport.address import is_local, resolve, split
@@ -224,7 +224,7 @@ def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
             start_response(status, [("Content-Type", "text/plain")])
             return [b"" if said else b"no\n"]  # no text: so Prometheus, too, can ask it
         given = str(environ.get("HTTP_AUTHORIZATION", "")).encode()
-        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        if token is not None and not is_bearer_of(given, token):
             start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
             return [b"a bearer token is asked for\n"]
         permissions = environ[PERMISSIONS_KEY]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import re
 import socket
 from typing import Any, Final
 
 from quire.errors import UsageError
 
+UNIX_PATH_BYTES_MAX: Final = 107
 _SCHEMES = ("http", "https", "grpc", "grpcs", "tcp")
 _GRPC_FORMS = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:")
 _IPV4: Final = re.compile(r"[0-9a-fA-FxX.]*[0-9][0-9a-fA-FxX.]*")  # in any form that the C library takes
@@ -37,8 +39,13 @@ def canonical(address: str) -> str:
     (`dns:///`, `ipv6:`) stay as they are.
 
     Raises:
-        UsageError: it is a URL, or host and port without a port, or with one that does not exist.
+        UsageError: it is a URL, or host and port without a port, or with one that does not exist; or the path of a
+            Unix socket is longer than systems allow.
     """
+    if is_unix(address) and len(os.fsencode(address.removeprefix("unix:").removeprefix("//"))) > UNIX_PATH_BYTES_MAX:
+        raise UsageError(
+            f"{address!r:.200} is too long: the path of a Unix socket has at most {UNIX_PATH_BYTES_MAX} bytes"
+        )
     if address.startswith(_GRPC_FORMS):
         return address
     host, port = split(address)

@@ -11,7 +11,7 @@ from quire.errors import InvalidArgumentError, Reason
 TIMEOUT_S_MAX: Final = 1e8  # three years; gRPC treats much longer ones as no timeout
 
 
-def checked_timeout(timeout_s: float) -> float:
+def checked_timeout(timeout_s: float, name: str = "timeout_s") -> float:
     """Returns a timeout in seconds that gRPC accepts; infinity becomes three years.
 
     Raises:
@@ -19,5 +19,5 @@ def checked_timeout(timeout_s: float) -> float:
     """
     is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
     if not is_number or not timeout_s >= 0:
-        raise InvalidArgumentError(f"timeout_s must be 0 or more seconds, not {shown(timeout_s)}", Reason.BAD_PARAMETER)
+        raise InvalidArgumentError(f"{name} must be 0 or more seconds, not {shown(timeout_s)}", Reason.BAD_PARAMETER)
     return float(min(timeout_s, TIMEOUT_S_MAX))

@@ -1,9 +1,11 @@
 """Blocks of a pool that are followed by their digests, for metrics that counting alone cannot give.
 
 Digests are hashes: those with a small first byte are a random sample of all prefixes, the same in every pool and on
-every day (SHARDS). A pool of `4 * n` blocks is modelled by a list of `4 * n * share` of them, latest first, and so are
-smaller ones: a block that such a list still has would have been a hit in a pool of that size that evicts the least
-recently used one.
+every day (SHARDS). They are filed in slices by when they were named last. A block with fewer others in newer slices
+than a pool has room for would have been a hit there, if that pool evicts the least recently used one.
+
+A slice is an eighth of the pool, and the model no finer than that. Lists in exact order, one for each size, cost far
+more for each name.
 
 Lifecycle of a followed digest:
 
@@ -17,7 +19,6 @@ Stages and lifetimes are those of the first group of full attention. Pools witho
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
@@ -43,21 +44,35 @@ _FOLLOWED_MIN: Final = 256  # blocks of the pool, where it has so many
 _BYTES: Final = 256  # values of a digest's first byte
 _FIRST_MIN: Final = 4  # of these are followed in large pools: one block in 64
 
+_SLICES: Final = 8  # for as many digests as the pool itself has room for
+_SLICES_MAX: Final = 64
+
 _ASKED: Final = 0
 _PUBLISHED: Final = 1
 _GONE: Final = 2
 _UNKNOWN: Final = -1.0  # published before it was followed
 
 
+class _Slice:
+    """Digests that were named in a row, and how many of them were not named since."""
+
+    __slots__ = ("count", "digests")
+
+    def __init__(self) -> None:
+        self.digests: list[bytes] = []
+        self.count = 0
+
+
 class _Followed:
     """A digest, in seconds of the clock of `observe`: when it was published, and when it was last of use."""
 
-    __slots__ = ("published", "stage", "used")
+    __slots__ = ("published", "slice", "stage", "used")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, newest: _Slice) -> None:
         self.published = _UNKNOWN
         self.used = now
         self.stage = _ASKED
+        self.slice = newest
 
 
 class BlockSample:
@@ -87,8 +102,9 @@ class BlockSample:
         self.tokens = pool.digest_tokens * _BYTES / first_count if room else 0.0
         self._marks = bytes([byte < first_count for byte in range(_BYTES)])
         self._rooms = [max(1, int(size * room * first_count / _BYTES)) for size in SIZES]
-        self._smaller: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in SIZES[:-1]]
-        self._followed: OrderedDict[bytes, _Followed] = OrderedDict()  # what the largest pool would have
+        self._slice_room = max(1, room * first_count // _BYTES // _SLICES)
+        self._slices = [_Slice()]  # the newest last
+        self._followed: dict[bytes, _Followed] = {}  # what the largest pool would have
 
     def observe(self, pool: Pool, step: StepColumns, reply: packed.StepReply, now: float) -> None:
         """Takes in a step that was applied at `now`, in seconds of a clock that never goes back."""
@@ -108,7 +124,7 @@ class BlockSample:
             digest = digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES]
             followed = self._followed.get(digest)
             if followed is None:  # computed by no prompt: an answer
-                followed = self._name(digest, now, is_counted=False)
+                followed = self._file(digest, None, now)
             if followed.stage != _PUBLISHED:
                 followed.stage = _PUBLISHED
                 followed.published = followed.used = now
@@ -144,50 +160,81 @@ class BlockSample:
             hit_end = matched[row] // self._digest_tokens if matched else 0
             group_end = attended[row] // self._digest_tokens if attended else 0
             is_return = bool(step.returns and step.returns[row])
-            # Its end first: a pool, too, lets go of it first.
-            for place in reversed(self._places(digests[: limit * DIGEST_BYTES : DIGEST_BYTES])):
-                outcome = _HIT if place < hit_end else _GROUP if place < group_end else _NEW
-                digest = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
-                self._ask(digest, outcome, now, is_counted=not is_return)
+            places = self._places(digests[: limit * DIGEST_BYTES : DIGEST_BYTES])
+            named = [digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES] for place in places]
+            found = [self._followed.get(digest) for digest in named]
+            if not is_return:
+                for place, followed in zip(places, found):  # noqa: B905 - the compiler makes a loop of it
+                    self._count(followed, _HIT if place < hit_end else _GROUP if place < group_end else _NEW, now)
+            for place, digest, followed in zip(places, named, found):  # noqa: B905
+                filed = self._file(digest, followed, now)
+                filed.used = now
+                if place < hit_end:
+                    filed.stage = _PUBLISHED
             self._make_room()
 
-    def _ask(self, digest: bytes, outcome: int, now: float, *, is_counted: bool) -> None:
-        followed = self._followed.get(digest)
-        known, stage = followed is not None, _ASKED if followed is None else followed.stage
-        followed = self._name(digest, now, is_counted=is_counted and stage != _ASKED)
-        if outcome == _HIT:
-            if stage == _PUBLISHED:
-                self.gaps.observe(now - followed.used)
-            followed.stage = _PUBLISHED
-        elif outcome == _NEW and known:
-            outcome = _COMPUTING if stage == _ASKED else _EVICTED
-        followed.used = now
-        if is_counted:
+    def _count(self, followed: _Followed | None, outcome: int, now: float) -> None:
+        """Counts a block of a new prompt; the outcome is `_HIT`, `_GROUP`, or `_NEW` where it was not cached."""
+        if followed is None:
             self.outcomes[outcome] += 1
+            return
+        if followed.stage != _ASKED:
+            newer = 0
+            for each in reversed(self._slices):
+                if each is followed.slice:
+                    newer += each.count // 2  # about half of them were named later
+                    break
+                newer += each.count
+            for number, room in enumerate(self._rooms):
+                if newer < room:
+                    self.would_hit[number] += 1
+            if outcome == _HIT and followed.stage == _PUBLISHED:
+                self.gaps.observe(now - followed.used)
+        if outcome == _NEW:
+            outcome = _COMPUTING if followed.stage == _ASKED else _EVICTED
+        self.outcomes[outcome] += 1
 
-    def _name(self, digest: bytes, now: float, *, is_counted: bool) -> _Followed:
-        """Makes a digest the latest of all modelled pools, and returns it."""
-        for number, pool in enumerate(self._smaller):
-            if digest in pool:
-                pool.move_to_end(digest)
-                self.would_hit[number] += is_counted
-            else:
-                pool[digest] = None
-        followed = self._followed.get(digest)
-        if followed is not None:
-            self._followed.move_to_end(digest)
-            self.would_hit[-1] += is_counted
+    def _file(self, digest: bytes, followed: _Followed | None, now: float) -> _Followed:
+        """Files a digest in the newest slice, and returns it."""
+        newest = self._slices[-1]
+        if followed is None:
+            self._followed[digest] = followed = _Followed(now, newest)
+        elif followed.slice is newest:
             return followed
-        self._followed[digest] = followed = _Followed(now)
+        else:
+            followed.slice.count -= 1
+            followed.slice = newest
+        newest.digests.append(digest)
+        newest.count += 1
         return followed
 
     def _make_room(self) -> None:
-        """Lets go of what the modelled pools have no room for: after a whole prompt, because its hits are held."""
-        for number, pool in enumerate(self._smaller):
-            while len(pool) > self._rooms[number]:
-                pool.popitem(last=False)
+        """Begins a slice where the newest is full, and forgets what no modelled pool has room for. Comes after a whole
+        prompt, because its hits are held."""
+        if len(self._slices[-1].digests) < self._slice_room:
+            return
+        slices = self._slices
         while len(self._followed) > self._rooms[-1]:
-            self._followed.popitem(last=False)
+            for digest in self._held(slices.pop(0)):
+                del self._followed[digest]
+        if len(slices) == _SLICES_MAX:  # others were named again: two neighbors with few left become one
+            sizes = [slices[number].count + slices[number + 1].count for number in range(len(slices) - 1)]
+            number = sizes.index(min(sizes))
+            older, newer = slices[number], slices.pop(number + 1)
+            older.digests = self._held(older) + self._held(newer)
+            for digest in older.digests:
+                self._followed[digest].slice = older
+            older.count += newer.count
+        slices.append(_Slice())
+
+    def _held(self, of: _Slice) -> list[bytes]:
+        """Returns the digests of a slice that were not named since."""
+        held = list[bytes]()
+        for digest in of.digests:
+            followed = self._followed.get(digest)
+            if followed is not None and followed.slice is of:
+                held.append(digest)
+        return held
 
     def _places(self, first_bytes: bytes) -> Sequence[int]:
         """Returns the places of followed digests among those with these first bytes."""

@@ -148,20 +148,27 @@ def test_a_pool_without_full_attention_is_not_followed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_modelled_pool_hits_what_the_last_named_digests_are(seed: int) -> None:
+def test_a_modelled_pool_hits_what_few_others_are_newer_than(seed: int) -> None:
     print("seed", seed)
     rng, scene = random.Random(seed), Scene(8)
-    named, hits, published = list[bytes](), [0] * len(SIZES), set[bytes]()
+    latest, hits, published = dict[bytes, int](), [0] * len(SIZES), set[bytes]()  # by digest, its last slice
+    slice_now, in_slice = 0, set[bytes]()
     for _ in range(300):
         letters = "".join(rng.choice("abc") for _ in range(rng.randint(1, 5)))
         digests = [d(letters)[at : at + 32] for at in range(0, 32 * len(letters), 32)]
         for digest in digests:
-            between = len(set(named[len(named) - named[::-1].index(digest) :])) if digest in named else 1 << 20
+            own = latest.get(digest, -1)
+            newer = sum(each > own for each in latest.values()) + list(latest.values()).count(own) // 2
             for number, size in enumerate(SIZES):
-                hits[number] += between < 8 * size and digest in published
-            if between >= 8 * SIZES[-1]:
-                published.discard(digest)  # it was forgotten
-        named += reversed(digests)
+                hits[number] += digest in latest and newer < 8 * size and digest in published
+        latest.update(dict.fromkeys(digests, slice_now))
+        in_slice.update(digests)
+        if len(in_slice) >= 1:  # an eighth of the pool
+            while len(latest) > 8 * SIZES[-1]:
+                gone = {digest for digest, number in latest.items() if number == min(latest.values())}
+                latest = {digest: number for digest, number in latest.items() if digest not in gone}
+                published -= gone
+            slice_now, in_slice = slice_now + 1, set()
         scene.run(d(letters))
         published.update(digests)
     assert scene.sample.would_hit == hits
@@ -192,3 +199,14 @@ def test_in_a_large_pool_a_share_of_the_blocks_stands_for_all() -> None:
     sample = scene.sample
     assert sample.tokens == 16 * BLOCK
     assert sum(sample.outcomes) * sample.tokens == pytest.approx(scene.pool.queried_token_count, rel=0.1)
+
+
+def test_however_often_the_same_prompts_return_little_is_kept() -> None:
+    rng, scene = random.Random(5), Scene(64)
+    for _ in range(1500):
+        scene.run(d(f"{min(rng.randrange(40), rng.randrange(40)):02}" + "z" * rng.randrange(4)))
+    slices = scene.sample._slices
+    assert len(slices) == 64
+    assert sum(each.count for each in slices) == len(scene.sample._followed) <= 4 * 64
+    assert sum(len(each.digests) for each in slices) < 3000
+    assert all(scene.sample._followed[digest].slice in slices for digest in scene.sample._followed)

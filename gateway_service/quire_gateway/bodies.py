@@ -10,6 +10,7 @@ from quire.protocol.limits import PRIORITY_MAX
 
 CHOICES_MAX = 64  # of one prompt; most limits here are the workers', which enforce them for every caller
 PROMPTS_MAX = 64
+PROMPT_TOKENS_MAX = 1 << 19  # as many values as a body may have; how long a prompt may be says its worker
 MESSAGES_MAX = 8_192
 PARTS_MAX = 4_096  # of one message
 STOPS_MAX = 16
@@ -48,13 +49,14 @@ Logprobs: TypeAlias = Annotated[int, Field(ge=0, le=LOGPROBS_MAX), _NUMBER]
 Tokens: TypeAlias = Annotated[list[Token], Field(max_length=TOKENS_MAX, fail_fast=True)]
 Texts: TypeAlias = Annotated[list[str], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)]
 Objects: TypeAlias = Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)]
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": PROMPT_TOKENS_MAX}
+_SEVERAL = {"type": "array", "minItems": 1, "maxItems": PROMPTS_MAX}
 _PROMPTS_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         _IDS,
-        {"type": "array", "items": {"type": "string"}},
-        {"type": "array", "items": _IDS},
+        {**_SEVERAL, "items": {"type": "string"}},
+        {**_SEVERAL, "items": _IDS},
     ]
 }
 Prompts: TypeAlias = "tuple[str | tuple[int, ...], ...]"
@@ -74,6 +76,9 @@ def read_prompts(given: object) -> Prompts:
         raise ValueError(f"a batch has at most {PROMPTS_MAX} prompts, not {len(given):,}")
     if all(isinstance(prompt, str) for prompt in given):
         return tuple(given)
+    longest = max(len(prompt) if isinstance(prompt, list) else 0 for prompt in given)
+    if longest > PROMPT_TOKENS_MAX:
+        raise ValueError(f"a prompt has at most {PROMPT_TOKENS_MAX:,} tokens, not {longest:,}")
     if all(map(_are_tokens, given)):
         return tuple(map(tuple, given))
     raise ValueError(_PROMPTS)

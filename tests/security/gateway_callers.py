@@ -22,8 +22,13 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user"}]},
     "/v1/responses": {"input": "p"},
     "/v1/branches": {},
-    "/v1/branches/branch_00/score": {},
-}
+    "/v1/branches/branch_00/fork": {},
+    "/v1/branches/branch_00/extend": {"continuation": "p"},
+    "/v1/branches/branch_00/score": {"candidates": ["p"]},
+    "/v1/branches/branch_00/generate": {},
+    "/tokenize": {"prompt": "p"},
+    "/detokenize": {"tokens": [1]},
+}  # the least body of each path that takes one
 
 
 def as_many(asked: Any, context: Any) -> Iterator[Any]:

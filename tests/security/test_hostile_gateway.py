@@ -42,13 +42,6 @@ from tests.security.gateway_callers import (
 
 FIRST_TOKEN_S_MAX, LIVENESS_S_MAX = 2.0, 1.0
 BODY_BYTES = 8 << 20
-KINDS = {
-    "/v1/completions": "CompletionBody",
-    "/v1/chat/completions": "ChatBody",
-    "/v1/responses": "ResponseBody",
-    "/v1/branches": "PrefillBody",
-    "/v1/branches/branch_00/score": "ScoreBody",
-}
 ITEMS = (1, -1.5, "a", "", None, True, [], {}, [[]], {"a": 1})
 
 
@@ -157,11 +150,29 @@ def test_requests_that_are_never_whole_hold_nobody_up(served: ServerProcess) -> 
                 connection.sendall(beginning)
 
 
+def kinds(described: dict[str, Any]) -> dict[str, str]:
+    """The schema of the body of each path that takes one; those of branches have one that there is not."""
+    return {
+        path.replace("{identity}", "branch_00"): operation["requestBody"]["content"]["application/json"]["schema"][
+            "$ref"
+        ].rpartition("/")[2]
+        for path, operations in described["paths"].items()
+        for operation in operations.values()
+        if "requestBody" in operation
+    }
+
+
+def test_every_path_that_takes_a_body_has_one_here(described: dict[str, Any]) -> None:
+    assert kinds(described).keys() == NEEDED.keys(), "the other tests make their bodies of these"
+
+
 def fields(described: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     """Every field of every body: its path, name and schema."""
     schemas = described["components"]["schemas"]
     return [
-        (path, name, schema) for path, kind in KINDS.items() for name, schema in schemas[kind]["properties"].items()
+        (path, name, schema)
+        for path, kind in kinds(described).items()
+        for name, schema in schemas[kind]["properties"].items()
     ]
 
 
@@ -211,44 +222,40 @@ def test_bodies_of_millions_of_values_hold_nobody_up(served: ServerProcess, desc
     assert statuses.count(400) + statuses.count(413) > len(statuses) // 2
 
 
-def limits(schema: object) -> Iterator[tuple[str, int]]:
-    """The limits of lists and objects in a schema of a field, but for those of their items."""
-    if isinstance(schema, dict):
-        for name in ("maxItems", "maxProperties"):
-            if name in schema:
-                yield name, schema[name]
-        for part in schema.get("anyOf", ()):
-            yield from limits(part)
+def lists(schema: Any) -> Iterator[dict[str, Any]]:
+    """The lists, and objects with a limit, that a field may be, but for those in their items."""
+    if schema.get("type") == "array" or "maxProperties" in schema:
+        yield schema
+    for part in schema.get("anyOf", ()):
+        yield from lists(part)
 
 
-def item_of(schema: Any, schemas: dict[str, Any]) -> object:
+def item_of(items: dict[str, Any]) -> object:
     """A right item of a list."""
-    if "anyOf" in schema:
-        return item_of(next(part for part in schema["anyOf"] if "items" in part or "maxItems" in part), schemas)
-    items = schema["items"]
     if "anyOf" in items:
-        return "a"
+        return item_of(items["anyOf"][0])
     if "$ref" in items:
         return {"role": "user", "content": ""}
-    return {"string": "a", "integer": 1, "object": {}}[items["type"]]
+    return {"string": "a", "integer": 1, "object": {}, "array": [1]}[items["type"]]
 
 
 def test_every_list_has_a_limit_and_one_beyond_it_is_said(served: ServerProcess, described: dict[str, Any]) -> None:
-    schemas, found = described["components"]["schemas"], 0
+    found = 0
     for path, name, schema in fields(described):
-        for kind, limit in limits(schema):
+        for part in lists(schema):
             found += 1
-            base = NEEDED[path]
-            if kind == "maxItems":
-                item = item_of(schema, schemas)
+            at: Any
+            if part["type"] == "array":
+                limit, item = part["maxItems"], item_of(part["items"])
                 at, beyond = [item] * limit, [item] * (limit + 1)
             else:
-                at = {str(number): "1" for number in range(limit)}  # type: ignore[assignment]
-                beyond = {str(number): "1" for number in range(limit + 1)}  # type: ignore[assignment]
-            asked = curl_post(served, path, {**base, name: at})
-            assert f"at most {limit:,} items" not in asked.get("message", ""), name
-            refused = curl_post(served, path, {**base, name: beyond})
-            assert refused["param"].startswith(name)
+                limit = part["maxProperties"]
+                at = {str(number): "1" for number in range(limit)}
+                beyond = {**at, str(limit): "1"}
+            asked = curl_post(served, path, {**NEEDED[path], name: at})
+            assert f"at most {limit:,} " not in asked.get("message", ""), name
+            refused = curl_post(served, path, {**NEEDED[path], name: beyond})
+            assert (refused["param"] or "").startswith(name), (path, name, refused)
     assert found >= 40, "the description has the limits"
 
 

@@ -26,6 +26,7 @@ from quire_worker.model.loading import load_model
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampling.logprobs import TokenLogprobs
+from quire_worker.sampling.packed_logprobs import PackedLogprobs
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.drafts import Drafting
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request
@@ -68,6 +69,17 @@ def reference_text(folder: Path, prompt: tuple[int, ...], max_tokens: int) -> tu
         pad_token_id=0,
     )[0, len(prompt) :].tolist()
     return tuple(output[: output.index(0)] if 0 in output else output)
+
+
+def unpacked(packed: PackedLogprobs | None) -> tuple[TokenLogprobs, ...]:
+    """Returns what was packed, token by token."""
+    if packed is None:
+        return ()
+    parts = [packed.cut(place, place + 1) for place in range(len(packed))]
+    return tuple(
+        TokenLogprobs(each.token_ids[0], each.token_logprobs[0], tuple(each.top_token_ids), tuple(each.top_logprobs))
+        for each in parts
+    )
 
 
 @dataclass
@@ -189,8 +201,8 @@ class Harness:
                 raise delivery
             output.tokens[delivery.sample] += delivery.token_ids
             output.texts[delivery.sample] += delivery.text
-            output.logprobs[delivery.sample] += delivery.logprobs
-            output.prompt_logprobs += delivery.prompt_logprobs
+            output.logprobs[delivery.sample] += unpacked(delivery.logprobs)
+            output.prompt_logprobs += unpacked(delivery.prompt_logprobs)
             output.reasons[delivery.sample] = delivery.finish_reason or output.reasons[delivery.sample]
             output.scores += [delivery.score] if delivery.finish_reason is not None else []
             if delivery.is_last:

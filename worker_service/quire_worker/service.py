@@ -23,8 +23,8 @@ from quire.v1 import worker_pb2 as pb
 from quire_worker.calls.adapter_calls import AdapterCalls
 from quire_worker.calls.branch_calls import BranchCalls
 from quire_worker.calls.branches import Branches
-from quire_worker.calls.checks import INTERVAL_MS_MAX, SALT_BYTES_MAX, Checks, check_namespace
-from quire_worker.calls.generate_messages import response_of, sampling_of
+from quire_worker.calls.checks import INTERVAL_MS_MAX, SALT_BYTES_MAX, Checks, check_namespace, check_prompt_logprobs
+from quire_worker.calls.generate_messages import pieces_of, response_of, sampling_of
 from quire_worker.calls.request_calls import RequestCalls, RequestRecords
 from quire_worker.engine import Engine
 from quire_worker.execution.sizing import PoolMemory, largest_shape
@@ -271,6 +271,7 @@ class WorkerService(AdapterCalls, RequestCalls):
             )
         matcher = await self._checks.matcher(sampling, request.namespace)
         prompt = await self._checks.prompt(request, request_id)
+        check_prompt_logprobs(sampling, len(prompt))
         echo = await self._checks.echo(request, request_id, prompt) if sampling.echo else ""
         self._checks.check_serving()
         running = self._engine.submit(
@@ -296,8 +297,9 @@ class WorkerService(AdapterCalls, RequestCalls):
             if isinstance(delivery, QuireError):
                 raise delivery
             running.is_read = delivery.is_last
-            make = partial(response_of, running, delivery, self._engine.scheduler.sequence_tokens_max)
-            told = delivery.prompt_logprobs
-            yield await self._checks.message(make, len(told) * (1 + len(told[0].top_token_ids))) if told else make()
+            for piece in pieces_of(delivery):
+                make = partial(response_of, running, piece, self._engine.scheduler.sequence_tokens_max)
+                told = piece.prompt_logprobs
+                yield await self._checks.message(make, told.value_count) if told else make()
             if delivery.is_last:
                 return

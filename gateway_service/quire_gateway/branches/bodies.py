@@ -6,13 +6,23 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from quire_gateway.bodies import MESSAGES_MAX, TOOLS_MAX, Body, Count, Flag, Logprobs, Message, Number, Token
+from quire_gateway.bodies import (
+    MESSAGES_MAX,
+    PROMPT_TOKENS_MAX,
+    TOOLS_MAX,
+    Body,
+    Count,
+    Flag,
+    Logprobs,
+    Message,
+    Number,
+    Token,
+)
 
-TOKENS_MAX = 1 << 19  # as many values as a body may have; how long a branch may be says its worker
 CANDIDATES_MAX = 256
 FORKS_MAX = 64
 TTL_S_MIN, TTL_S_MAX, TTL_S_DEFAULT = 0.1, 3_600.0, 60.0  # a worker's bounds
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=TOKENS_MAX, fail_fast=True)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=PROMPT_TOKENS_MAX, fail_fast=True)]
 
 
 class _Strict(BaseModel):

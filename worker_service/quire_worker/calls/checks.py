@@ -27,7 +27,22 @@ ResultT = TypeVar("ResultT")
 
 INTERVAL_MS_MAX = 60_000  # between messages of an answer, in which more tokens are to be expected than in one
 SALT_BYTES_MAX = 128
+PROMPT_LOGPROB_VALUES_MAX = 1 << 18  # in one message, at most 7 bytes each: of its tokens, and the likeliest ones
 SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
+
+
+def check_prompt_logprobs(sampling: SamplingParams, prompt_token_count: int) -> None:
+    """Refuses a request whose prompt would have more logprobs than a message holds.
+
+    Raises:
+        QuireError: BAD_PARAMETER.
+    """
+    top_count = sampling.prompt_logprobs
+    count = 0 if top_count is None else prompt_token_count * (1 + top_count)
+    if count > PROMPT_LOGPROB_VALUES_MAX:
+        what = f"prompt_logprobs would be {count:,} values, and an answer has at most {PROMPT_LOGPROB_VALUES_MAX:,}"
+        message = f"{what}: ask for fewer, or of a shorter prompt"
+        raise QuireError.of(Reason.BAD_PARAMETER, message, field="prompt_logprobs")
 
 
 class Given(Protocol):

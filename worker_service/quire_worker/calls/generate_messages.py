@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 from quire.errors import QuireError, Reason
 from quire.v1 import worker_pb2 as pb
 
-from quire_worker.sampling.logprobs import TokenLogprobs
+from quire_worker.sampling.packed_logprobs import PackedLogprobs
 from quire_worker.sampling.params import (
     BAD_WORD_COUNT_MAX,
     BIAS_COUNT_MAX,
@@ -28,6 +28,7 @@ from quire_worker.sampling.params import (
 )
 from quire_worker.scheduling.request import Delivery, FinishReason, Request
 
+PIECE_VALUES_MAX = 1 << 14  # logprobs of tokens in one message: some 100 KB
 KNOWN_BYTES_MAX = 64  # of sampling parameters that are kept; longer ones have texts or lists of tokens
 
 FINISH_REASONS = {
@@ -179,11 +180,28 @@ def response_of(request: Request, delivery: Delivery, sequence_tokens_max: int) 
     return response
 
 
-def _logprobs(tokens: Sequence[TokenLogprobs]) -> pb.Logprobs:
+def pieces_of(delivery: Delivery) -> Iterator[Delivery]:
+    """Yields a delivery in parts that each fit a message, whatever logprobs it has. The first has its text."""
+    told, tokens = delivery.logprobs, delivery.token_ids
+    size = len(tokens) if told is None else PIECE_VALUES_MAX // (1 + told.top_count)
+    if told is None or len(tokens) <= size:
+        yield delivery
+        return
+    for first in range(0, len(tokens), size):
+        end = first + size
+        piece = delivery._replace(token_ids=tokens[first:end], logprobs=told.cut(first, end))
+        if first:
+            piece = piece._replace(text="", prompt_logprobs=None)
+        if end < len(tokens):
+            piece = piece._replace(finish_reason=None, stop_reason=None, is_last=False)
+        yield piece
+
+
+def _logprobs(tokens: PackedLogprobs) -> pb.Logprobs:
     return pb.Logprobs(
-        token_ids=[each.token_id for each in tokens],
-        token_logprobs=[each.logprob for each in tokens],
-        top_count=len(tokens[0].top_token_ids),
-        top_token_ids=[token for each in tokens for token in each.top_token_ids],
-        top_logprobs=[logprob for each in tokens for logprob in each.top_logprobs],
+        token_ids=tokens.token_ids,
+        token_logprobs=tokens.token_logprobs,
+        top_count=tokens.top_count,
+        top_token_ids=tokens.top_token_ids,
+        top_logprobs=tokens.top_logprobs,
     )

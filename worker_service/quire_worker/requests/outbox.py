@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from quire_worker.model.tokenizer import TokenizerError
 from quire_worker.sampling.logprobs import TokenLogprobs
+from quire_worker.sampling.packed_logprobs import PackedLogprobs
 from quire_worker.scheduling.request import Delivery, Request, Sample
 
 
@@ -25,7 +26,7 @@ class Noted(NamedTuple):
     """Noted tokens of one sample, and their logprobs."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs]  # one for each token, if they were asked for; else empty
+    logprobs: PackedLogprobs  # of each token, if they were asked for; else empty
 
 
 class Outbox:
@@ -47,9 +48,9 @@ class Outbox:
 
     def note(self, sample: Sample, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Takes new tokens of a sample; none if it ended without one."""
-        noted = self._noted.setdefault(sample.request, {}).setdefault(sample, Noted([], []))
+        noted = self._noted.setdefault(sample.request, {}).setdefault(sample, Noted([], PackedLogprobs()))
         noted.tokens.extend(tokens)
-        noted.logprobs.extend(logprobs)
+        noted.logprobs.put(len(noted.logprobs), logprobs)
         if _is_held(sample.request):
             return
         if sample.request.delivered_s == -math.inf:
@@ -87,7 +88,8 @@ class Outbox:
         if request.sampling.is_best_of:
             deliveries = [delivery._replace(sample=place) for place, delivery in enumerate(deliveries)]
         if is_first and request.prompt_logprobs:
-            deliveries[0] = deliveries[0]._replace(prompt_logprobs=tuple(request.prompt_logprobs))
+            deliveries[0] = deliveries[0]._replace(prompt_logprobs=request.prompt_logprobs)
+            request.prompt_logprobs = None
         for number, delivery in enumerate(deliveries, start=1):
             is_last = request.is_done and number == len(deliveries)
             request.deliveries.put_nowait(delivery._replace(is_last=is_last))
@@ -127,7 +129,7 @@ def _best(request: Request, noted: dict[Sample, Noted]) -> dict[Sample, Noted]:
     return {sample: noted[sample] for sample in ranked[: request.sampling.n]}
 
 
-def _delivery(sample: Sample, tokens: list[int], logprobs: list[TokenLogprobs]) -> Delivery:
+def _delivery(sample: Sample, tokens: list[int], logprobs: PackedLogprobs) -> Delivery:
     """Decodes tokens of a sample.
 
     Raises:
@@ -142,6 +144,6 @@ def _delivery(sample: Sample, tokens: list[int], logprobs: list[TokenLogprobs]) 
         text,
         sample.finish_reason,
         is_last=False,
-        logprobs=tuple(logprobs),
+        logprobs=logprobs or None,
         stop_reason=sample.stop_reason,
     )

@@ -15,6 +15,7 @@ from quire_worker.requests.beams import BeamTurns, begin_search
 from quire_worker.requests.outbox import Outbox
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.logprobs import TokenLogprobs
+from quire_worker.sampling.packed_logprobs import PackedLogprobs
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.sampling.sampler import Sampler
 from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
@@ -134,7 +135,8 @@ class TokenIntake:
         """Notes the logprobs of prompts and candidates, and extends every sample by its token. Ends samples that were
         only to be computed."""
         for request, position, told in computed.prompt_logprobs:
-            request.prompt_logprobs[position - 1 : position - 1 + len(told)] = told
+            request.prompt_logprobs = request.prompt_logprobs or PackedLogprobs()
+            request.prompt_logprobs.put(position - 1, told)
         for sample, position, logprobs in computed.candidate_logprobs:
             assert sample.scored is not None, f"{sample.age} is no candidate"
             sample.scored.note(position, logprobs)

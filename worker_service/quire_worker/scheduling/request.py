@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # the worker's options read numbers of this folder without to
     from quire_worker.model.rotary import Rotation
     from quire_worker.model.sample_text import SampleText
     from quire_worker.model.tokenizer import StreamDecoder
-    from quire_worker.sampling.logprobs import TokenLogprobs
+    from quire_worker.sampling.packed_logprobs import PackedLogprobs
     from quire_worker.sampling.params import SamplingParams
     from quire_worker.sampling.sampler import Sampler
 
@@ -86,8 +86,8 @@ class Delivery(NamedTuple):
     text: str
     finish_reason: FinishReason | None
     is_last: bool
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: PackedLogprobs | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     score: float | None = None
     stop_reason: str | int | None = None
 
@@ -108,7 +108,7 @@ class Request:
         priority: of its caller, within its namespace; see `order.py`.
         deadline_s: after which nobody wants it any more, by the clock of `arrived_s`.
         admitted_s: when it was first let in.
-        prompt_logprobs: of its tokens from the second on, as far as they were computed.
+        prompt_logprobs: of its tokens from the second on, as far as they were computed, until they are delivered.
         is_read: whether the caller has taken the last delivery.
         beams: of its beam search, whose beams are its samples.
         trace: what is remembered of it for logs.
@@ -133,7 +133,7 @@ class Request:
     admitted_s: float | None = None
     priority: int = 0
     deadline_s: float = math.inf
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PackedLogprobs | None = None
     is_read: bool = False
     beams: RequestBeams | None = None
     trace: Trace = field(default_factory=Trace)

@@ -27,6 +27,7 @@ from tests.e2e.stack import DEMO
 
 FIRST_TOKEN_S_MAX, LIVENESS_S_MAX, GROWN_MIB_MAX, DRAIN_S = 2.0, 1.0, 256, 5
 HONEST_COUNT = 9
+UNREAD_COUNT, UNREAD_TOKENS = 120, 4_000  # each of 16 characters
 QUADRATIC = "{% for m in messages %}{% for n in messages %}{{ n.content[:1] }}{% endfor %}{{ m.content }}{% endfor %}"
 
 Attack = Callable[[Client, pb_grpc.WorkerServiceStub, int], object]
@@ -273,3 +274,33 @@ def test_a_drain_ends_the_process_whatever_hangs(folder: Path, name: str) -> Non
                 first_token_s(honest)
             process.send_signal(signal.SIGTERM)
             assert process.wait(DRAIN_S + 10) == 0
+
+
+@pytest.mark.timeout(240)
+def test_answers_that_nobody_reads_take_a_bounded_memory_and_end(stack: LocalStack) -> None:
+    """One caller has a long prompt repeated in each of 64 answers, as often as it can, and reads none of them."""
+    assert stack.worker is not None
+    pid = stack.worker.process.pid
+    options = [("grpc.http2.bdp_probe", 0)]  # else the caller's own gRPC takes more than it reads
+    with Client(stack.worker_address) as honest, grpc.insecure_channel(stack.worker_address, options) as channel:
+        (spaces,) = honest.tokenize(" " * 16)
+        asked = pb.GenerateRequest(
+            tokens=pb.TokenIds(ids=[spaces] * UNREAD_TOKENS),
+            namespace="bad",
+            sampling=pb.SamplingParams(n=64, max_tokens=1, echo=True),
+        )
+        stub, first = pb_grpc.WorkerServiceStub(channel), honest.status().prompt_token_count
+        assert len(list(stub.Generate(asked))) == 64, "one that is read comes whole"
+        before = resident_mib(pid)
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted from here
+        calls = [stub.Generate(asked) for _ in range(UNREAD_COUNT)]
+        while honest.status().prompt_token_count < first + UNREAD_TOKENS * (1 + UNREAD_COUNT):
+            assert first_token_s(honest) < 30
+        found = honest.requests()
+        peak = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM:"))
+        assert (int(peak.split()[1]) >> 10) - before <= GROWN_MIB_MAX
+        assert "LIMIT" in {each.error for each in found}
+        for call in calls:
+            with suppress(grpc.RpcError):
+                list(call)
+        assert {call.code() for call in calls} == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}

@@ -196,7 +196,7 @@ class Harness:
         while True:
             if self._task.done():
                 self._task.result()
-            delivery = await asyncio.wait_for(request.deliveries.get(), 60)
+            delivery = await asyncio.wait_for(self.engine.outbox.next_delivery(request), 60)
             if isinstance(delivery, QuireError):
                 raise delivery
             output.tokens[delivery.sample] += delivery.token_ids

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from quire.errors import QuireError, Reason
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.process.options import parse_arguments
 from quire_worker.requests.outbox import Outbox
+from quire_worker.requests.unread import DELIVERY_BYTES, PLACE_BYTES, TOKEN_BYTES, VALUE_BYTES
+from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
 
@@ -32,7 +36,7 @@ def finish(sample: Sample) -> None:
     sample.has_ended, sample.finish_reason = True, FinishReason.LENGTH
 
 
-def no_failure(_request: Request, error: TokenizerError) -> None:
+def no_failure(_request: Request, error: TokenizerError | QuireError) -> None:
     raise error
 
 
@@ -128,6 +132,92 @@ async def test_of_a_request_that_was_cancelled_nothing_is_delivered(tokenizer: T
     outbox.note(request.samples[0], [5])
     outbox.discard(request)
     assert await taken(request) == []
+
+
+EMPTY_UNREAD = DELIVERY_BYTES + sys.getsizeof("")
+TOKEN_UNREAD = EMPTY_UNREAD + TOKEN_BYTES + 1  # of a token that is spelled with one character
+
+
+class Unread:
+    """Requests of an outbox that holds no more than two unread tokens of a namespace that is alone, and their ends."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.ended: list[tuple[Request, Reason | None]] = []
+        self.outbox = Outbox(0, self._end, unread_bytes_max=2 * TOKEN_UNREAD)
+        self._tokenizer = tokenizer
+
+    def request(self, namespace: str = "one") -> Request:
+        request = request_of(self._tokenizer)
+        request.namespace = namespace
+        return request
+
+    def _end(self, request: Request, error: TokenizerError | QuireError) -> None:
+        assert isinstance(error, QuireError)
+        self.ended.append((request, error.reason))
+        finish(request.samples[0])
+
+    async def note(self, request: Request) -> None:
+        self.outbox.note(request.samples[0], [5])
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+async def test_the_request_that_has_most_unread_ends_and_all_of_it_is_given_back(tokenizer: Tokenizer) -> None:
+    scene = Unread(tokenizer)
+    idle, reading = scene.request(), scene.request()
+    for _ in range(2):
+        await scene.note(idle)
+    for _ in range(9):  # each is read before the next
+        await scene.note(reading)
+        assert isinstance(await scene.outbox.next_delivery(reading), Delivery)
+    assert scene.ended == [(idle, Reason.LIMIT)]
+    assert (list(idle.prompt), idle.samples) == ([1], []), "and it keeps no text"
+    assert idle.deliveries.empty()
+    assert idle.unread_bytes == 0
+
+
+async def test_what_is_being_written_counts_until_more_is_asked_for(tokenizer: Tokenizer) -> None:
+    scene = Unread(tokenizer)
+    written = [scene.request() for _ in range(2)]
+    for request in written:
+        await scene.note(request)
+        await scene.outbox.next_delivery(request)
+    third = scene.request()
+    await scene.note(third)
+    assert scene.ended == [(third, Reason.LIMIT)], "to end one that has nothing else would give nothing back"
+    for request in written:
+        scene.outbox.discard(request)
+    last = scene.request()
+    await scene.note(last)
+    assert len(scene.ended) == 1, "what was cancelled counts no more"
+
+
+async def test_another_namespace_has_room_beside_one_that_reads_nothing(tokenizer: Tokenizer) -> None:
+    scene = Unread(tokenizer)
+    for _ in range(9):
+        await scene.note(scene.request())
+    ended = len(scene.ended)
+    other = scene.request("other")
+    await scene.note(other)
+    assert isinstance(await scene.outbox.next_delivery(other), Delivery)
+    assert len(scene.ended) == ended
+
+
+async def test_logprobs_count_before_they_are_delivered_and_once_where_they_come_again(tokenizer: Tokenizer) -> None:
+    request, outbox = request_of(tokenizer), Outbox(NEVER_S, no_failure)
+    told = [TokenLogprobs(5, -1.0, (5, 6), (-1.0, -2.0))]
+    for _ in range(2):
+        outbox.note_prompt(request, 0, told * 4)
+    assert request.unread_bytes == 12 * VALUE_BYTES
+    outbox.note(request.samples[0], [5], told)
+    assert request.unread_bytes == 15 * VALUE_BYTES
+    await outbox.next_delivery(request)
+    assert request.unread_bytes == request.being_read_bytes == TOKEN_UNREAD + 15 * VALUE_BYTES
+    finish(request.samples[0])
+    outbox.note(request.samples[0], [])
+    await outbox.next_delivery(request)
+    tokens = TOKEN_BYTES + PLACE_BYTES  # of its prompt, and of its sample that has begun with it
+    assert request.unread_bytes == EMPTY_UNREAD + tokens, "a request that has ended keeps them"
 
 
 def test_an_interval_is_from_nothing_to_a_second(capsys: pytest.CaptureFixture[str]) -> None:

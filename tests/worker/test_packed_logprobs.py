@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 from quire.errors import QuireError, Reason
-from quire_worker.calls.checks import PROMPT_LOGPROB_VALUES_MAX, check_prompt_logprobs
+from quire_worker.calls.checks import (
+    HELD_CHARACTERS_MAX,
+    HELD_LOGPROB_VALUES_MAX,
+    PROMPT_LOGPROB_VALUES_MAX,
+    check_echo,
+    check_logprobs,
+)
 from quire_worker.calls.generate_messages import PIECE_VALUES_MAX, pieces_of
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.packed_logprobs import PackedLogprobs
@@ -43,9 +49,29 @@ def test_a_long_delivery_comes_in_pieces_that_are_the_same_together() -> None:
 
 def test_logprobs_of_a_prompt_that_fit_no_message_are_refused_by_name() -> None:
     most = PROMPT_LOGPROB_VALUES_MAX // 21
-    check_prompt_logprobs(SamplingParams(prompt_logprobs=20), most)
-    check_prompt_logprobs(SamplingParams(), 100 * most)
+    check_logprobs(SamplingParams(prompt_logprobs=20), most, 1 << 20)
+    check_logprobs(SamplingParams(), 100 * most, 1 << 24)
     with pytest.raises(QuireError, match="prompt_logprobs would be 262,164 values") as refused:
-        check_prompt_logprobs(SamplingParams(prompt_logprobs=20), most + 1)
+        check_logprobs(SamplingParams(prompt_logprobs=20), most + 1, 1 << 20)
     assert refused.value.reason is Reason.BAD_PARAMETER
     assert refused.value.field == "prompt_logprobs"
+
+
+def test_samples_that_are_held_to_their_end_have_a_limit_of_logprobs_that_names_the_numbers() -> None:
+    most = HELD_LOGPROB_VALUES_MAX // 64 // 21
+    best = SamplingParams(best_of=64, logprobs=20, max_tokens=1 << 30)
+    check_logprobs(best, 10, 10 + most)
+    check_logprobs(SamplingParams(n=64, logprobs=20, max_tokens=1 << 30), 10, 1 << 20)  # they go as they come
+    what = r"best_of 64 samples of 1,561 tokens with 21 logprobs each is 2,097,984 values, .* may hold 2,097,152"
+    with pytest.raises(QuireError, match=what) as refused:
+        check_logprobs(best, 10, 11 + most)
+    assert (refused.value.reason, refused.value.field) == (Reason.BAD_PARAMETER, "best_of")
+
+
+def test_samples_that_all_begin_with_a_long_text_have_a_limit_that_names_the_numbers() -> None:
+    text = "a" * (HELD_CHARACTERS_MAX // 64)
+    check_echo(SamplingParams(n=64), text)
+    what = r"echo of 262,145 characters in 64 samples is 16,777,280, .* may hold 16,777,216"
+    with pytest.raises(QuireError, match=what) as refused:
+        check_echo(SamplingParams(n=64), text + "a")
+    assert (refused.value.reason, refused.value.field) == (Reason.BAD_PARAMETER, "echo")

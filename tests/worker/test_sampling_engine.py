@@ -86,6 +86,16 @@ async def test_seeded_text_is_the_same_alone_in_a_full_batch_and_when_preempted(
     assert all(len(output.tokens[0]) >= 20 for output in rest)
 
 
+async def test_samples_that_have_not_begun_share_the_tokens_of_their_prompt(folder: Path) -> None:
+    async with running(folder) as harness:
+        request = harness.submit(prompt(20), n=4, **DRAWN)
+        first, *others = [sample.tokens for sample in request.samples]
+        assert {id(tokens) for tokens in others} == {id(others[0])}, "64 of a long prompt wait in the queue"
+        assert first is not others[0]
+        await harness.collect(request)
+        assert len({id(sample.tokens) for sample in request.samples}) == 4
+
+
 async def test_counts_and_random_numbers_outlive_the_allocator(folder: Path) -> None:
     tokens, sampling = prompt(30, seed=1), {**DRAWN, "max_tokens": 90, "min_tokens": 80, "seed": 3}
     async with running(folder, ahead_tokens=0) as harness:

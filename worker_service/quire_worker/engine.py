@@ -77,9 +77,7 @@ class Engine:
         lane: Lane | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.model = model
-        self.cache = cache
-        self.tokenizer = tokenizer
+        self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.session, self.scheduler = session, scheduler
         self.telemetry = telemetry
         self.adapters, self.clock = Adapters(model), clock
@@ -97,10 +95,10 @@ class Engine:
         self._plans_beside = model.device.type != "cpu"  # and asks, also beside a pass for first tokens alone
         self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, propose=propose)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
-        self._outbox = Outbox(stream_interval_s, self._decoding_failed)
+        self.outbox = Outbox(stream_interval_s, self._not_delivered)
         self._intake = TokenIntake(
-            scheduler, self._outbox, telemetry=telemetry, clock=clock, eos_token_ids=model.eos_token_ids,
-            on_failure=self._decoding_failed,
+            scheduler, self.outbox, telemetry=telemetry, clock=clock, eos_token_ids=model.eos_token_ids,
+            on_failure=self._not_delivered,
         )  # fmt: skip
 
     async def run(self) -> None:
@@ -146,7 +144,7 @@ class Engine:
         self._end_failed(computed)
         self.scheduler.advance(computed.work)
         self._intake.take(computed)
-        await self._outbox.deliver_first()
+        await self.outbox.deliver_first()
         self._thread.go_on()
         self.scheduler.roster.observe(computed.work, computed.seconds, computed.swapped_block_count, computed.swap_s)
         self.telemetry.observe_pass(len(computed.work), computed.seconds, self.clock() - started)
@@ -208,7 +206,7 @@ class Engine:
         if not (request.is_done or request.trace.error):
             request.trace.error = "CANCELLED" if self.clock() < request.deadline_s else Reason.DEADLINE
         self.scheduler.roster.cancel(request)
-        self._outbox.discard(request)
+        self.outbox.discard(request)
         if request in self.open_requests:
             self.open_requests.discard(request)
             self.telemetry.request_seconds.observe(self.clock() - request.arrived_s)
@@ -390,11 +388,13 @@ class Engine:
 
     def fail(self, request: Request, error: QuireError) -> None:
         """Ends a request with an error, after what it has for its caller."""
-        self._outbox.deliver(request)
+        self.outbox.deliver(request)
         request.trace.error = request.trace.error or error.reason or error.code.name
         self.scheduler.roster.cancel(request)
         request.deliveries.put_nowait(error)
 
-    def _decoding_failed(self, request: Request, error: TokenizerError) -> None:
-        log.warning("decoding failed", error=str(error))
-        self.fail(request, self.failed(request.request_id, TOKENIZER))
+    def _not_delivered(self, request: Request, error: TokenizerError | QuireError) -> None:
+        if isinstance(error, TokenizerError):
+            log.warning("decoding failed", error=str(error))
+            error = self.failed(request.request_id, TOKENIZER)
+        self.fail(request, error)

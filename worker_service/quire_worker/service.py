@@ -23,7 +23,14 @@ from quire.v1 import worker_pb2 as pb
 from quire_worker.calls.adapter_calls import AdapterCalls
 from quire_worker.calls.branch_calls import BranchCalls
 from quire_worker.calls.branches import Branches
-from quire_worker.calls.checks import INTERVAL_MS_MAX, SALT_BYTES_MAX, Checks, check_namespace, check_prompt_logprobs
+from quire_worker.calls.checks import (
+    INTERVAL_MS_MAX,
+    SALT_BYTES_MAX,
+    Checks,
+    check_echo,
+    check_logprobs,
+    check_namespace,
+)
 from quire_worker.calls.generate_messages import pieces_of, response_of, sampling_of
 from quire_worker.calls.request_calls import RequestCalls, RequestRecords
 from quire_worker.engine import Engine
@@ -271,8 +278,9 @@ class WorkerService(AdapterCalls, RequestCalls):
             )
         matcher = await self._checks.matcher(sampling, request.namespace)
         prompt = await self._checks.prompt(request, request_id)
-        check_prompt_logprobs(sampling, len(prompt))
+        check_logprobs(sampling, len(prompt), self._engine.scheduler.sequence_tokens_max)
         echo = await self._checks.echo(request, request_id, prompt) if sampling.echo else ""
+        check_echo(sampling, echo)
         self._checks.check_serving()
         running = self._engine.submit(
             request_id=request_id,
@@ -293,7 +301,7 @@ class WorkerService(AdapterCalls, RequestCalls):
 
     async def _responses(self, running: Request) -> AsyncIterator[pb.GenerateResponse]:
         while True:
-            delivery = await running.deliveries.get()
+            delivery = await self._engine.outbox.next_delivery(running)
             if isinstance(delivery, QuireError):
                 raise delivery
             running.is_read = delivery.is_last

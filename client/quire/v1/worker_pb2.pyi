@@ -246,13 +246,13 @@ class SamplingParams(_message.Message):
     model's logits, before any of these parameters.
     """
     prompt_logprobs: _builtins.int
-    """The same of the prompt's tokens. All of it is computed then, whatever is cached."""
+    """The same of the prompt's tokens, at most 262,144 values. All of it is computed then, whatever is cached."""
     best_of: _builtins.int
     """Samples that are computed, of which the `n` likeliest per token are sent, the likeliest first, when all have ended.
-    `n` to 64. Absent: `n`.
+    `n` to 64. Absent: `n`. With `logprobs`, all of them together have at most 2,097,152 values, the tokens' own counted.
     """
     echo: _builtins.bool
-    """True if each sample's text begins with the prompt's."""
+    """True if each sample's text begins with the prompt's; in all samples together it has at most 16,777,216 characters."""
     json_schema: _builtins.str
     """A value that this JSON schema describes, written without spaces."""
     regex: _builtins.str

@@ -128,7 +128,8 @@ class WorkerServiceServicer:
         """Generate: continues a prompt and streams the tokens as they are computed. Samples of one request (`n` > 1) are
         forks of one prefill and arrive interleaved. A cancelled call, a passed deadline and a lost connection free the
         request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
-        text again.
+        text again. A caller reads as the text comes: where answers of a namespace have more than 32 MiB unread, or more than
+        is left free, that with most of them ends with RESOURCE_EXHAUSTED / LIMIT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

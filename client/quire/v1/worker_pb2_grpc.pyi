@@ -42,7 +42,8 @@ class WorkerServiceStub:
     """Generate: continues a prompt and streams the tokens as they are computed. Samples of one request (`n` > 1) are
     forks of one prefill and arrive interleaved. A cancelled call, a passed deadline and a lost connection free the
     request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
-    text again.
+    text again. A caller reads as the text comes: where answers of a namespace have more than 32 MiB unread, or more than
+    is left free, that with most of them ends with RESOURCE_EXHAUSTED / LIMIT.
     """
     Prefill: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]
     """Prefill: computes a prompt and keeps it as a branch: a sequence that the worker holds for its caller, until it is
@@ -108,7 +109,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Generate: continues a prompt and streams the tokens as they are computed. Samples of one request (`n` > 1) are
     forks of one prefill and arrive interleaved. A cancelled call, a passed deadline and a lost connection free the
     request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
-    text again.
+    text again. A caller reads as the text comes: where answers of a namespace have more than 32 MiB unread, or more than
+    is left free, that with most of them ends with RESOURCE_EXHAUSTED / LIMIT.
     """
     Prefill: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]  # type: ignore[assignment]
     """Prefill: computes a prompt and keeps it as a branch: a sequence that the worker holds for its caller, until it is
@@ -177,7 +179,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generate: continues a prompt and streams the tokens as they are computed. Samples of one request (`n` > 1) are
         forks of one prefill and arrive interleaved. A cancelled call, a passed deadline and a lost connection free the
         request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
-        text again.
+        text again. A caller reads as the text comes: where answers of a namespace have more than 32 MiB unread, or more than
+        is left free, that with most of them ends with RESOURCE_EXHAUSTED / LIMIT.
         """
 
     @_abc_1.abstractmethod

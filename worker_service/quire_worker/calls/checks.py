@@ -28,11 +28,19 @@ ResultT = TypeVar("ResultT")
 INTERVAL_MS_MAX = 60_000  # between messages of an answer, in which more tokens are to be expected than in one
 SALT_BYTES_MAX = 128
 PROMPT_LOGPROB_VALUES_MAX = 1 << 18  # in one message, at most 7 bytes each: of its tokens, and the likeliest ones
+HELD_LOGPROB_VALUES_MAX = 1 << 21  # of a request, that come at its end; 16 MiB
+HELD_CHARACTERS_MAX = 16 << 20  # of all texts of a request, that each begin with its prompt's
 SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
 
 
-def check_prompt_logprobs(sampling: SamplingParams, prompt_token_count: int) -> None:
-    """Refuses a request whose prompt would have more logprobs than a message holds.
+def check_logprobs(sampling: SamplingParams, prompt_token_count: int, longest: int) -> None:
+    """Refuses a request whose prompt would have more logprobs than a message holds, or whose samples would have more
+    than the worker keeps until all have ended.
+
+    Args:
+        sampling: of the request.
+        prompt_token_count: of its prompt.
+        longest: tokens of a sequence, at most.
 
     Raises:
         QuireError: BAD_PARAMETER.
@@ -43,6 +51,29 @@ def check_prompt_logprobs(sampling: SamplingParams, prompt_token_count: int) -> 
         what = f"prompt_logprobs would be {count:,} values, and an answer has at most {PROMPT_LOGPROB_VALUES_MAX:,}"
         message = f"{what}: ask for fewer, or of a shorter prompt"
         raise QuireError.of(Reason.BAD_PARAMETER, message, field="prompt_logprobs")
+    if sampling.logprobs is None or not sampling.is_best_of:
+        return
+    samples, each = sampling.sample_count, 1 + sampling.logprobs
+    length = min(sampling.max_tokens, longest - prompt_token_count)
+    count = samples * length * each
+    if count > HELD_LOGPROB_VALUES_MAX:
+        what = f"best_of {samples} samples of {length:,} tokens with {each} logprobs each is {count:,} values"
+        how = f"a request may hold {HELD_LOGPROB_VALUES_MAX:,}: ask for fewer samples, tokens or logprobs"
+        raise QuireError.of(Reason.BAD_PARAMETER, f"{what}, and {how}", field="best_of")
+
+
+def check_echo(sampling: SamplingParams, echo: str) -> None:
+    """Refuses a request whose samples would all begin with more text than the worker keeps at a time.
+
+    Raises:
+        QuireError: BAD_PARAMETER.
+    """
+    samples = sampling.sample_count
+    count = samples * len(echo)
+    if count > HELD_CHARACTERS_MAX:
+        what = f"echo of {len(echo):,} characters in {samples} samples is {count:,}, and a request may hold"
+        message = f"{what} {HELD_CHARACTERS_MAX:,}: ask for fewer samples, or for no echo"
+        raise QuireError.of(Reason.BAD_PARAMETER, message, field="echo")
 
 
 class Given(Protocol):

@@ -15,7 +15,6 @@ from quire_worker.requests.beams import BeamTurns, begin_search
 from quire_worker.requests.outbox import Outbox
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.logprobs import TokenLogprobs
-from quire_worker.sampling.packed_logprobs import PackedLogprobs
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.sampling.sampler import Sampler
 from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
@@ -51,9 +50,12 @@ def begin_samples(
         sample.beam = beam
         request.samples.append(sample)
         return
+    unbegun = list(request.prompt)  # of all samples until they begin: the queue has requests of 64
     for index in range(sampling.sample_count):
         first = request.samples[0].sampler if request.samples else None
         sample = begin_sample(request, index, request.prompt, model, tokenizer, echo=echo, matcher=matcher, first=first)
+        if first is not None:
+            sample.tokens = unbegun
         request.samples.append(sample)
 
 
@@ -135,8 +137,7 @@ class TokenIntake:
         """Notes the logprobs of prompts and candidates, and extends every sample by its token. Ends samples that were
         only to be computed."""
         for request, position, told in computed.prompt_logprobs:
-            request.prompt_logprobs = request.prompt_logprobs or PackedLogprobs()
-            request.prompt_logprobs.put(position - 1, told)
+            self._outbox.note_prompt(request, position - 1, told)
         for sample, position, logprobs in computed.candidate_logprobs:
             assert sample.scored is not None, f"{sample.age} is no candidate"
             sample.scored.note(position, logprobs)
@@ -164,6 +165,7 @@ class TokenIntake:
                 drawn.computed = len(drawn.tokens)
                 self._telemetry.accepted_token_count += 1
             if drawn is not parent:
+                drawn.tokens = list(drawn.tokens)
                 drawn.fork_from(parent)
             self._scheduler.extend(drawn, token, is_stop=self._is_stop(drawn.request.sampling, token))
             sampling = drawn.request.sampling

@@ -11,8 +11,8 @@ A branch's sample goes from 2 to `resting` instead, whenever it has finished its
 to 2 with its next task (`resting.py`).
 
 A preempted sample goes from 2 back to 1 and keeps its tokens and its sampler, so that it continues with the same text.
-Samples beyond the first are in no state until the prefill of the first has finished; then they start in 2, as forks of
-it.
+Samples beyond the first are in no state until the prefill of the first has finished, and share one list of tokens; then
+they start in 2, as forks of it.
 
 Positions of a running sample's tokens, with `computed <= len(tokens)`:
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
@@ -110,13 +110,15 @@ class Request:
         admitted_s: when it was first let in.
         prompt_logprobs: of its tokens from the second on, as far as they were computed, until they are delivered.
         is_read: whether the caller has taken the last delivery.
+        unread_bytes: of its answer that count as unread.
+        being_read_bytes: of these, the delivery that is being written to its caller.
         beams: of its beam search, whose beams are its samples.
         trace: what is remembered of it for logs.
     """
 
     number: int
     request_id: str
-    prompt: list[int]
+    prompt: MutableSequence[int]
     sampling: SamplingParams
     namespace: str
     root: bytes
@@ -135,6 +137,8 @@ class Request:
     deadline_s: float = math.inf
     prompt_logprobs: PackedLogprobs | None = None
     is_read: bool = False
+    unread_bytes: int = 0
+    being_read_bytes: int = 0
     beams: RequestBeams | None = None
     trace: Trace = field(default_factory=Trace)
 
@@ -142,6 +146,10 @@ class Request:
     def is_done(self) -> bool:
         """Tells whether every sample has ended."""
         return all(sample.has_ended for sample in self.samples)
+
+    def let_go(self) -> None:
+        """Lets go of its samples, which have ended, and of their tokens: its caller may never read how it ended."""
+        self.samples, self.prompt = [], array("I", self.prompt)
 
     @property
     def block_count(self) -> int:

@@ -12,6 +12,8 @@ out of time keeps the rows that it has written by then, and the next part runs. 
 
 `--dry` needs no GPU: kernels run in Triton's interpreter on tiny shapes, and the demo model is served on the CPU.
 
+Before the first part, packages that the servers lack end the run with status 2: nothing could be measured.
+
 OUT gets `proof.json` (commit, machine, rows and goals), `log.txt` (the output of the parts) and the ends of the
 servers' logs. The exit code is 0 if every part ran to its end, whatever the goals; a dry run also fails where a check
 fails.
@@ -108,6 +110,14 @@ def environment(site: Path, out: Path, commit: str, *, dry: bool) -> dict[str, s
     }
 
 
+def lacking(env: dict[str, str]) -> str:
+    """Says which package the servers need and do not have in this environment; "" without any."""
+    servers = ("allocator", "worker")
+    code = f"from quire._extras import require_extra; [*map(require_extra, {servers})]; import cryptography.x509"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+
+
 @dataclass
 class Ran:
     """The result of a part."""
@@ -197,6 +207,9 @@ def main() -> None:
         log, site = ending.enter_context((out / "log.txt").open("w")), folder / "site"
         install(options.wheels, site)
         env = environment(site, folder, commit, dry=options.dry)
+        if why := lacking(env):
+            print(f"gpu-proof: {why}", file=sys.stderr)
+            sys.exit(2)
         for names in groups_of(list(options.seconds)):
             over_s = time.monotonic() - started
             seconds = {name: min(options.seconds[name], options.budget - over_s) for name in names}

@@ -40,6 +40,24 @@ Each server answers `GET /metrics` at the address that [operating.md](operating.
 A histogram has the series `_bucket`, `_sum` and `_count` under its name.
 Every server on Linux also has the `process_*` series of Prometheus' Python client: CPU, memory, open files, start.
 """
+ALLOCATOR_NOTES = """
+No series names a namespace but those of `--metrics-namespaces NAME,...` (at most 20); all others are one, `other`.
+
+An allocator follows one block in 64 by its digest, in small pools more, and estimates from these why prompts missed:
+
+| outcome | the tokens were | what to do |
+| --- | --- | --- |
+| `hit` | found in the cache | nothing |
+| `evicted` | in the cache before | see what a larger pool would hit |
+| `group` | cached by full attention, not by a window or state | [hybrid.md](hybrid.md) |
+| `computing` | being computed for another prompt | let prompts wait for a prefix |
+| `new` | not named while four pools were filled | nothing |
+
+`quire_allocator_what_if_tokens_total{size="2"}` over the sum of these is the hit rate of a pool of twice the size.
+That pool evicts the least recently used block: compare it with `size="1"`, since the default policy may hit more.
+Whether another namespace has the same tokens is not known, because a namespace is the salt of its digests.
+Pools without full attention have none of these series.
+"""
 
 
 def collectors() -> dict[str, Collector]:
@@ -79,6 +97,7 @@ def reference() -> str:
         tables.append(
             "\n".join([f"\n## {title}\n", "| name | type | labels | meaning |", "| --- | --- | --- | --- |", *rows])
         )
+    tables[1] += "\n" + ALLOCATOR_NOTES.rstrip()  # behind its own table
     return HEAD + "\n".join(tables) + "\n"
 
 

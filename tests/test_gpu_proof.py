@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import sys
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
@@ -20,9 +25,10 @@ import gpu_proof
 from proof_sides import goals
 from proof_sides.pytest_rows import pytest_runtest_logreport
 from serving_sides.ceiling import Bounds, Chip
-from serving_sides.on_gpu import decoding_pairs, profile_rows, turn_of
+from serving_sides.on_gpu import decoding_pairs, longest_idle, profile_rows, turn_of
 from serving_sides.trace import read_trace
 
+ROOT = Path(__file__).resolve().parents[1]
 PART = """
 import json, os, subprocess, sys, time
 with open(os.environ["QUIRE_PROOF_ROWS"], "a") as file:
@@ -73,6 +79,33 @@ def test_a_version_can_be_asked_for_without_an_installation(tmp_path: Path) -> N
     assert "Name: quire-kv" in found.read_text()
 
 
+def test_what_the_servers_need_travels_to_the_gpu_machine_or_is_there() -> None:
+    carried = (ROOT / "scripts" / "gpu_wheels.txt").read_text().lower().replace("_", "-")
+    there = re.search(r"^# there: (.*)$", carried, re.MULTILINE)
+    assert there is not None
+    had = {*there[1].split(), *re.findall(r"^([a-z0-9-]+)==", carried, re.MULTILINE)}
+    asked, todo = set[str](), ["quire-kv[allocator,cli,worker]"]
+    while todo:  # what carried packages need in turn; those that are there have theirs
+        wanted = Requirement(todo.pop())
+        name = canonicalize_name(wanted.name)
+        if name in there[1].split() or str(wanted) in asked:
+            continue
+        asked.add(str(wanted))
+        assert name == "quire-kv" or name in had, f"scripts/gpu_wheels.txt lacks {name}"
+        for line in metadata.requires(wanted.name) or []:
+            each = Requirement(line)
+            extras = {"", *wanted.extras}
+            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras):
+                todo.append(f"{each.name}[{','.join(sorted(each.extras))}]" if each.extras else each.name)
+
+
+def test_a_package_that_a_server_lacks_is_said_before_anything_runs(tmp_path: Path) -> None:
+    assert gpu_proof.lacking(dict(os.environ)) == ""
+    (tmp_path / "cryptography.py").write_text("raise ModuleNotFoundError('it is not here')")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert "it is not here" in gpu_proof.lacking(env)
+
+
 def test_a_trace_tells_how_long_nothing_ran(tmp_path: Path) -> None:
     events = [
         {"cat": "kernel", "name": "void gemm<1>(int)", "ts": 100.0, "dur": 50.0},
@@ -105,6 +138,7 @@ def test_a_turn_is_read_from_passes_in_which_all_requests_decode() -> None:
     assert [first["begin_ms"] for first, _ in pairs] == [20, 30]
     assert turn_of(pairs) == (10, 8, 0.2)
     assert turn_of([]) == (None, None, None)
+    assert longest_idle([pairs, pairs[1:]]) == [[0, 2], [1, 2], [0, 2]]
 
 
 def test_bounds_are_what_a_llama_reads_and_multiplies(tmp_path: Path) -> None:

@@ -53,11 +53,28 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"seconds of silence before a pool is dropped, {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:g}"
         " (default: %(default)g)",
     )
+    parser.add_argument(
+        "--metrics-namespaces",
+        type=_names,
+        default=(),
+        metavar="NAME,...",
+        help=f"namespaces that metrics may name, at most {limits.METRIC_NAMESPACES_MAX}; all others are one, `other`",
+    )
     parser.add_argument("--cpu", type=int, help="run on this CPU alone: under load a message costs a third less CPU")
     parser.add_argument(
         "--check-invariants", action="store_true", help="check every pool after every step; slow, for debugging"
     )
     return parser
+
+
+def _names(text: str) -> frozenset[str]:
+    """Returns the names of a list with commas."""
+    names = frozenset(text.split(","))
+    if "" in names or len(names) > limits.METRIC_NAMESPACES_MAX:
+        raise argparse.ArgumentTypeError(
+            f"it has {len(names)} names; allowed are 1 to {limits.METRIC_NAMESPACES_MAX}, none of them empty"
+        )
+    return names
 
 
 async def serve(options: argparse.Namespace) -> None:
@@ -71,7 +88,7 @@ async def serve(options: argparse.Namespace) -> None:
     stop = stop_event()
     server = Server(options, service_name="quire.v1.AllocatorService")
     directory = Directory(lease_s=options.lease, pools_max=limits.POOLS_MAX)
-    counters = Counters()
+    counters = Counters(options.metrics_namespaces)
     service = AllocatorService(
         directory, counters, check_invariants=options.check_invariants, authorize=server.authorize
     )

@@ -83,7 +83,8 @@ def _error(refusal: Refusal, method: str, context: Context) -> QuireError:
 class _Witness:
     """Writes the events of pools to logs, metrics and watchers: the `Observer` of `session/registry.py`."""
 
-    def __init__(self, counters: Counters, watching: Watching) -> None:
+    def __init__(self, counters: Counters, watching: Watching, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._counters = counters
         self._watching = watching
 
@@ -98,6 +99,18 @@ class _Witness:
             next_step=owner.steps.next_step,
         )
         self._watching.wake(owner.name)
+
+    def recovered(self, owner: Ownership, reported_block_count: int, asked: float) -> None:
+        seconds = self._clock() - asked
+        blocks = owner.pool.blocks.used_count
+        log.info(
+            "pool recovered", pool=owner.name, reported_blocks=reported_block_count, blocks=blocks, seconds=seconds
+        )
+        self._counters.of(owner.name).observe_recovery(owner.pool, reported_block_count, seconds)
+
+    def disagreed(self, owner: Ownership) -> None:
+        log.warning("session given up by its owner, which reports its pool anew", pool=owner.name)
+        self._counters.of(owner.name).disagreement_count += 1
 
     def resumed(self, owner: Ownership) -> None:
         log.info("session resumed", pool=owner.name, next_step=owner.steps.next_step)
@@ -149,7 +162,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self.stream_places = Places(limits.STREAMS_MAX)
         self.sessions = SessionRegistry(
             directory,
-            _Witness(counters, self.watching),
+            _Witness(counters, self.watching, clock),
             new_session_id=lambda: secrets.token_bytes(16),
             check_invariants=check_invariants,
         )

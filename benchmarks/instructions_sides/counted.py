@@ -17,6 +17,9 @@ from quire.protocol.steps import StepBuilder
 from quire.v1 import _packed_pb2 as packed
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import Result
+from quire_allocator.metrics.counters import PoolCounters
+from quire_allocator.wire.step_apply import apply_step
+from quire_allocator.wire.step_checks import check_step
 from session_sides.handler import Handler
 from session_sides.streams import Owner
 
@@ -163,13 +166,47 @@ def step_operation() -> Counted:
     return Counted(f"session, step of {STEP_OPERATIONS} appends", "append", STEP_OPERATIONS, steps, all_ok)
 
 
+def metrics_operations() -> list[Counted]:
+    """Steps as the metrics take them in, after they were applied: of prompts, and of a decoding batch."""
+    pool, counters = used_pool(), PoolCounters()
+
+    def observed(builder: StepBuilder) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        columns, reply = check_step(pool, builder.message), packed.StepReply()
+        apply_step(pool, columns, reply)
+        return counters.observe_step, (pool, columns, reply, 1e-4, 1.0)
+
+    new = [StepBuilder().allocate(100 + i, PROMPT_TOKENS + 1, own) for i, own in enumerate(prompts(1))]
+    fresh = [observed(builder) for builder in new]
+    ids, dice = range(200, 200 + STEP_OPERATIONS), random.Random(3)
+    opened, decoding = StepBuilder(), list[tuple[Callable[..., Any], tuple[Any, ...]]]()
+    for i in ids:
+        opened.allocate(i, 1 + i % BLOCK_TOKENS)
+    observed(opened)
+    for step in range(1, BLOCK_TOKENS + 1):
+        builder = StepBuilder()
+        for i in ids:
+            ends_block = (i + step) % BLOCK_TOKENS == 0
+            builder.commit(i, i % BLOCK_TOKENS + step, dice.randbytes(DIGEST_BYTES) if ends_block else b"")
+            builder.grow(i, 1 + i % BLOCK_TOKENS + step)
+        decoding.append(observed(builder))
+
+    def taken_in(results: list[Any]) -> None:
+        assert counters.sample is not None
+        assert counters.sample.tokens
+
+    return [
+        Counted("metrics, fresh", f"prompt of {PROMPT_BLOCKS} blocks", 1, fresh, taken_in),
+        Counted(f"metrics, step of {STEP_OPERATIONS} appends", "append", STEP_OPERATIONS, decoding, taken_in),
+    ]
+
+
 def main() -> None:
     """Counts everything; the arguments are the library of counter.c and a file for the units."""
     counter = ctypes.CDLL(sys.argv[1])
     groups = {0: "1 group", 1: "1 full + 1 sliding", 5: "1 full + 5 sliding"}
     work = [each for sliding in (0, 1) for each in prompt_operations(sliding, groups[sliding])]
     work += [decode_operation(sliding, where) for sliding, where in groups.items()]
-    work += [match_operation(), step_operation()]
+    work += [match_operation(), step_operation(), *metrics_operations()]
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -35,6 +35,7 @@ TOP_LINES = 20
 PROFILED_S = 0.4
 PROFILED_OUTPUT = 400  # tokens of each output, so that decode lasts until it was traced
 PROFILE_S = 15.0  # that a profile may take in all
+LONGEST = 5  # times between passes that a row tells one by one
 MATTERS_MOST = 3  # workloads of `decode`, which come first
 
 
@@ -58,7 +59,7 @@ class Measurement:
 ALL = Measurement(
     decode=((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (32, 4096, 128), (128, 4096, 64)),
     first_tokens=(4096, 32_768, 512),
-    profiled=(32, 128),
+    profiled=(32, 128, 1),
     rounds=2,
 )
 TINY = Measurement(decode=((1, 24, 16), (4, 24, 16)), first_tokens=(64,), profiled=(2,), rounds=1)
@@ -158,6 +159,7 @@ def decode_row(rounds: list[Round], workload: Workload, bounds: Bounds) -> Row:
         "turn_ms": turn_ms,
         "gpu_ms": gpu_ms,
         "idle_share": idle,
+        "longest_idle_ms": longest_idle([decoding_pairs(each.passes, count) for each in rounds]),
         "decode_tokens_per_s": None if turn_ms is None else round(1e3 * count / turn_ms, 1),
         "bound_tokens_per_s": round(count / pass_bound_s, 1),
         "share_of_bound": None if turn_ms is None else round(1e3 * pass_bound_s / turn_ms, 3),
@@ -181,6 +183,15 @@ def turn_of(pairs: list[tuple[Pass, Pass]]) -> tuple[float | None, float | None,
     computing_ms = [one["end_ms"] - one["begin_ms"] for one, _ in pairs]
     idle = 1 - sum(computing_ms) / sum(turns_ms)
     return round(statistics.median(turns_ms), 3), round(statistics.median(computing_ms), 3), round(idle, 4)
+
+
+def longest_idle(rounds: list[list[tuple[Pass, Pass]]]) -> list[list[float]]:
+    """Returns the five longest times between two passes, of all rounds: after which turn of its round, and how
+    long."""
+    idle = [
+        [turn, round(two["begin_ms"] - one["end_ms"], 3)] for pairs in rounds for turn, (one, two) in enumerate(pairs)
+    ]
+    return sorted(idle, key=lambda each: each[1], reverse=True)[:LONGEST]
 
 
 def _replayed_share(rounds: list[Round], count: int) -> float:

@@ -17,7 +17,7 @@ class _Nobody:
     def ignore(self, *_: object) -> None:
         """Takes any message and does nothing."""
 
-    opened = resumed = dropped = expired = published = quarantined = ignore
+    opened = recovered = disagreed = resumed = dropped = expired = published = quarantined = ignore
 
 
 class Handler:

@@ -30,10 +30,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+from quire._numbers import require_integer
+
 DIGEST_BYTES: Final = 32
 FOREIGN_DIGEST_BYTES: Final = 16  # of other engines' hashes; they travel filled up with zeros
 CONTENT_ID_BYTES_MAX: Final = 128
 _TOKENS_MAX: Final = 2**31 - 1  # an offset is an int32
+_BLOCK_SIZE_MAX: Final = 2**32 - 1
 _PACKED_TOKENS: Final = 2_048  # at a time: a whole prompt as arguments of one call does not stay in the cache
 _VERSION: Final = b"quire/2"
 _KEYS: Final = b"quire/2/keys"
@@ -62,10 +65,8 @@ class MultimodalItem:
     def __post_init__(self) -> None:
         if not 1 <= len(self.content_id) <= CONTENT_ID_BYTES_MAX:
             raise ValueError(f"content_id must be 1 to {CONTENT_ID_BYTES_MAX} bytes, not {len(self.content_id)}")
-        if self.first_token < 0:
-            raise ValueError(f"first_token must not be negative, but is {self.first_token}")
-        if self.token_count < 1:
-            raise ValueError(f"token_count must be at least 1, not {self.token_count}")
+        require_integer("first_token", self.first_token, 0, _TOKENS_MAX)
+        require_integer("token_count", self.token_count, 1, _TOKENS_MAX)
 
     @property
     def end(self) -> int:
@@ -124,8 +125,7 @@ class DigestChain:
     def __init__(self, root: bytes, block_size: int) -> None:
         if len(root) != DIGEST_BYTES:
             raise ValueError(f"root must be {DIGEST_BYTES} bytes, not {len(root)}")
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, not {block_size}")
+        require_integer("block_size", block_size, 1, _BLOCK_SIZE_MAX)
         self._block_size = block_size
         self._last = bytes(root)
         self._state = self._begin(self._last)
@@ -216,6 +216,7 @@ def prompt_digests(
 ) -> list[bytes]:
     """Returns the digests of the blocks of a prompt that may be shared: all full ones except a last that leaves nothing
     to compute, since at least one token must go through the model to get the first logits."""
+    require_integer("block_size", block_size, 1, _BLOCK_SIZE_MAX)
     shareable = max(0, len(tokens) - 1) // block_size * block_size
     return block_digests(root, tokens[:shareable], block_size, extra_keys=extra_keys)
 
@@ -239,10 +240,8 @@ def multimodal_keys(items: Iterable[MultimodalItem], token_count: int, block_siz
         ValueError: two items overlap, one reaches beyond the prompt, the prompt is longer than 2**31 - 1 tokens, or
             `block_size` is below 1.
     """
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, not {block_size}")
-    if not 0 <= token_count <= _TOKENS_MAX:
-        raise ValueError(f"token_count must be 0 to {_TOKENS_MAX}, not {token_count}")
+    require_integer("block_size", block_size, 1, _BLOCK_SIZE_MAX)
+    require_integer("token_count", token_count, 0, _TOKENS_MAX)
     ordered = sorted(items, key=lambda item: item.first_token)
     for item, following in pairwise(ordered):
         if following.first_token < item.end:

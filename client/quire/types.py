@@ -240,6 +240,7 @@ class PoolSpec:
             group is of states. Blocks that fell out of a window are given back; an engine may keep their entries.
         first_block_id: the lowest block id, for engines that use lower ones themselves; at most 65,536.
         tells_removed: whether the outcome of each step names the digests that left the index.
+        block_bytes: bytes of a block, for the allocator's metrics alone; 0 if unknown.
     """
 
     block_count: int
@@ -254,6 +255,7 @@ class PoolSpec:
     append_only: bool = False
     first_block_id: int = 0
     tells_removed: bool = False
+    block_bytes: int = 0
 
     @classmethod
     def full_attention(

@@ -37,10 +37,7 @@ _BY_REASON: Final = {
     Reason.ADAPTER_UNKNOWN: (404, INVALID, MODEL_NOT_FOUND),
     Reason.BRANCH_UNKNOWN: (404, INVALID, BRANCH_NOT_FOUND),
 }
-_TOO_LONG: Final = (
-    "the answer was not whole in the time that this gateway gives a request: ask for less at a time, or have it started"
-    " with a larger --request-timeout"
-)
+_TOO_LONG: Final = "the answer was not whole in the time that this gateway gives a request: ask for less at a time"
 # For errors that no Quire server wrote: their texts name workers and options that callers cannot reach or use.
 _UNEXPLAINED: Final = {
     grpc.StatusCode.UNAVAILABLE: "a worker cannot be reached: try again",

@@ -237,7 +237,7 @@ class Gate:
                 return None
             raise ApiError(
                 401,
-                f"{path} is for the token of the gateway's --token-file, as a bearer token",
+                f"{path} is the operator's: send the gateway's own token as a bearer token",
                 kind="authentication_error",
                 code="invalid_api_key",
             )
@@ -248,7 +248,9 @@ class Gate:
             what = "Incorrect API key provided." if given else "You didn't provide an API key."
             raise ApiError(401, what, kind="authentication_error", code="invalid_api_key")
         if path in OPERATOR_PATHS:
-            what = f"no API key opens {path}: it is of all callers, and for the token of the gateway's --token-file"
+            what = (
+                f"no API key opens {path}, which tells of all callers: the gateway's own token does, where there is one"
+            )
             raise ApiError(403, what, kind="permission_error", code="permission_denied")
         return key
 

@@ -35,7 +35,7 @@ class Hosts:
         name = _name_of(host.decode("latin-1"))
         if not (_is_of_this_machine(name) or name in self._names):
             shown = ascii(name[:128])
-            what = f"this gateway does not answer to the name {shown}: start it with --host NAME for it to do so"
+            what = f"this gateway does not answer to the name {shown}: ask for its address, or a name that it was given"
             raise ApiError(421, what, code="misdirected_request")
         self._latest = host
 

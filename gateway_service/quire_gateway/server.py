@@ -28,7 +28,13 @@ from quire import AsyncAllocator, AsyncClient
 from quire._distribution import VERSION
 from quire._secret_files import read_token
 from quire._serving import logs
-from quire._serving.process import allow_open_files, collect_garbage_rarely, stop_event, write_ready_file
+from quire._serving.process import (
+    allow_open_files,
+    check_ready_file,
+    collect_garbage_rarely,
+    stop_event,
+    write_ready_file,
+)
 from quire._serving.process_series import registry_of
 from quire._serving.request_log import RequestLog
 from quire._serving.tls import ServerTls
@@ -93,6 +99,7 @@ def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None, Serv
     """
     if is_unix(options.listen):
         raise UsageError(f"--listen {options.listen}: HTTP is served at host:port")
+    check_ready_file(options.ready_file)
     token = read_token(options.token_file)
     keys = read_keys(options.api_keys, os.environ)
     if keys is None and token is not None:  # what workers ask for is not given to whoever asks us

@@ -35,7 +35,8 @@ def test_output_to_a_full_disk_is_one_sentence(name: str) -> None:
     assert "No space left on device" in said
 
 
-def test_up_without_a_folder_for_temporary_files_is_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "code"), [("up", 1), ("worker", 2)])
+def test_no_folder_for_temporary_files_is_one_sentence(command: str, code: int, tmp_path: Path) -> None:
     script = """
 import tempfile
 tempfile._candidate_tempdir_list = lambda: ["/proc/none"]
@@ -43,13 +44,18 @@ from quire.cli import main
 main()
 """
     model = Path(__file__).resolve().parents[2] / "models" / "demo"
-    ports = [
-        f"--{name}=127.0.0.1:0" for name in ("listen-allocator", "metrics-allocator", "listen-worker", "metrics-worker")
-    ]
-    command = [sys.executable, "-c", script, "up", "--model", str(model), "--listen-gateway", "none", *ports]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
+    names = {
+        "up": ("listen-allocator", "metrics-allocator", "listen-worker", "metrics-worker"),
+        "worker": ("listen", "metrics"),
+    }
+    arguments = [command, "--model", str(model), *(f"--{name}=127.0.0.1:0" for name in names[command])]
+    arguments += ["--listen-gateway", "none"] if command == "up" else []
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == code
+    assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "No usable temporary directory" in done.stderr
 
 

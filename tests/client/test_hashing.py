@@ -275,7 +275,7 @@ def test_a_token_beyond_32_bits_is_refused(token: int) -> None:
 def test_a_root_of_another_length_and_a_block_size_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         block_digests(b"short", [1], 1)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="an integer from 1"):
         block_digests(ROOT, [1], 0)
 
 
@@ -374,9 +374,9 @@ def test_a_block_has_a_key_of_each_item_that_overlaps_it_and_of_no_other(
     [
         (b"", 0, 1, "content_id must be 1 to 128 bytes, not 0"),
         (bytes(129), 0, 1, "content_id must be 1 to 128 bytes, not 129"),
-        (b"x", -1, 1, "first_token must not be negative"),
-        (b"x", 0, 0, "token_count must be at least 1"),
-        (b"x", 3, -2, "token_count must be at least 1"),
+        (b"x", -1, 1, "first_token must be an integer from 0"),
+        (b"x", 0, 0, "token_count must be an integer from 1"),
+        (b"x", 3, -2, "token_count must be an integer from 1"),
     ],
 )
 def test_an_item_out_of_range_is_refused(content_id: bytes, first_token: int, token_count: int, message: str) -> None:
@@ -392,8 +392,8 @@ def test_items_that_overlap_or_reach_beyond_the_prompt_are_refused() -> None:
         multimodal_keys([first, first], 8, 4)
     with pytest.raises(ValueError, match="the item at token 4 ends beyond the 5 tokens of the prompt"):
         multimodal_keys([second], 5, 4)
-    with pytest.raises(ValueError, match="token_count must be 0 to"):
+    with pytest.raises(ValueError, match="token_count must be an integer from 0 to"):
         multimodal_keys([], 2**31, 4)
-    with pytest.raises(ValueError, match="block_size must be at least 1"):
+    with pytest.raises(ValueError, match="block_size must be an integer from 1"):
         multimodal_keys([], 4, 0)
     assert multimodal_keys([second], 6, 4) == multimodal_keys([second], 7, 4)

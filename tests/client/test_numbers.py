@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from quire import Allocator, Branch, Client, GroupSpec, PoolSpec, Quota, SamplingParams
+from quire import Allocator, Branch, Client, GroupSpec, PoolSpec, Quota, SamplingParams, hashing, planning
+from quire._numbers import shown
 from quire._transport import ranges
 from quire._transport.messages import pool_spec_message
+from quire.engine import Engine
 from quire.errors import InvalidArgumentError
+from quire.planning import LayerSpec
 from quire.session import StepBuilder
 from quire.types import GroupKind
 from quire.v1 import worker_pb2 as worker_pb
 from quire_worker.sampling.params import ParameterError
 from quire_worker.sampling.params import SamplingParams as WorkerParams
 
-from tests.client.servers import ScriptedServer, scripted_server, two_samples
+from tests.client.servers import ScriptedServer, allocator_process, scripted_server, two_samples
 
+CONFIG = Path(__file__).parent / "configs" / "llama-3-70b.json"
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4, cache_layout="l", model_fingerprint=b"f" * 32)
 NO_INTEGERS: list[Any] = ["5", True, 1.5, math.nan, math.inf, [1], -(10**5000), 10**5000, 2**64, -(2**63) - 1]
 NO_NUMBERS: list[Any] = ["5", True, math.nan, math.inf, -math.inf, [1], 10**5000, 1e300]
@@ -86,7 +92,7 @@ def refuse(call: Callable[..., Any], name: str, values: list[Any]) -> None:
             call(**{name: value})
         said = getattr(raised.value, "message", str(raised.value))
         assert name in said, (name, value, said)
-        assert ranges.shown(value) in said, (name, value, said)
+        assert shown(value) in said, (name, value, said)
         assert "proto" not in said.lower(), said
         assert "range" not in said, said  # protobuf's own word
 
@@ -142,7 +148,7 @@ def test_what_is_neither_true_nor_false_is_refused(server: ScriptedServer, name:
         client.generate("p", **{name: value})
 
 
-@pytest.mark.parametrize("bias", ["1", True, math.nan, 101, -(10**5000)], ids=ranges.shown)
+@pytest.mark.parametrize("bias", ["1", True, math.nan, 101, -(10**5000)], ids=shown)
 def test_a_bias_that_is_none_is_refused(server: ScriptedServer, bias: Any) -> None:
     with Client(server.address) as client:
         refuse(lambda **_: client.generate("p", logit_bias={5: bias}), "logit_bias", [bias])
@@ -185,6 +191,7 @@ SPECS = {
     "block_count": lambda value: dataclasses.replace(SPEC, block_count=value),
     "watermark_block_count": lambda value: dataclasses.replace(SPEC, watermark_block_count=value),
     "chunk_token_count_max": lambda value: dataclasses.replace(SPEC, chunk_token_count_max=value),
+    "block_bytes": lambda value: dataclasses.replace(SPEC, block_bytes=value),
     "first_block_id": lambda value: dataclasses.replace(SPEC, first_block_id=value),
     "block_size": lambda value: dataclasses.replace(SPEC, groups=(GroupSpec(GroupKind.FULL_ATTENTION, value),)),
     "window": lambda value: dataclasses.replace(SPEC, groups=(GroupSpec(GroupKind.SLIDING_WINDOW, 4, value),)),
@@ -206,19 +213,17 @@ def test_numbers_of_owners_are_refused_when_they_are_made(server: ScriptedServer
         refuse(lambda **values: opened(allocator.engine("p", SPEC, **values)), "ahead_tokens", NO_INTEGERS)
 
 
-@pytest.mark.parametrize("value", ["5", 1.5, -1, 2**32, 10**5000], ids=ranges.shown)
+@pytest.mark.parametrize("value", ["5", 1.5, -1, 2**32, 10**5000], ids=shown)
 def test_a_number_that_a_step_does_not_carry_is_told_with_what_it_does(value: Any) -> None:
     step = StepBuilder()
     step.grow(1, 7)
     step.grow(2, value)
     with pytest.raises((TypeError, ValueError), match=r"integer from 0 to 4294967295") as raised:
         _ = step.message
-    assert ("thousands" if value == 10**5000 else repr(value)) in str(raised.value).replace(
-        "more than 256 bits", "thousands"
-    )
+    assert shown(value) in str(raised.value)
 
 
-@pytest.mark.parametrize("value", [*NO_INTEGERS[:-2], 2**64, False], ids=ranges.shown)
+@pytest.mark.parametrize("value", [*NO_INTEGERS[:-2], 2**64, False], ids=shown)
 @pytest.mark.parametrize(
     ("method", "name"),
     [(each, name) for each, them in methods_of(StepBuilder, "check_ids", "names_no_newer").items() for name in them],
@@ -233,4 +238,73 @@ def test_a_number_of_an_operation_is_refused_with_the_name_of_its_parameter(meth
         _ = call(**beside, **{name: value}).message
     said = str(raised.value)
     assert said.startswith(f"{name} must be an integer from 0 to "), said
-    assert ranges.shown(value) in said.replace("a number of more than 256 bits", "a number of thousands of digits")
+    assert shown(value) in said
+
+
+LAYERS = (LayerSpec(0, GroupKind.FULL_ATTENTION, 2, 64),)
+PURE: dict[str, Any] = {
+    "layers": LAYERS, "layout": planning.plan_layout(LAYERS), "memory_bytes": 1 << 30, "block_count": 100,
+    "token_count": 64, "retention": planning.Retention.TAIL, "config": json.loads(CONFIG.read_text()),
+    "root": bytes(32), "tokens": [1] * 32, "block_size": 16, "items": [], "token_count_max": 1_000, "layer": 0,
+    "kind": GroupKind.FULL_ATTENTION, "content_id": b"c", "first_token": 0,
+}  # fmt: skip
+BESIDE = {"LayerSpec": {"kv_head_count": 2, "head_dim": 64}, "MultimodalItem": {"token_count": 1}}
+NO_CALLERS = {
+    "Cost",
+    "Family",
+    "Group",
+    "Layout",
+    "ModelCache",
+    "PageSlice",
+    "ConfigError",
+    "Retention",
+}  # made by the planner alone
+FUNCTIONS = {
+    name: value
+    for module in (planning, hashing)
+    for name, value in vars(module).items()
+    if getattr(value, "__module__", "").startswith(module.__name__) and name[0] != "_" and name not in NO_CALLERS
+}
+FUNCTIONS |= {name: getattr(PURE["layout"], name) for name in methods_of(planning.Layout)}
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "is_whole"),
+    [(each, name, whole) for each, call in FUNCTIONS.items() for name, whole in numbers_of(call).items()],
+)
+def test_a_number_that_planner_or_digests_do_not_take_is_refused(function: str, name: str, is_whole: bool) -> None:
+    call = FUNCTIONS[function]
+    required = {each.name for each in inspect.signature(call).parameters.values() if each.default is each.empty}
+    given = {key: value for key, value in PURE.items() if key in required} | BESIDE.get(function, {})
+    refuse(lambda **values: call(**given | values), name, [*(NO_INTEGERS if is_whole else NO_NUMBERS), -1])
+
+
+@pytest.mark.parametrize("name", ["token_count_max", "priority", "defer_token_count"])
+def test_a_number_that_admit_does_not_take_is_refused_and_the_next_prompt_is_admitted(
+    engine: Engine, name: str
+) -> None:
+    refuse(lambda **values: engine.admit([1, 2, 3], **values), name, [*NO_INTEGERS, -1, 2**32])
+    assert engine.admit([1, 2, 3], **{name: 2**32 - 1}).tokens == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"tokens": each} for each in ("5", b"5555", 5, [1.5], ["5"], [2**31])] + [{"namespace": 5}, {"root": b"r"}],
+)
+def test_a_prompt_that_is_none_is_refused_and_the_next_is_admitted(engine: Engine, wrong: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        engine.admit(**{"tokens": [1, 2, 3], **wrong})
+    assert engine.admit([1, 2, 3]).tokens == [1, 2, 3]
+
+
+def test_a_number_that_a_sequence_does_not_take_changes_nothing(engine: Engine) -> None:
+    sequence = engine.admit([1, 2, 3])
+    refuse(sequence.append, "token", NO_INTEGERS)
+    refuse(sequence.advance, "token_count", NO_INTEGERS)
+    assert (sequence.tokens, sequence.computed) == ([1, 2, 3], 0)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    with allocator_process(tmp_path) as process, Allocator(process.address) as client, client.engine("p", SPEC) as made:
+        yield made

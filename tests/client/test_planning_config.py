@@ -256,7 +256,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         read_config(LLAMA, tensor_parallel=3)
     with pytest.raises(ConfigError, match="128 state heads of model type 'bamba' do not divide by 3 ranks"):
         read_config({**published("bamba-9b"), "num_key_value_heads": 3}, tensor_parallel=3)
-    with pytest.raises(ValueError, match="at least 1 tensor-parallel rank, not 0"):
+    with pytest.raises(ValueError, match=r"tensor_parallel must be an integer from 1 to \d+, not 0"):
         read_config(LLAMA, tensor_parallel=0)
     with pytest.raises(ValueError, match="dtype 'fp3' is unknown"):
         read_config(LLAMA, "fp3")

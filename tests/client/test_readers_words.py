@@ -53,6 +53,44 @@ def test_no_text_of_the_library_names_an_option(path: Path) -> None:
     assert [(line, text) for line, text in texts_of(path) if OPTION.search(text)] == []
 
 
+SERVICES = Path(__file__).parents[2]
+# What only the one who starts a server reads: errors of a start, and what a command line is read with.
+OF_A_START = {
+    "add_argument",
+    "UsageError",
+    "UnsupportedModelError",
+    "CheckpointError",
+    "require_free",
+    "tls_of",
+    "error",
+}
+TABLES = ("process/options.py", "options.py", "execution/sizing.py", "quire_gateway/server.py", "model/checkpoint.py")
+
+
+def named_outside_of_a_start(path: Path) -> Iterator[tuple[int, str]]:
+    """The texts with an option that are in no error of a start."""
+
+    def look(node: ast.AST, calls: frozenset[str]) -> Iterator[tuple[int, str]]:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return
+        if isinstance(node, ast.Call):
+            calls |= {getattr(node.func, "attr", getattr(node.func, "id", ""))}
+        text = node.value if isinstance(node, ast.Constant) and not calls & OF_A_START else None
+        if isinstance(text, str) and OPTION.search(text):
+            yield node.lineno, text
+        for child in ast.iter_child_nodes(node):
+            yield from look(child, calls)
+
+    return look(ast.parse(path.read_text(encoding="utf-8")), frozenset())
+
+
+@pytest.mark.parametrize("service", ["allocator_service", "gateway_service", "worker_service"])
+def test_no_text_that_reaches_a_servers_callers_names_an_option(service: str) -> None:
+    paths = [path for path in (SERVICES / service).rglob("*.py") if not str(path).endswith(TABLES)]
+    assert len(paths) > 20
+    assert {str(path): found for path in paths if (found := [*named_outside_of_a_start(path)])} == {}
+
+
 # -- the same situations, as a caller of Python and a terminal meet them -----------------------------------------------
 
 

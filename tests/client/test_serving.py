@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import resource
 import urllib.error
 import urllib.request
@@ -24,7 +25,9 @@ from quire.errors import UsageError
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc
 
-from tests.client.servers import secret_file
+from tests.client.servers import quire, secret_file
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 WORKER_CALLS = 1_024 + 64  # calls that a worker queues and computes at a time by default
 
@@ -180,6 +183,20 @@ async def test_probes_show_no_token_and_metrics_ask_for_it(tmp_path: Path) -> No
             200,
             401,
         ]
+
+
+@pytest.mark.parametrize("kind", ["device", "link", "folder"])
+@pytest.mark.parametrize("server", ["allocator", "worker", "gateway"])
+def test_a_ready_file_takes_the_place_of_no_device_and_no_link(server: str, kind: str, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    {"device": lambda: os.mkfifo(ready), "link": lambda: ready.symlink_to("ready.json"), "folder": ready.mkdir}[kind]()
+    before = ready.lstat()
+    given = {"worker": ["--model", str(DEMO)], "gateway": ["--worker", "127.0.0.1:1"], "allocator": []}[server]
+    where = ["--listen", "127.0.0.1:0", *([] if server == "gateway" else ["--metrics", "127.0.0.1:0"])]
+    done = quire(server, *given, *where, "--ready-file", str(ready))  # it ends: nobody has to stop it
+    said = f": cannot write the ready file {ready}: there is something that is no regular file\n"
+    assert (done.returncode, done.stderr.count("\n"), done.stderr.endswith(said)) == (2, 1, True), done.stderr
+    assert (ready.lstat().st_ino, ready.lstat().st_mode) == (before.st_ino, before.st_mode)
 
 
 def test_a_link_in_the_place_of_a_lock_or_a_ready_file_is_not_followed(

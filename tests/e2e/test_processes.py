@@ -264,6 +264,10 @@ def test_metrics_of_both_count_what_happened() -> None:
         "quire_worker_request_seconds",
         "quire_worker_batch_samples",
         "quire_allocator_step_seconds",
+        "quire_allocator_recovery_seconds",
+        "quire_allocator_block_lifetime_seconds",
+        "quire_allocator_block_idle_seconds",
+        "quire_allocator_block_reuse_gap_seconds",
     }
     assert WORKER_METRICS - histograms <= worker.keys()
     assert ALLOCATOR_METRICS - histograms <= blocks.keys()
@@ -273,5 +277,7 @@ def test_metrics_of_both_count_what_happened() -> None:
     assert worker["quire_worker_requests_total"] == 2
     assert worker["quire_worker_time_to_first_token_seconds_count"] == 2
     assert blocks["quire_allocator_blocks"] == worker["quire_worker_blocks"] == 64
+    block_bytes = worker["quire_worker_kv_bytes"] / 64
+    assert blocks["quire_allocator_group_bytes"] == blocks["quire_allocator_group_blocks"] * block_bytes > 0
     assert blocks["quire_allocator_granted_blocks_total"] == first.granted_block_count + second.granted_block_count
     assert blocks["quire_allocator_steps_total"] == blocks["quire_allocator_step_seconds_count"] > 3

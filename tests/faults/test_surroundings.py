@@ -60,11 +60,21 @@ def full_disk() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def server(name: str, folder: Path, output: int, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Any]]:
+def closed() -> Iterator[None]:
+    """No standard streams at all, as some supervisors start a service."""
+    yield None
+
+
+@contextlib.contextmanager
+def server(
+    name: str, folder: Path, output: int | None, *arguments: str
+) -> Iterator[tuple[subprocess.Popen[bytes], Any]]:
     """Starts a server with this output; returns it and its ready file."""
     ready = folder / f"{name}.json"
     command = [sys.executable, "-m", f"quire_{name}", "--listen", "127.0.0.1:0", "--ready-file", str(ready), *arguments]
     metrics = [] if name == "gateway" else ["--metrics", "127.0.0.1:0"]
+    if output is None:
+        command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", *command]
     process = subprocess.Popen([*command, *metrics, "--log-level", "debug"], stdout=output, stderr=output)
     try:
         deadline = time.monotonic() + START_S
@@ -73,6 +83,8 @@ def server(name: str, folder: Path, output: int, *arguments: str) -> Iterator[tu
             assert time.monotonic() < deadline
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.02)
+        if output is None:  # or a socket would get the number of a stream, and what is printed
+            assert {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (0, 1, 2)} == {os.devnull}
         yield process, json.loads(ready.read_text())
         process.terminate()
         assert process.wait(40) == 0
@@ -99,7 +111,7 @@ def log_until_lines_are_dropped(client: Allocator, metrics: str) -> None:
     raise AssertionError("the allocator has dropped no line")
 
 
-@pytest.mark.parametrize("output", [unread, full_disk])
+@pytest.mark.parametrize("output", [unread, full_disk, closed])
 def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], tmp_path: Path) -> None:
     with output() as there, server("allocator", tmp_path, there) as (_, allocator):
         worker = server("worker", tmp_path, there, "--model", str(DEMO), "--blocks", "64", "--allocator",
@@ -108,7 +120,8 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
             behind = ("--worker", of_worker["address"], "--allocator", allocator["address"])
             with server("gateway", tmp_path, there, *behind) as (_, gateway):
                 with Allocator(allocator["address"]) as client:
-                    log_until_lines_are_dropped(client, allocator["metrics_address"])
+                    if output is not closed:
+                        log_until_lines_are_dropped(client, allocator["metrics_address"])
                     for run in range(50 * RUNS):  # two lines each
                         session = calls(client, f"pool-{run}", SPEC, keep_alive=False)
                         session.open()

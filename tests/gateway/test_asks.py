@@ -320,7 +320,7 @@ def test_credentials_of_the_gateway_are_not_the_callers_to_mend() -> None:
 def test_a_refusal_speaks_of_what_its_reader_has_sent_and_of_options_that_there_are() -> None:
     late = of_quire(QuireError.of(Reason.DEADLINE, "it takes longer: raise its --timeout"), NAMES)
     assert (late.status, "--timeout" in late.body["error"]["message"]) == (504, False)
-    assert "--request-timeout" in late.body["error"]["message"]
+    assert "ask for less at a time" in late.body["error"]["message"]
     names = completion(logprobs=2, echo=True).names
     wrong = of_quire(
         QuireError.of(Reason.BAD_PARAMETER, "prompt_logprobs must be at most 20", field="prompt_logprobs"), names

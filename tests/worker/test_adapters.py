@@ -225,13 +225,13 @@ async def test_a_call_loads_only_from_below_its_folder(llama: Model, tmp_path: P
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link").symlink_to(tmp_path / "elsewhere")
     adapters = Adapters(paged_model(llama.base), LIMITS, tmp_path / "root")
-    with pytest.raises(QuireError, match="no such folder") as caught:
+    with pytest.raises(QuireError, match="no folder below") as caught:
         await adapters.load("x", folder)
     assert caught.value.reason is Reason.ADAPTER_UNUSABLE
 
 
 async def test_without_a_folder_no_call_loads(llama: Model) -> None:
-    with pytest.raises(QuireError, match="--adapter-folder") as caught:
+    with pytest.raises(QuireError, match="operator has named no folder") as caught:
         await Adapters(paged_model(llama.base)).load("a", str(llama.adapters["a"]))
     assert caught.value.reason is Reason.NOT_SUPPORTED
 

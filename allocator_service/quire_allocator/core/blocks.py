@@ -33,6 +33,13 @@ class Blocks:
         self._top = 0
         self.cached_count = 0
         self.evicted_count = self.dropped_count = 0
+        self.quota_evicted_count = self.foreign_evicted_count = (
+            0  # of the evicted: beyond a quota, for another namespace
+        )
+        self.foreign_evictions: dict[
+            tuple[str, str], int
+        ] = {}  # the latter by victim and taker, until metrics take them
+        self.taker: Namespace | None = None  # the namespace that `take` grants to
         self.policy = POLICIES[policy or DEFAULT_POLICY](block_count)
         self.queue = EvictionQueue(self.policy)
         self.namespaces: dict[str, Namespace] = {}
@@ -71,16 +78,6 @@ class Blocks:
             top = self._top
         self._top = top + count
         return self._stack[top : top + count]
-
-    def take_rows(self, row_count: int, width: int) -> array[int]:
-        """Grants `width` blocks per row, as that many single takes would. Evicting puts the blocks of one entry on the
-        stack, where the row that needed them finds them first."""
-        if row_count * width <= self.block_count - self._top:
-            return self.take(row_count * width)
-        rows = self.take(width)
-        for _ in range(row_count - 1):
-            rows.extend(self.take(width))
-        return rows
 
     def give_back(self, blocks: array[int]) -> None:
         """Puts blocks that no prompt can hit on the empty stack; the next `take` hands them out in this order."""
@@ -140,13 +137,15 @@ class Blocks:
     def evict_from(self, namespace: Namespace, count: int) -> None:
         """Evicts so many cached blocks of one namespace, or somewhat more."""
         assert namespace.queue is not None, "only namespaces with a limit have their own queue"
+        before = self.evicted_count
         self._evict(count, namespace.queue)
+        self.quota_evicted_count += self.evicted_count - before
 
     def drop(self, namespace: Namespace | None) -> int:
         """Empties all cached blocks, of one namespace or of all; returns how many."""
         before, evicted = self.cached_count, self.evicted_count
         if namespace is None:
-            self._evict(self.cached_count)
+            self._evict(self.cached_count, self.queue)
         elif namespace.queue is not None:
             self._evict(namespace.cached_count, namespace.queue)
         else:  # it has a queue of its own for as long as this takes
@@ -172,14 +171,20 @@ class Blocks:
             self.dropped(entry.scope, evicted)
 
     def _evict(self, count: int, queue: Candidates | None = None) -> None:
+        """Evicts so many blocks, or somewhat more: of one queue, or of all for the room that `taker` needs."""
+        taker = self.taker if queue is None else None
         queue = queue or self.queue
         while count > 0:
             entry = queue.peek()
             assert isinstance(entry, Scoped), "there are fewer candidates than cached blocks"
-            cached = self.cached_count
+            cached, victim = self.cached_count, entry.scope.namespace
             evicted = entry.scope.manager.evict(entry, count)
             self.dropped(entry.scope, evicted)
             self.evicted_count += evicted
+            if taker is not None and taker is not victim:
+                key = victim.name, taker.name
+                self.foreign_evicted_count += evicted
+                self.foreign_evictions[key] = self.foreign_evictions.get(key, 0) + evicted
             count -= cached - self.cached_count  # also blocks useful only with these
 
     def check_counts(self) -> None:

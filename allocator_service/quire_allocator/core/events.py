@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Final, NamedTuple
 
 # `Event` names this class: with an import for type checkers only, its compiled module could not be the first to load.
@@ -81,6 +81,7 @@ class EventLog:
         self.digest_bytes_max = DIGEST_BYTES_KEPT_MAX
         self.step = 0
         self.last_cursor = 0
+        self.removed_count = 0  # records of `removed`
         self._recorded: list[_Record] = []
         self._recorded_bytes = 0
         self._kept: deque[_Record] = deque()
@@ -99,6 +100,7 @@ class EventLog:
         if len(source) > 2 * (end - start):
             source, start, end = source[start:end], 0, end - start
         self._recorded.append((self.step, _REMOVED, scope, b"", first_position, source, start, end))
+        self.removed_count += 1
         self._recorded_bytes += end - start
 
     def discard(self) -> None:
@@ -141,6 +143,16 @@ class EventLog:
             if scope in found or len(found) < scope_count_max:
                 found.setdefault(scope, bytearray()).extend(digest)
         return found, sum(map(len, found.values())) < len(left) * DIGEST_BYTES
+
+    def latest_removed(self, count: int) -> list[_Record]:
+        """Returns the latest removals, the latest first, at most so many: published ones too, if they are kept."""
+        found: list[_Record] = []
+        for event in chain(reversed(self._recorded), reversed(self._kept)):
+            if len(found) == count:
+                break
+            if event[1] is _REMOVED:
+                found.append(event)
+        return found
 
     def untold(self, namespace: str) -> set[bytes]:
         """Returns digests stored by steps whose answers may have been lost. They must not be reported to readers

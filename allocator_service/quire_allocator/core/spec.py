@@ -90,6 +90,7 @@ class PoolSpec:
             own block where a commit finds the digest published already. No group keeps states.
         first_block_id: the lowest block id; the others follow.
         tells_removed: the answer to each step says which digests left the index.
+        block_bytes: of one block, for metrics alone; 0 where the owner does not say.
     """
 
     block_count: int
@@ -104,6 +105,7 @@ class PoolSpec:
     append_only: bool = False
     first_block_id: int = 0
     tells_removed: bool = False
+    block_bytes: int = 0
 
     @property
     def block_id_end(self) -> int:

@@ -12,15 +12,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from quire._serving.logs import dropped_lines
 
-from quire_allocator.core.ownership.directory import Directory
-from quire_allocator.core.readers import retention
+from quire_allocator.core.ownership.directory import Directory, Ownership
+from quire_allocator.core.readers import retention, usage
 from quire_allocator.core.spec import Result
-from quire_allocator.metrics.counters import Counters
+from quire_allocator.metrics.block_sample import OUTCOMES, SIZES
+from quire_allocator.metrics.counters import Counters, PoolCounters
 
 METRIC_NAMES = frozenset(
     {
         "quire_allocator_blocks",
         "quire_allocator_group_blocks",
+        "quire_allocator_group_bytes",
         "quire_allocator_sequences",
         "quire_allocator_pools",
         "quire_allocator_sessions",
@@ -29,6 +31,18 @@ METRIC_NAMES = frozenset(
         "quire_allocator_step_seconds",
         "quire_allocator_prefix_tokens_total",
         "quire_allocator_granted_blocks_total",
+        "quire_allocator_short_blocks_total",
+        "quire_allocator_sampled_tokens_total",
+        "quire_allocator_what_if_tokens_total",
+        "quire_allocator_block_lifetime_seconds",
+        "quire_allocator_block_idle_seconds",
+        "quire_allocator_block_reuse_gap_seconds",
+        "quire_allocator_saved_blocks",
+        "quire_allocator_foreign_evictions_total",
+        "quire_allocator_recovery_seconds",
+        "quire_allocator_recovered_blocks_total",
+        "quire_allocator_recovered_sequences_total",
+        "quire_allocator_state_disagreements_total",
         "quire_allocator_evictions_total",
         "quire_allocator_dropped_blocks_total",
         "quire_allocator_copies_total",
@@ -56,6 +70,12 @@ class AllocatorCollector(Collector):
         yield from self._process()
         yield from self._pool_gauges()
         yield from self._pool_counters()
+        yield from self._evictions()
+        yield from self._recoveries()
+        yield from self._sampled()
+
+    def _counted(self) -> Iterator[tuple[Ownership, PoolCounters]]:
+        return ((owner, self._counters.seen(owner.name)) for owner in self._directory.open_pools())
 
     def _process(self) -> Iterator[Metric]:
         owners = self._directory.open_pools()
@@ -92,20 +112,34 @@ class AllocatorCollector(Collector):
             "Blocks of the groups of one specification: held, cached to be hit (kept), or only until needed (spare).",
             labels=["pool", "group", "state"],
         )
+        group_bytes = GaugeMetricFamily(
+            "quire_allocator_group_bytes",
+            "Bytes of `quire_allocator_group_blocks`, of pools whose owner says how many a block has.",
+            labels=["pool", "group", "state"],
+        )
         sequences = GaugeMetricFamily("quire_allocator_sequences", "Live sequences.", labels=["pool"])
+        saved = GaugeMetricFamily(
+            "quire_allocator_saved_blocks",
+            "Blocks more that sequences would hold if none were shared.",
+            labels=["pool"],
+        )
         for owner in self._directory.open_pools():
             pool = owner.pool
             blocks.add_metric([owner.name, "empty"], pool.blocks.empty_count)
             blocks.add_metric([owner.name, "cached"], pool.blocks.cached_count)
             blocks.add_metric([owner.name, "held"], pool.blocks.block_count - pool.blocks.free_count)
             for use in retention.use(pool):
-                groups.add_metric([owner.name, use.name, "held"], use.held)
-                groups.add_metric([owner.name, use.name, "kept"], use.kept)
-                groups.add_metric([owner.name, use.name, "spare"], use.spare)
+                for state, count in (("held", use.held), ("kept", use.kept), ("spare", use.spare)):
+                    groups.add_metric([owner.name, use.name, state], count)
+                    if owner.spec.block_bytes:
+                        group_bytes.add_metric([owner.name, use.name, state], count * owner.spec.block_bytes)
             sequences.add_metric([owner.name], len(pool.sequences))
+            saved.add_metric([owner.name], max(0, usage.table_entry_count(pool) - usage.held_count(pool)))
         yield blocks
         yield groups
+        yield group_bytes
         yield sequences
+        yield saved
 
     def _pool_counters(self) -> Iterator[Metric]:
         operations = CounterMetricFamily(
@@ -121,13 +155,19 @@ class AllocatorCollector(Collector):
             labels=["pool", "outcome"],
         )
         granted = CounterMetricFamily("quire_allocator_granted_blocks", "Blocks granted.", labels=["pool"])
-        evictions = CounterMetricFamily("quire_allocator_evictions", "Cached blocks granted anew.", labels=["pool"])
+        short = CounterMetricFamily(
+            "quire_allocator_short_blocks",
+            "Blocks that refused grows were short of, by result.",
+            labels=["pool", "code"],
+        )
         dropped = CounterMetricFamily(
             "quire_allocator_dropped_blocks", "Cached blocks that were to be forgotten.", labels=["pool"]
         )
         copies = CounterMetricFamily("quire_allocator_copies", "Copy-on-write copies ordered.", labels=["pool"])
-        for owner in self._directory.open_pools():
-            name, pool, numbers = owner.name, owner.pool, self._counters.seen(owner.name)
+        for owner, numbers in self._counted():
+            name, pool = owner.name, owner.pool
+            for result, count in list(numbers.short_blocks.items()):
+                short.add_metric([name, Result(result).name], count)
             for (operation, result), count in list(numbers.operations.items()):
                 operations.add_metric([name, operation, Result(result).name], count)
             steps.add_metric([name], numbers.step_count)
@@ -137,7 +177,90 @@ class AllocatorCollector(Collector):
             tokens.add_metric([name, "returned"], pool.returned_token_count)
             tokens.add_metric([name, "returned_hit"], pool.returned_matched_token_count)
             granted.add_metric([name], pool.granted_block_count)
-            evictions.add_metric([name], pool.blocks.evicted_count)
             dropped.add_metric([name], pool.blocks.dropped_count)
             copies.add_metric([name], pool.copy_count)
-        yield from (operations, steps, seconds, tokens, granted, evictions, dropped, copies)
+        yield from (operations, steps, seconds, tokens, granted, short, dropped, copies)
+
+    def _evictions(self) -> Iterator[Metric]:
+        evictions = CounterMetricFamily(
+            "quire_allocator_evictions",
+            "Cached blocks evicted: for the namespace's own room, for another one's, or beyond its quota.",
+            labels=["pool", "reason"],
+        )
+        foreign = CounterMetricFamily(
+            "quire_allocator_foreign_evictions",
+            "Cached blocks of one namespace (victim) evicted for another (taker).",
+            labels=["pool", "victim", "taker"],
+        )
+        for owner, numbers in self._counted():
+            blocks = owner.pool.blocks
+            quota, other = blocks.quota_evicted_count, blocks.foreign_evicted_count
+            evictions.add_metric([owner.name, "own"], blocks.evicted_count - quota - other)
+            evictions.add_metric([owner.name, "other"], other)
+            evictions.add_metric([owner.name, "quota"], quota)
+            for (victim, taker), count in list(numbers.foreign_evictions.items()):
+                foreign.add_metric([owner.name, victim, taker], count)
+        yield from (evictions, foreign)
+
+    def _recoveries(self) -> Iterator[Metric]:
+        seconds = HistogramMetricFamily(
+            "quire_allocator_recovery_seconds",
+            "From asking an owner for its report to the pool made of it; reports of empty pools do not count.",
+            labels=["pool"],
+        )
+        blocks = CounterMetricFamily(
+            "quire_allocator_recovered_blocks",
+            "Blocks of owners' reports: all that were reported, and those of them that the pool kept.",
+            labels=["pool", "state"],
+        )
+        sequences = CounterMetricFamily(
+            "quire_allocator_recovered_sequences",
+            "Sequences of owners' reports; all continue, or the report is refused.",
+            labels=["pool"],
+        )
+        disagreements = CounterMetricFamily(
+            "quire_allocator_state_disagreements",
+            "Sessions that their owner gave up while they were open, to report its pool anew.",
+            labels=["pool"],
+        )
+        for owner, numbers in self._counted():
+            seconds.add_metric([owner.name], numbers.recovery_seconds.buckets(), numbers.recovery_seconds.sum)
+            blocks.add_metric([owner.name, "reported"], numbers.reported_block_count)
+            blocks.add_metric([owner.name, "kept"], numbers.recovered_block_count)
+            sequences.add_metric([owner.name], numbers.recovered_sequence_count)
+            disagreements.add_metric([owner.name], numbers.disagreement_count)
+        yield from (seconds, blocks, sequences, disagreements)
+
+    def _sampled(self) -> Iterator[Metric]:
+        tokens = CounterMetricFamily(
+            "quire_allocator_sampled_tokens",
+            "Tokens of new prompts, estimated from a sample of blocks: found in the cache, cut by another group,"
+            " evicted before, being computed by another prompt, or new.",
+            labels=["pool", "outcome"],
+        )
+        what_if = CounterMetricFamily(
+            "quire_allocator_what_if_tokens",
+            "Sampled tokens that pools of other sizes would have hit, if they evicted what was used least recently.",
+            labels=["pool", "size"],
+        )
+        lifetimes, idles, gaps = (
+            HistogramMetricFamily(
+                f"quire_allocator_block_{name}_seconds", f"Of sampled blocks: {text}.", labels=["pool"]
+            )
+            for name, text in (
+                ("lifetime", "from their publication to their eviction"),
+                ("idle", "from their last use by a new prompt to their eviction"),
+                ("reuse_gap", "from one use by a new prompt to the next"),
+            )
+        )
+        for owner, numbers in self._counted():
+            name, sample = owner.name, numbers.sample
+            if sample is None or not sample.tokens:
+                continue
+            for outcome, count in zip(OUTCOMES, sample.outcomes, strict=True):
+                tokens.add_metric([name, outcome], count * sample.tokens)
+            for size, count in zip(SIZES, sample.would_hit, strict=True):
+                what_if.add_metric([name, f"{size:g}"], count * sample.tokens)
+            for family, histogram in ((lifetimes, sample.lifetimes), (idles, sample.idles), (gaps, sample.gaps)):
+                family.add_metric([name], histogram.buckets(), histogram.sum)
+        yield from (tokens, what_if, lifetimes, idles, gaps)

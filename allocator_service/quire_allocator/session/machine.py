@@ -84,7 +84,7 @@ class SessionMachine:
         self._restricted = None if permissions.namespaces.are_all else permissions  # asked once a stream
         self._spec: PoolSpec | None = None
         self._report: StagedReport | None = None
-        self._report_heard = 0.0
+        self._report_heard = self._report_asked = 0.0
         sessions.streams.add(self)
 
     def receive(self, request: packed.SessionRequest, now: float) -> list[packed.SessionReply]:
@@ -157,7 +157,9 @@ class SessionMachine:
         if isinstance(older, SessionMachine):
             older.end("FENCED", "a newer stream of this owner took over")
         if not resumed:
-            self.phase = Phase.REPORTING
+            self.phase, self._report_asked = Phase.REPORTING, now
+            if self.owner.session_id:
+                self._sessions.observer.disagreed(self.owner)
             return packed.SessionReply(report_required=pb.ReportRequired())
         self.phase = Phase.OPEN
         self._sessions.observer.resumed(self.owner)
@@ -234,6 +236,8 @@ class SessionMachine:
         self.phase, self._report = Phase.OPEN, None
         self._sessions.staging.discard(self)
         self._sessions.observer.opened(owner)
+        if not staged.is_empty:
+            self._sessions.observer.recovered(owner, staged.block_count, self._report_asked)
         return packed.SessionReply(
             ready=pb.Ready(
                 session_id=owner.session_id,

@@ -38,6 +38,12 @@ class Observer(Protocol):
     def opened(self, owner: Ownership) -> None:
         """A session began: a stream's report is in force, or a unary owner opened its pool."""
 
+    def recovered(self, owner: Ownership, reported_block_count: int, asked: float) -> None:
+        """A pool was made of a report with so many blocks, which was asked for at that time; `opened` came before."""
+
+    def disagreed(self, owner: Ownership) -> None:
+        """The owner gave up a session that is still there: it reports its pool anew."""
+
     def resumed(self, owner: Ownership) -> None:
         """A session continues with a new stream."""
 

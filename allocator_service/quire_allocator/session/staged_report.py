@@ -63,6 +63,11 @@ class StagedReport:
         """Tells whether no chunk has come yet."""
         return not self._chunk_count
 
+    @property
+    def block_count(self) -> int:
+        """Counts the blocks that were reported so far; once finished, those of sequences' own included."""
+        return self._rebuild.use.block_count if self._rebuild is not None else 0
+
     def add(self, chunk: pb.ReportChunk) -> None:
         """Stages the next chunk.
 

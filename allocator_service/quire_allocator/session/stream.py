@@ -102,24 +102,25 @@ class SessionStream:
     async def _answer(self, request: packed.SessionRequest | None) -> None:
         machine = self._machine
         request = request or packed.SessionRequest()
-        started = time.perf_counter()
+        started, now = time.perf_counter(), self._service.clock()
         if machine.phase is Phase.REPORTING and request.HasField("report_end"):
             with _collection_paused():
-                replies = machine.receive(request, self._service.clock())
+                replies = machine.receive(request, now)
         else:
-            replies = machine.receive(request, self._service.clock())
+            replies = machine.receive(request, now)
         seconds = time.perf_counter() - started
-        applied, numbers = machine.applied, None
-        if applied is not None and machine.owner is not None:  # looked up now: the pool may be gone after the write
-            numbers = self._service.counters.of(machine.owner.name)
+        applied, owner, counted = machine.applied, machine.owner, None
+        if applied is not None and owner is not None:  # looked up now: the pool may be gone after the write
+            counted = self._service.counters.of(owner.name), owner.pool
         if self._beating is not None and machine.phase is not Phase.REPORTING:
             await self._stop_beating()
         try:
             for reply in replies:
                 await self._write(reply)
         finally:  # counted after the write, for which the owner waits, and even where the write fails
-            if applied is not None and numbers is not None:
-                numbers.observe_step(applied, replies[0].step_reply, seconds)
+            if applied is not None and counted is not None:
+                numbers, pool = counted
+                numbers.observe_step(pool, applied, replies[0].step_reply, seconds, now)
                 machine.applied = None
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())

@@ -189,6 +189,7 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         field="first_block_id",
     )
     _in_range("first_block_id", spec.first_block_id, 0, limits.FIRST_BLOCK_MAX)
+    _in_range("block_bytes", spec.block_bytes, 0, limits.BLOCK_BYTES_MAX)
     groups = tuple(map(_group_spec, spec.groups))
     smallest = min(group.block_size for group in groups)
     odd = [group.block_size for group in groups if group.block_size % smallest]
@@ -213,6 +214,7 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         APPEND_ONLY in asked,
         spec.first_block_id,
         TELLS_REMOVED in asked,
+        spec.block_bytes,
     )
 
 
@@ -269,6 +271,7 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
         chunk_token_count_max=spec.chunk_token_count_max,
         features=_features_of(spec),
         first_block_id=spec.first_block_id,
+        block_bytes=spec.block_bytes,
     )
 
 

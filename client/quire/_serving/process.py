@@ -59,6 +59,23 @@ def allow_open_files() -> int:
     return allowed
 
 
+def check_ready_file(path: str | None) -> None:
+    """Looks whether a ready file can be written, before what takes minutes; does nothing without a path.
+
+    Raises:
+        UsageError: something else than a file is there, or its folder is missing or closed to this user.
+    """
+    if path is None:
+        return
+    target = Path(path)
+    # A new file replaces what is there: as root it would replace /dev/null for the whole machine.
+    if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
+        raise UsageError(f"cannot write the ready file {path}: there is something that is no regular file")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        what = "not writable" if target.parent.is_dir() else "no folder"
+        raise UsageError(f"cannot write the ready file {path}: {target.parent} is {what}")
+
+
 def write_ready_file(path: str | None, **values: object) -> None:
     """Tells a supervisor the addresses in use, as JSON, in one atomic step; nothing without a path.
 
@@ -67,6 +84,7 @@ def write_ready_file(path: str | None, **values: object) -> None:
     """
     if path is None:
         return
+    check_ready_file(path)
     # A name that nobody can have put a link in the place of.
     temporary = Path(f"{path}.{secrets.token_hex(8)}")
     try:

@@ -17,7 +17,7 @@ from quire._serving.calls import HEALTH_CALLS_MAX, CallInterceptor
 from quire._serving.listening import require_safe
 from quire._serving.metrics import MetricsServer
 from quire._serving.probes import Probes
-from quire._serving.process import allow_open_files, write_ready_file
+from quire._serving.process import allow_open_files, check_ready_file, write_ready_file
 from quire._serving.process_series import registry_of
 from quire._serving.rpc import Authorize, permit_as_certified, permit_everything
 from quire._serving.tls import ServerTls
@@ -88,6 +88,7 @@ def check_options(options: argparse.Namespace) -> tuple[str | None, ServerTls | 
     """
     token, tls = read_token(options.token_file), read_tls(options)
     known = token is not None or (tls is not None and tls.verifies_clients)
+    check_ready_file(options.ready_file)
     if is_unix(options.metrics):
         raise UsageError(f"--metrics {options.metrics}: Prometheus scrapes no Unix socket; write host:port")
     for option, address, what in (

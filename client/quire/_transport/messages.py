@@ -9,7 +9,8 @@ from typing import Any, TypeVar, cast
 from google.protobuf.message import Message
 
 from quire import types, views
-from quire._transport.ranges import UINT32, check, check_field, shown
+from quire._numbers import shown
+from quire._transport.ranges import UINT32, check, check_field
 from quire.errors import InvalidArgumentError, Reason
 from quire.protocol.features import APPEND_ONLY, FIRST_BLOCK_ID, TELLS_REMOVED
 from quire.protocol.limits import PROTOCOL_VERSION, REQUEST_ID_CHARACTERS_MAX
@@ -95,6 +96,7 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
         "watermark_block_count": spec.watermark_block_count,
         "chunk_token_count_max": spec.chunk_token_count_max,
         "first_block_id": spec.first_block_id,
+        "block_bytes": spec.block_bytes,
     }
     return fill(message, reason=Reason.MALFORMED, **counts)
 

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from quire._numbers import shown
 from quire.errors import InvalidArgumentError, Reason
 from quire.v1.worker_pb2 import SamplingParams
 
@@ -110,11 +111,3 @@ def _is_number(value: Any, allowed: Range) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def shown(value: object) -> str:
-    """Returns a value as its caller wrote it, cut after 80 characters."""
-    try:
-        return f"{value!r:.80}"
-    except ValueError:  # Python writes no integer of more than 4,300 digits
-        return "a number of thousands of digits"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numbers import Real
 from typing import Final
 
-from quire._transport.ranges import shown
+from quire._numbers import shown
 from quire.errors import InvalidArgumentError, Reason
 
 TIMEOUT_S_MAX: Final = 1e8  # three years; gRPC treats much longer ones as no timeout

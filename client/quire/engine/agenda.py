@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
+from quire._numbers import require_integer, shown
 from quire.engine.operations import Admission, Commit, Fork, Grow, Operations
 from quire.engine.sequence import EngineSequence, Refusal
 from quire.errors import InternalError, ResourceExhaustedError
@@ -27,6 +28,7 @@ from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepO
 from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 from quire.types import GroupKind, PoolSpec
 
+_UINT32_MAX = 2**32 - 1
 LATER = frozenset({Result.NO_SPACE, Result.PENDING, Result.QUOTA})  # what others hold or compute now
 
 
@@ -91,14 +93,26 @@ class Agenda:
         namespace: str,
         token_count_max: int | None,
         *,
+        priority: int = 0,
+        defer_token_count: int = 0,
+        is_return: bool = False,
         root: bytes | None = None,
     ) -> Admission:
         """Returns a prompt that asks to be admitted, with the digests of all that it may share.
 
         Raises:
-            ValueError: there is no token, or `token_count_max` is below their number.
+            ValueError: there is no token, `token_count_max` is below their number, or a number is out of its range.
             OverflowError: a token has more than 32 bits.
+            TypeError: a token or a number is no integer, or the namespace no text.
         """
+        require_integer("priority", priority, 0, _UINT32_MAX)
+        require_integer("defer_token_count", defer_token_count, 0, _UINT32_MAX)
+        if token_count_max is not None:
+            require_integer("token_count_max", token_count_max, 1, _UINT32_MAX)
+        if not isinstance(namespace, str):
+            raise TypeError(f"namespace must be a text, not {shown(namespace)}")
+        if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):
+            raise TypeError(f"tokens must be integers, not {shown(tokens)}")
         known = list(array("i", tokens))
         if not known:
             raise ValueError("a prompt has at least one token")
@@ -108,10 +122,11 @@ class Agenda:
             root = root_digest(
                 fingerprint=self._spec.model_fingerprint, layout=self._spec.cache_layout, namespace=namespace
             )
-        sequence = EngineSequence(self, 0, known, namespace, token_count_max or 2**32 - 1)
+        sequence = EngineSequence(self, 0, known, namespace, token_count_max or _UINT32_MAX)
         sequence._chain = DigestChain(root, self._spec.block_size)
         shareable = (len(known) - 1) // self._spec.block_size * self._spec.block_size
-        admission = Admission(sequence, sequence._chain.copy().extend(known[:shareable]))
+        digests = sequence._chain.copy().extend(known[:shareable])
+        admission = Admission(sequence, digests, priority, defer_token_count, bool(is_return))
         self._admissions.append(admission)
         return admission
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple, Protocol
 
+from quire._numbers import require_integer
 from quire.hashing import DigestChain
 from quire.protocol.outcomes import NULL_BLOCK, Result
 from quire.types import GroupKind, GroupSpec
@@ -149,11 +150,11 @@ class EngineSequence:
         """Notes that all its tokens are computed, and adds the one that was sampled from them.
 
         Raises:
-            ValueError: the token is no number of 32 bits, or there was no room to compute its tokens.
+            ValueError: the token has more than 32 bits, or there was no room to compute its tokens.
+            TypeError: the token is no integer.
             RuntimeError: it was freed, or must wait for the next turn.
         """
-        if not -TOKEN_MAX - 1 <= token <= TOKEN_MAX:
-            raise ValueError(f"{token} is no token: it has more than 32 bits")
+        require_integer("token", token, -TOKEN_MAX - 1, TOKEN_MAX)
         self.advance(len(self.tokens))
         self.tokens.append(token)
 
@@ -162,8 +163,10 @@ class EngineSequence:
 
         Raises:
             ValueError: so many are not known, have no room, or fewer than were computed already.
+            TypeError: it is no integer.
             RuntimeError: it was freed, or must wait for the next turn.
         """
+        require_integer("token_count", token_count)
         if not self.is_live:
             raise RuntimeError(f"sequence {self.id} was freed")
         if not self.computed <= token_count <= min(len(self.tokens), self.room):

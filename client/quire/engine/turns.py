@@ -100,13 +100,14 @@ class AsyncEngine:
         Raises:
             NotAdmittedError: it gets no blocks; its `refusal` says why.
             SessionLostError: the pool is empty, and every sequence gone: what is wanted of it must be admitted again.
-            ValueError, OverflowError: the tokens are none, or have more than 32 bits.
+            ValueError, OverflowError, TypeError: a token or a number is none, or out of its range.
             QuireError: the allocator refused the step.
         """
         agenda = self._agenda
-        admission = agenda.new_admission(tokens, namespace, token_count_max, root=root)
-        admission.priority, admission.defer_token_count = priority, defer_token_count
-        admission.is_return = is_return
+        admission = agenda.new_admission(
+            tokens, namespace, token_count_max,
+            priority=priority, defer_token_count=defer_token_count, is_return=is_return, root=root,
+        )  # fmt: skip
         try:
             while admission.answer is None:
                 if self._under_way is None:
@@ -189,7 +190,7 @@ class AsyncEngine:
         except SessionLostError:
             self._agenda.lose()
             raise
-        except (QuireError, ValueError) as error:
+        except (QuireError, ValueError, TypeError) as error:
             if not self._agenda.fail(error):
                 raise
         else:

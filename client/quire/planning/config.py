@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from quire._numbers import require_integer
 from quire.planning.fields import ConfigError, Fields
 from quire.planning.kinds import LayerKind, layer_kinds
 from quire.planning.specs import ELEMENT_BYTES, LayerSpec, element_bytes_of
@@ -86,8 +87,9 @@ def read_config(
         ConfigError: a field is missing, is not understood, or does not divide by the ranks.
         ValueError: a dtype is unknown, or there are no ranks.
     """
-    if tensor_parallel < 1:
-        raise ValueError(f"there must be at least 1 tensor-parallel rank, not {tensor_parallel}")
+    require_integer("tensor_parallel", tensor_parallel, 1)
+    if state_ranks is not None:
+        require_integer("state_ranks", state_ranks, 1)
     fields = Fields.of(config)
     for name, what in REFUSED.items():
         if fields.has(name):

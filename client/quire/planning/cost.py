@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from quire._numbers import require_integer, require_share
 from quire.planning.family import Family
 from quire.planning.layout import Layout
 from quire.planning.specs import LayerSpec
@@ -38,6 +39,7 @@ EDGE_TOKENS_WITH_STATES: Final = 64
 
 def lengths_up_to(token_count_max: int) -> tuple[int, ...]:
     """Returns the lengths to judge a layout by: 256, each four times the one before, and the maximum itself."""
+    require_integer("token_count_max", token_count_max, 1)
     lengths = [LENGTH_MIN]
     while lengths[-1] * 4 < token_count_max:
         lengths.append(lengths[-1] * 4)
@@ -68,10 +70,7 @@ class Prices:
         self, layers: Sequence[LayerSpec], *, token_count_max: int = 32_768, group_cost: float = GROUP_COST
     ) -> None:
         """Takes all layers, and what one group is worth as a share of bytes: 0.01 is 1 %."""
-        if token_count_max < 1:
-            raise ValueError(f"the longest sequence must be at least 1 token, not {token_count_max}")
-        if not 0 <= group_cost <= 1:
-            raise ValueError(f"cost of a group {group_cost} must be a share from 0 to 1")
+        require_share("group_cost", group_cost)
         self._group_cost = group_cost
         own = [layer for layer in layers if layer.shared_with is None]
         self._live_bytes = {

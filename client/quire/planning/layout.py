@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
+from quire._numbers import require_integer
 from quire.planning.family import Family, Run
 from quire.planning.specs import STATE_ALIGNMENT_BYTES, LayerSpec
 from quire.types import GroupKind, GroupSpec
@@ -136,14 +137,19 @@ class Layout:
 
     def blocks_needed(self, token_count: int, pass_token_count: int = 1) -> int:
         """Blocks of all groups that a sequence holds while the last `pass_token_count` of its tokens are computed."""
+        require_integer("token_count", token_count)
+        require_integer("pass_token_count", pass_token_count)
         return sum(f.group_count * f.block_count(token_count, pass_token_count) for f in self.families)
 
     def blocks_peak(self, token_count: int, pass_token_count: int = 1) -> int:
         """Returns the most blocks that a sequence holds at any time until it has `token_count` tokens."""
+        require_integer("token_count", token_count)
+        require_integer("pass_token_count", pass_token_count)
         return sum(f.group_count * f.block_count_peak(token_count, pass_token_count) for f in self.families)
 
     def padding_share(self, token_count: int) -> float:
         """Returns the share of the bytes of a sequence of this length that no token or state can ever use."""
+        require_integer("token_count", token_count, 1)
         padding = sum(family.block_count(token_count) * family.padding_bytes for family in self.families)
         return padding / (self.blocks_needed(token_count) * self.page_bytes)
 
@@ -154,6 +160,7 @@ class Layout:
     def unused_share(self, token_count: int) -> float:
         """Returns padding, and slots of blocks that hold no token in use: past the sequence's end, or before its
         window."""
+        require_integer("token_count", token_count, 1)
         live = sum(family.live_bytes(token_count) for family in self.families)
         return 1 - live / (self.blocks_needed(token_count) * self.page_bytes)
 

@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 from typing import Final
 
+from quire._numbers import LARGEST, require_integer, require_share
 from quire.planning.layout import Layout
 
 BYTES_OF_UNIT: Final = {
@@ -24,7 +25,7 @@ BYTES_OF_UNIT: Final = {
     "GB": 10**9,
     "TB": 10**12,
 }
-UNBOUNDED_TOKENS: Final = 1 << 62
+UNBOUNDED_TOKENS: Final = LARGEST
 TOKENS_OF_UNIT: Final = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
@@ -59,12 +60,11 @@ def blocks_for(layout: Layout, memory_bytes: int, *, utilization: float = 1.0, u
     Raises:
         ValueError: an argument is out of range, or not even one block fits.
     """
-    if not 0 < utilization <= 1:
+    require_share("utilization", utilization)
+    if not utilization:
         raise ValueError(f"utilization must be above 0 and at most 1, not {utilization}")
-    if memory_bytes < 1:
-        raise ValueError(f"memory_bytes must be at least 1, not {memory_bytes}")
-    if used_bytes < 0:
-        raise ValueError(f"used_bytes must be 0 or more, not {used_bytes}")
+    require_integer("memory_bytes", memory_bytes, 1)
+    require_integer("used_bytes", used_bytes)
     free_bytes = int(memory_bytes * Fraction(str(utilization)) - used_bytes)
     block_count = free_bytes // layout.page_bytes
     if block_count < 1:
@@ -80,6 +80,7 @@ def longest_sequence(layout: Layout, block_count: int) -> int | None:
 
     A sequence without full attention grows no further than its windows and states.
     """
+    require_integer("block_count", block_count)
     if layout.blocks_peak(UNBOUNDED_TOKENS) <= block_count:
         return None
     fits, too_long = 0, UNBOUNDED_TOKENS

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from quire._numbers import require_integer
 from quire.planning.cost import GROUP_COST, Prices
 from quire.planning.dividing import Divisions, alike, by_size
 from quire.planning.family import Family
@@ -61,9 +62,11 @@ def plan_layout(
     Raises:
         ValueError: no layer keeps anything, or an argument is out of range.
     """
-    for name, value in (("block_size", block_size), ("group_count_max", group_count_max)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
+    require_integer("block_size", block_size, 1)
+    require_integer("block_size_max", block_size_max)
+    require_integer("group_count_max", group_count_max, 1)
+    if checkpoint_tokens is not None:
+        require_integer("checkpoint_tokens", checkpoint_tokens, 1)
     own = _own(layers)
     prices = Prices(own, token_count_max=token_count_max, group_cost=group_cost)
     sizes = [block_size]
@@ -93,6 +96,7 @@ def smallest_count_layout(layers: Iterable[LayerSpec], *, block_size: int = BLOC
     Raises:
         ValueError: no layer keeps anything.
     """
+    require_integer("block_size", block_size, 1)
     together = alike(_own(layers))
     if len(together) == 1 and together[0][0].kind is not GroupKind.STATE:
         page_bytes = block_size * sum(layer.token_bytes for layer in together[0])
@@ -113,6 +117,8 @@ def smallest_count_layout(layers: Iterable[LayerSpec], *, block_size: int = BLOC
 
 def full_attention_bytes(layers: Iterable[LayerSpec], token_count: int, *, block_size: int = BLOCK_SIZE) -> int:
     """Bytes of one sequence if every layer kept every token: one group, windows ignored; states as they are."""
+    require_integer("token_count", token_count)
+    require_integer("block_size", block_size, 1)
     padded = -(-token_count // block_size) * block_size
     return sum(layer.state_bytes + padded * layer.token_bytes for layer in layers if layer.shared_with is None)
 

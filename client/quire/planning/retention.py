@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import enum
 
+from quire._numbers import require_integer
 from quire.planning.family import Family
 from quire.planning.layout import Layout
 from quire.types import GroupKind
@@ -37,7 +38,12 @@ class Retention(enum.StrEnum):
 
 
 def chat_block_count(layout: Layout, token_count: int, retention: Retention) -> int:
-    """Counts the blocks of all groups that stay of one idle chat of so many tokens."""
+    """Counts the blocks of all groups that stay of one idle chat of so many tokens.
+
+    Raises:
+        ValueError: a chat of less than one token.
+    """
+    require_integer("token_count", token_count, 1)
     return sum(f.group_count * _block_count(layout, f, token_count, retention) for f in layout.families)
 
 
@@ -47,8 +53,7 @@ def chats_kept(layout: Layout, block_count: int, token_count: int, retention: Re
     Raises:
         ValueError: a chat of less than one token.
     """
-    if token_count < 1:
-        raise ValueError(f"token_count must be at least 1, not {token_count}")
+    require_integer("block_count", block_count)
     return block_count // chat_block_count(layout, token_count, retention)
 
 

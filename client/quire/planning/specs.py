@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from quire._numbers import require_integer
 from quire.types import GroupKind
 
 STATE_ALIGNMENT_BYTES: Final = 256  # where each state starts, for wide loads
@@ -55,7 +56,8 @@ class LayerSpec:
         shared_with: index of the layer whose keys and values this one reads; it then takes no pages.
 
     Raises:
-        ValueError: a size is missing, or is given to a kind that has none.
+        ValueError: a size is missing, negative, or given to a kind that has none.
+        TypeError: one is no integer.
     """
 
     layer: int
@@ -69,6 +71,11 @@ class LayerSpec:
     shared_with: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("layer", "kv_head_count", "head_dim", "element_bytes", "window", "state_bytes"):
+            require_integer(name, getattr(self, name))
+        for name in ("value_head_dim", "shared_with"):
+            if getattr(self, name) is not None:
+                require_integer(name, getattr(self, name))
         windowed = self.kind in {GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL}
         if windowed != (self.window > 0):
             raise ValueError(f"layer {self.layer}: {self.kind.name} with a window of {self.window} tokens")

@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Final, SupportsIndex
 
+from quire._numbers import shown
+
 IS_LITTLE_ENDIAN: Final = sys.byteorder == "little"
 _UINT32: Final = array("I")
 _UINT64: Final = array("Q")
@@ -88,7 +90,6 @@ def _refuse(code: str, numbers: Sequence[object], name: str) -> None:
     what = f"{name or 'a number'} must be an integer from 0 to {2**bits - 1}, not"
     for number in numbers:
         if not isinstance(number, SupportsIndex) or (name and isinstance(number, bool)):
-            raise TypeError(f"{what} {number!r:.80}")
+            raise TypeError(f"{what} {shown(number)}")
         if not 0 <= number.__index__() < 1 << bits:
-            shown = f"{number!r:.80}" if number.__index__().bit_length() < 256 else "a number of more than 256 bits"
-            raise ValueError(f"{what} {shown}")
+            raise ValueError(f"{what} {shown(number)}")

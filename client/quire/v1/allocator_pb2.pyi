@@ -298,6 +298,7 @@ class PoolSpec(_message.Message):
     CHUNK_TOKEN_COUNT_MAX_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
     """Physical blocks, shared by all groups, 1 to 16,777,216. The blocks of all pools together are limited too:
     RESOURCE_EXHAUSTED / LIMIT.
@@ -321,6 +322,8 @@ class PoolSpec(_message.Message):
     """Id of the first block, for engines that keep lower ones to themselves, such as a page 0 for padding: ids are
     first_block_id <= id < first_block_id + block_count. At most 65,536; 0 otherwise. Needs the feature "first-block-id".
     """
+    block_bytes: _builtins.int
+    """Bytes of a block in the owner's memory, for metrics alone, at most 2^40; 0 where it does not say."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSpec]:
         """At least one group. All blocks of a pool have the same size in bytes, whatever their group; a block belongs to one
@@ -360,10 +363,11 @@ class PoolSpec(_message.Message):
         chunk_token_count_max: _builtins.int = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
         first_block_id: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "cache_layout", b"cache_layout", "chunk_token_count_max", b"chunk_token_count_max", "eviction_policy", b"eviction_policy", "features", b"features", "first_block_id", b"first_block_id", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "retention", b"retention", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "cache_layout", b"cache_layout", "chunk_token_count_max", b"chunk_token_count_max", "eviction_policy", b"eviction_policy", "features", b"features", "first_block_id", b"first_block_id", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "retention", b"retention", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

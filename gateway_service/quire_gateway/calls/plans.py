@@ -154,8 +154,8 @@ def plan_of(
     elif own is None:
         raise unsupported(
             "tools",
-            "need a tool_choice of 'none', 'required' or one function: nobody knows how this model writes calls, until"
-            " the server is started with --tool-call-format",
+            "need a tool_choice of 'none', 'required' or one function: how this model writes calls is unknown, unless"
+            " the server's operator names a format",
         )
     else:
         form = replace(own, marks=(*marks, *own.marks))

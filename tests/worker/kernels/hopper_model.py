@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from quire_kernels.shared.prefill_tiles import keys_of_block, piece_of_turn, tiles_of_keys, turns_of_program
+from quire_kernels.shared.prefill_tiles import keys_of_block, tiles_of_keys, unit_of_piece
 from quire_kernels.shared.work_units import divide_work_reference
 
-keys_of_block, tiles_of_keys, piece_of_turn, turns_of_program = (
-    function.fn for function in (keys_of_block, tiles_of_keys, piece_of_turn, turns_of_program)
-)
+keys_of_block, tiles_of_keys, unit_of_piece = (f.fn for f in (keys_of_block, tiles_of_keys, unit_of_piece))
 
 
 class Sizes(NamedTuple):
@@ -19,7 +17,6 @@ class Sizes(NamedTuple):
     group: int  # query heads of a KV head
     block_m: int
     block_n: int
-    programs: int
     causal: bool
     window_left: int
 
@@ -42,18 +39,16 @@ def attend(
     units, indptr = divide_work_reference(
         torch.zeros_like(row_counts), row_counts, unit_target=None, size_min=sizes.block_m, alignment=1, units_min=0
     )
-    for program in range(sizes.programs):
-        for turn in range(turns_of_program(indptr[-1] * kv_heads, program, sizes.programs)):
-            number = piece_of_turn(turn, program, sizes.programs)
-            index, row_start, row_stop, _ = units[indptr[-1] - 1 - number // kv_heads]
-            head = number % kv_heads
-            rows = torch.arange(row_start, row_stop)
-            q = requests[index].q[rows // group, head * group + rows % group]
-            out, lse = _attend_piece(requests[index], q, rows, (k[:, :, head], v[:, :, head]), sizes)
-            for row in range(row_start, row_stop):
-                for result, value in zip(results[index], (out, lse), strict=True):
-                    assert result[row // group, head * group + row % group].isnan().all(), "written twice"
-                    result[row // group, head * group + row % group] = value[row - row_start]
+    for number in range(indptr[-1] * kv_heads):
+        index, row_start, row_stop, _ = units[unit_of_piece(number, indptr[-1], kv_heads)]
+        head = number % kv_heads
+        rows = torch.arange(row_start, row_stop)
+        q = requests[index].q[rows // group, head * group + rows % group]
+        out, lse = _attend_piece(requests[index], q, rows, (k[:, :, head], v[:, :, head]), sizes)
+        for row in range(row_start, row_stop):
+            for result, value in zip(results[index], (out, lse), strict=True):
+                assert result[row // group, head * group + row % group].isnan().all(), "written twice"
+                result[row // group, head * group + row % group] = value[row - row_start]
     return results
 
 

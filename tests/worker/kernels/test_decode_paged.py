@@ -82,6 +82,12 @@ def test_a_sink_counts_once_however_many_units_there_are(lengths: list[int], dev
     scene.check_decode(sinks=scene.numbers(4) * 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ratio", [1, 3, 7, 20])
+def test_units_of_any_ratio_of_heads_are_merged(ratio: int, dtype: torch.dtype, device: torch.device) -> None:
+    Scene([0, 530, 3], heads=2 * ratio, kv_heads=2, dtype=dtype, device=device).check_decode()
+
+
 def test_a_request_without_keys_gives_zeros_and_minus_infinity(device: torch.device) -> None:
     out, lse = (scene := Scene([0, 5, 0], device=device)).decode(scene.options())
     assert out[[0, 2]].eq(0).all()

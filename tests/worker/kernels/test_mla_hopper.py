@@ -18,7 +18,7 @@ from .test_mla_paged import latents_match
 
 
 def copied_rows(page_ids: list[int], start: int, stop: int, page_size: int) -> list[list[int]]:
-    """Rows of the cache in the buffer of each tile of a unit, as `copy_pairs` computes them."""
+    """Rows of the cache in the buffer of each tile of a unit, as `copy_items` computes them."""
     rows, box_rows = [], min(page_size, KEYS)
     for tile in range(-(-(stop - start) // KEYS)):
         buffer: list[int] = []
@@ -73,6 +73,8 @@ def test_it_is_chosen_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not fits(ckv=torch.zeros(3 * 16 * 576 + 1, dtype=torch.bfloat16)[1:].view(3, 16, 576)[..., :512])
     assert not fits(ckv=torch.zeros(3, 8, 512, dtype=torch.bfloat16))
     assert not fits(ckv=torch.zeros(3, 48, 512, dtype=torch.bfloat16))
+    assert fits(q_nope=torch.zeros(128, 2, 512, dtype=torch.bfloat16).transpose(0, 1))
+    assert not fits(q_nope=torch.zeros(2, 128, 516, dtype=torch.bfloat16)[..., :512])  # rows are not aligned
     assert not fits(q_nope=torch.zeros(2, 128, 512), ckv=torch.zeros(3, 16, 512))
     monkeypatch.setenv(mla_hopper.SWITCH, "0")
     assert not fits()

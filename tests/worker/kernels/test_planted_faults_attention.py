@@ -73,7 +73,7 @@ def prefills_ragged(device: torch.device) -> None:
 
 
 def divides(device: torch.device) -> None:
-    first, last = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 0, 64, 0], [700, 0, 100, 31]))
+    first, last = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 0, 64, 0], [640, 0, 100, 31]))
     how = {"unit_target": 7, "size_min": 32, "alignment": 32, "units_min": 1}
     work = work_units.divide_work(first, last, **how)
     rows, indptr = work_units.divide_work_reference(first, last, **how)
@@ -183,15 +183,17 @@ FAULTS: list[tuple[Fault, Check]] = [
          decodes([30])),
         ("decode_paged", "every unit starts at the first key", "start = tl.load(units + unit * 4 + 1)",
          "start = tl.load(units + unit * 4 + 1) * 0", decodes([700])),
-        ("work_units", "units are not aligned", "(size + step - 1) // step * step, ",
-         "size, ", divides),
-        ("work_units", "nobody writes the zeros of an empty request",
-         "count = tl.maximum((stop - start + size - 1) // size, units_min)",
-         "count = tl.maximum((stop - start + size - 1) // size, 0)", divides),
-        ("work_units", "the last unit goes too far", "tl.minimum(unit_start + size, stop)",
-         "unit_start + size", divides),
-        ("work_units", "a request's first item is forgotten", "unit_start = start + index * size",
-         "unit_start = index * size", divides),
+        ("work_units", "units are not aligned",
+         "(items + count - 1) // count + alignment - 1) // alignment * alignment",
+         "(items + count - 1) // count)", divides),
+        ("work_units", "a rest of keys is a unit", "(items + rounding) // size",
+         "(items + size - 1) // size", divides),
+        ("work_units", "nobody writes the zeros of an empty request", "tl.maximum(per_unit, 1), units_min)",
+         "tl.maximum(per_unit, 1), 0)", divides),
+        ("work_units", "the last unit goes too far", "tl.minimum(unit_start + per_unit, stop)",
+         "unit_start + per_unit", divides),
+        ("work_units", "a request's first item is forgotten", "unit_start = start + index * per_unit",
+         "unit_start = index * per_unit", divides),
         ("merge_splits", "weights are natural", "weight = tl.exp2(part_lse - base)", "weight = tl.exp(part_lse - base)",
          merges),
         ("merge_splits", "only the first block of units is merged", "for block in range(0, count, BLOCK_SPLITS)",

@@ -37,7 +37,7 @@ COUNT = {  # by module: update it with each added or dropped fault
     "sampling": 10,
     "swap_blocks": 3,
     "tile": 21,
-    "work_units": 4,
+    "work_units": 5,
 }
 
 

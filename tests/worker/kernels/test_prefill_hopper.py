@@ -16,7 +16,7 @@ from quire_kernels.shared.paged_cache import unpack_paged_cache
 from quire_kernels.shared.prefill_rows import Masking
 from quire_kernels.shared.tma_pages import page_rows
 
-from tests.worker.kernels.hopper_model import Request, Sizes, attend, piece_of_turn, turns_of_program
+from tests.worker.kernels.hopper_model import Request, Sizes, attend, unit_of_piece
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
@@ -49,7 +49,7 @@ def test_pieces_tiles_boxes_and_masks_give_the_softmax(seed: int) -> None:
         page_ids = [10**9] * unseen + own[unseen:]  # and its page ids are never looked at
         requests.append(Request(torch.randn(q_len, group * kv_heads, dim).double(), page_ids, kv_len))
         dense.append(keys)
-    results = attend(requests, k, v, Sizes(group, block_m, block_n, draw.choice([1, 3, 7]), causal, window_left))
+    results = attend(requests, k, v, Sizes(group, block_m, block_n, causal, window_left))
     for request, keys, (out, lse) in zip(requests, dense, results, strict=True):
         seen = reference.visible(request.q.shape[0], request.kv_len, causal=causal, window_left=window_left)
         options = AttentionOptions(sm_scale=dim**-0.5)
@@ -58,24 +58,13 @@ def test_pieces_tiles_boxes_and_masks_give_the_softmax(seed: int) -> None:
         torch.testing.assert_close(lse, expected[1], rtol=1e-6, atol=1e-6, msg=f"seed {seed}")
 
 
-@pytest.mark.parametrize("total", [0, 1, 5, 132, 133, 700, 2048])
-@pytest.mark.parametrize("programs", [1, 2, 132])
-def test_every_piece_is_done_once(total: int, programs: int) -> None:
-    done = [
-        piece_of_turn(turn, program, programs)
-        for program in range(programs)
-        for turn in range(turns_of_program(total, program, programs))
-    ]
-    assert sorted(done) == list(range(total))
-
-
-def test_programs_get_equal_shares_of_a_long_prompt() -> None:
-    tiles = [(2048 - piece) // 8 // 4 + 1 for piece in range(2048)]  # 8 k tokens, 256 units of 32, 8 KV heads
-    shares = [
-        sum(tiles[piece_of_turn(turn, program, 132)] for turn in range(turns_of_program(2048, program, 132)))
-        for program in range(132)
-    ]
-    assert max(shares) < 1.02 * sum(tiles) / 132
+@pytest.mark.parametrize(("batch", "length"), [(16, 1024), (4, 4096), (1, 8192), (3, 3000)])
+def test_programs_that_take_pieces_in_order_get_equal_shares(batch: int, length: int) -> None:
+    tiles = [token // 128 + 1 for _ in range(batch) for token in range(31, length, 32)]  # units of 32 tokens
+    shares = [0] * 132
+    for number in range(len(tiles) * 8):
+        shares[shares.index(min(shares))] += tiles[unit_of_piece(number, len(tiles), 8)]
+    assert max(shares) < 1.02 * 8 * sum(tiles) / 132
 
 
 def test_pages_are_rows_of_a_matrix_in_either_layout() -> None:
@@ -136,6 +125,17 @@ def test_every_shape_gives_the_softmax(shape: Shape, device: torch.device) -> No
     row = check(shape, device)
     assert row["passed"], row
     assert row["kernel"] == ("triton" if shape.head_dim == 256 else "hopper")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[5], replace(SHAPES[0], lengths=((20, 30), (90, 90)))])
+def test_a_plan_is_run_again(shape: Shape, device: torch.device) -> None:
+    batch = Batch(shape, device)
+    first, second = batch.run(), batch.run()
+    assert batch.division.taken.item() == 0
+    for before, after in zip(first, second, strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

@@ -56,6 +56,13 @@ def test_equal_requests_leave_no_sliver(device: torch.device) -> None:
     assert (work.units[:64, 2] - work.units[:64, 1] == 4096).all()
 
 
+@pytest.mark.parametrize(("batch", "count"), [(1, 5), (7, 4), (16, 2), (17, 1), (32, 1), (34, 1)])
+def test_equal_requests_are_no_more_units_than_are_aimed_at(batch: int, count: int, device: torch.device) -> None:
+    last = int32([580] * batch, device)
+    work = divide_work(torch.zeros_like(last), last, unit_target=33, size_min=64, alignment=64, units_min=1)
+    assert set(work.indptr.diff().tolist()) == {count}
+
+
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     one, two = int32([1], device), int32([1, 2], device)
     for message, first, last, changes in (

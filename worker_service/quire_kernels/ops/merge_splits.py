@@ -57,7 +57,10 @@ def merge_splits_kernel(
     first = tl.load(unit_indptr + request)
     count = tl.load(unit_indptr + request + 1) - first
     if OVERLAP:
-        gdc_wait()  # for the partial results; the division was there before
+        # For the partial results; the division was there before. Most programs have nothing to merge and leave at once.
+        # The first one waits all the same: this launch must not end, and the next one start, before that of the units.
+        if (count > 1) | (tl.program_id(0) == 0):
+            gdc_wait()
     if count <= 1:
         return
     dims = tl.arange(0, BLOCK_V)

@@ -7,13 +7,18 @@ one warp alone starts too slowly. Two groups of four warps attend 64 rows each t
 of tile j + 1 with K and that of tile j with V, and computes the softmax of tile j + 1 while the second runs: a wait for
 one product that leaves one in flight.
 
-There are as many programs as multiprocessors. Each takes pieces (a block of rows and a KV head) in turn, and the ring
-continues from one piece to the next: the keys of the next are copied while this one ends.
+There are as many programs as multiprocessors. A program takes pieces (a block of rows and a KV head) until none is
+left: the warp that copies K counts `taken` up and puts the piece into a queue, from which the other warps read it.
+Pieces differ in length, so dealing them out ahead is not fair: of 16 prompts of 1 k tokens a program got up to 1.4
+times its share. The ring continues from one piece to the next. The keys of the next are copied while this one ends, and
+its queries are loaded under this one's last product.
 
     barrier     who arrives                          who waits, once a tile
     k_full      TMA, when all its bytes are there    both groups, before q k^T
     k_empty     both groups, after q k^T             a copying warp, before it fills the slot again
     v_full, v_empty                                  the same for V
+    published   the warp that copies K               the other warps, once a piece
+    read        the other warps                      the warp that copies K
 
 Tile n of a program (counted over all its pieces) is in slot n % STAGES, in that slot's round n // STAGES. A wait names
 the round's parity. All warps compute the same tiles of a piece (`prefill_tiles`), so they count alike.
@@ -22,8 +27,9 @@ TMA copies whole pages, or boxes of BLOCK_N keys of a larger page. A slot that n
 removes it from the scores. V is multiplied with p = 0, and 0 * NaN is NaN, so both groups zero such rows of the first
 and the last tile in shared memory. A page id outside of the keys that are seen is never read.
 
-The order inside the loop makes the overlap, because ptxas moves a wait for wgmma up to the start of its basic block.
-The wait for the V of the next step ends the block of the softmax, so the wait for the product with V stays behind it.
+The order of the lines makes the overlap, because ptxas moves a wait for wgmma up to the start of its basic block. The
+wait for the V of the next step ends the block of the softmax, so the wait for the product with V stays behind it. At
+the end of a piece a second wait for the queue does the same for the queries.
 """
 
 from __future__ import annotations
@@ -44,71 +50,51 @@ from quire_kernels.shared.launch import multiprocessor_count
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import PagedCache
 from quire_kernels.shared.prefill_launch import PrefillLaunch
-from quire_kernels.shared.prefill_pieces import GROUP_ROWS, copy_tiles, load_queries, piece, turns
+from quire_kernels.shared.prefill_pieces import (
+    GROUP_ROWS,
+    QUEUE_SLOTS,
+    copy_keys,
+    copy_values,
+    load_queries,
+    piece,
+    published_piece,
+    release,
+    synchronize_group,
+)
 from quire_kernels.shared.prefill_rows import Masking, PrefillWork
+from quire_kernels.shared.prefill_softmax import clear_values, softmax_tile, thread_sums
 from quire_kernels.shared.prefill_tiles import keys_of_block, tiles_of_keys
 from quire_kernels.shared.tma_pages import BOX_ROWS_MIN, TMA_BYTES, page_rows, pages_by_tma
 
 BLOCK_M = gl.constexpr(128)
 LOG2_E = gl.constexpr(1.4426950408889634)
-CLEARED_ROWS = gl.constexpr(16)  # zeroed at once, to stay within the registers
-
-# Triton 3.6 has one name for it, 3.7 another. It synchronizes the warps of a group, not those of the program.
-synchronize_group = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 # fmt: off
 @gluon.jit
-def softmax_tile(
-    s, row_max, row_sum, scale, cap, tile, row_low, row_high, is_edge,
-    LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+def load_following(
+    q, q_strides, work, queue, turn,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HALF: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
-    """Takes a tile of products into the online softmax. Returns p, row_max, row_sum and the factor for the earlier
-    sums.
-
-    Scores and row_max are in units of log2. `scale` is positive: the largest product gives the largest score.
-    """
-    if SOFT_CAP:
-        s = cap * (1.0 - 2.0 / (gl.exp2(s * scale) + 1.0))  # cap * tanh
-    if is_edge:
-        key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-        seen = key[None, :] < row_high[:, None]
-        if WINDOW:
-            seen = seen & (key[None, :] >= row_low[:, None])
-        s = gl.where(seen, s, float("-inf"))
-    if SOFT_CAP:
-        factor = 1.0
-    else:
-        factor = scale
-    new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
-    base = gl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf would be NaN
-    p = gl.exp2(s * factor - base[:, None])
-    alpha = gl.exp2(row_max - base)
-    return p, new_max, row_sum * alpha + gl.sum(p, 1), alpha
-
-
-@gluon.jit
-def clear_values(values, low, high, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Zeroes the rows of a tile outside `[low, high)`. Both groups do, with equal results, so neither waits."""
-    for i in gl.static_range(BLOCK_N // CLEARED_ROWS):
-        if (i * CLEARED_ROWS < low) | ((i + 1) * CLEARED_ROWS > high):
-            part = values.slice(i * CLEARED_ROWS, CLEARED_ROWS, dim=0)
-            row = i * CLEARED_ROWS + gl.arange(0, CLEARED_ROWS, gl.SliceLayout(1, LAYOUT))
-            valid = (row >= low) & (row < high)
-            numbers = part.load(LAYOUT)
-            part.store(gl.where(valid[:, None], numbers, gl.zeros_like(numbers)))
-    fence_async_shared()
-    synchronize_group()
+    """Returns the number and the queries of the piece that follows a turn; after the last one some piece's queries."""
+    number = published_piece(turn, queue, 4)
+    real = min(number, work[1] * KV_HEADS - 1)
+    queries = load_queries(q, q_strides, real, work, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, LAYOUT)
+    return number, queries
 
 
 @gluon.jit
 def attend_tiles(
     acc, row_max, row_sum, count, tiles, limits, scale, cap, q_rows, no_scores, ring, barriers,
+    q, q_strides, work, queue, turn,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HALF: gl.constexpr,
     P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):
-    """Attends the rows of a group to the tiles of a piece. Returns acc, row_max, row_sum, and the count of tiles so
-    far."""
+    """Attends the rows of a group to the tiles of a piece. Returns acc, row_max, row_sum, the count of tiles so far,
+    and number and queries of the piece that follows, which are loaded under the last product.
+    """
     O_LAYOUT: gl.constexpr = P_LAYOUT.parent
     S_LAYOUT: gl.constexpr = no_scores.type.layout
     dtype: gl.constexpr = q_rows.dtype
@@ -159,15 +145,23 @@ def attend_tiles(
         if stop * BLOCK_N > kv_len:
             clear_values(v_ring.index(slot), 0, kv_len - (stop - 1) * BLOCK_N, ROW_LAYOUT, BLOCK_N)
         acc = warpgroup_mma(p, v_ring.index(slot), acc, is_async=True)
+        number, queries = load_following(
+            q, q_strides, work, queue, turn, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
+        )
+        mbarrier.wait(queue[1].index(turn % QUEUE_SLOTS), turn // QUEUE_SLOTS % 2)  # ends a basic block
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
-    return acc, row_max, row_sum, count
+    else:
+        number, queries = load_following(
+            q, q_strides, work, queue, turn, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
+        )
+    return acc, row_max, row_sum, count, number, queries
 
 
 @gluon.jit
 def attend_pieces(
-    q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows, ring, barriers,
-    PROGRAMS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows, ring, barriers, queue,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, HALF: gl.constexpr,
 ):
@@ -180,13 +174,15 @@ def attend_pieces(
     dtype: gl.constexpr = q.dtype.element_ty
     no_scores = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ROW_LAYOUT))
-    turn_count = turns(work, PROGRAMS, KV_HEADS)
+    total = work[1] * KV_HEADS
+    number = gl.program_id(0)
     queries = gl.zeros([GROUP_ROWS, HEAD_DIM], dtype, ROW_LAYOUT)
-    if turn_count > 0:
-        queries = load_queries(q, q_strides, 0, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT)
+    if number < total:
+        queries = load_queries(q, q_strides, number, work, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT)
+    turn = 0
     count = 0
-    for turn in range(turn_count):
-        kv_head, row_start, row_stop, q_begin, q_len, _, kv_len = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
+    while number < total:
+        kv_head, row_start, row_stop, q_begin, q_len, _, kv_len = piece(number, work, KV_HEADS, PAGE_SIZE)
         low, high, free_low, free_high = keys_of_block(
             kv_len, q_len, row_start, row_stop, window_left, GROUP, CAUSAL, WINDOW
         )
@@ -205,19 +201,19 @@ def attend_pieces(
         if CAUSAL:
             row_high = gl.minimum(row_high, position + 1)
         row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        row_sum = gl.zeros([GROUP_ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        row_sum = thread_sums(no_scores, BLOCK_N)  # zeros
         if sinks is not None:
             row_max = gl.load(sinks + head) * LOG2_E
-            row_sum += 1.0
+            row_sum += 0.25  # of each of four threads
         acc = gl.zeros([GROUP_ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
-        acc, row_max, row_sum, count = attend_tiles(
+        acc, row_max, row_sum, count, following, queries = attend_tiles(
             acc, row_max, row_sum, count, (start, stop, free_start, free_stop, low, kv_len), (row_low, row_high),
-            scale, cap, q_rows, no_scores, ring, barriers, P_LAYOUT, ROW_LAYOUT, BLOCK_N, STAGES, WINDOW, SOFT_CAP,
+            scale, cap, q_rows, no_scores, ring, barriers, q, q_strides, work, queue, turn,
+            KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF,
+            P_LAYOUT, ROW_LAYOUT, BLOCK_N, STAGES, WINDOW, SOFT_CAP,
         )
-        following = min(turn + 1, turn_count - 1)  # after the last piece its queries are loaded once more
-        queries = load_queries(  # they are on their way while results are written
-            q, q_strides, following, work, PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
-        )
+        release(turn, queue)
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
         nothing = row_sum == 0.0
         row_sum = gl.where(nothing, 1.0, row_sum)
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -228,26 +224,28 @@ def attend_pieces(
         q_rows.store(acc.to(dtype))
         synchronize_group()
         # Loaded again, so that no rows and addresses are kept in registers from the queries to here.
-        _, row_start, row_stop, _, _, _, _ = piece(turn, work, PROGRAMS, KV_HEADS, PAGE_SIZE)
+        _, row_start, row_stop, _, _, _, _ = piece(number, work, KV_HEADS, PAGE_SIZE)
         io_row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROW_LAYOUT))
         out_row = (q_begin + io_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + io_row % GROUP
         gl.store(
             out + (out_row * HEAD_DIM)[:, None] + dim[None, :], q_rows.load(ROW_LAYOUT),
             mask=(io_row < row_stop)[:, None],
         )
+        number = following
+        turn += 1
 
 
 @gluon.jit(
     do_not_specialize=["batch", "window_left", "rows_per_page", "rows_per_head", "columns_per_head"],
     do_not_specialize_on_alignment=[
-        "qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr", "lse",
+        "qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr", "taken", "lse",
     ],
 )
 def prefill_hopper_kernel(
     q,  # [tokens, heads, HEAD_DIM], elements of a head one after another, heads at multiples of 16 bytes
     k, v,  # descriptors by `pages_by_tma`
     qo_indptr, page_indptr, page_indices, last_page_len,  # int32
-    units, unit_indptr,  # see `work_units`; items are rows, units of BLOCK_M
+    units, unit_indptr, taken,  # see `work_units`; items are rows, units of BLOCK_M
     out, lse,  # [tokens, heads, HEAD_DIM] and, float32, [tokens, heads]; contiguous
     sinks,  # float32 [heads] or None
     scale, cap, window_left, batch,  # the first two by `score_factors`
@@ -267,34 +265,41 @@ def prefill_hopper_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    numbers = gl.allocate_shared_memory(gl.int32, [QUEUE_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    published = gl.allocate_shared_memory(gl.int64, [QUEUE_SLOTS, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [QUEUE_SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_full.index(slot), count=1)
         mbarrier.init(v_full.index(slot), count=1)
         mbarrier.init(k_empty.index(slot), count=2)
         mbarrier.init(v_empty.index(slot), count=2)
+    for slot in gl.static_range(QUEUE_SLOTS):
+        mbarrier.init(published.index(slot), count=1)
+        mbarrier.init(read.index(slot), count=3)
     fence_async_shared()
     work = (units, gl.load(unit_indptr + batch), qo_indptr, page_indptr, last_page_len)
     ring = (k_ring, v_ring)
     barriers = (k_full, k_empty, v_full, v_empty)
+    queue = (numbers, published, read)
     q_strides = (stride_q_token, stride_q_head)
     rows = (rows_per_page, rows_per_head, columns_per_head)
     gl.warp_specialize(
         [
             (attend_pieces, (
-                q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows.index(0), ring, barriers,
-                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 0,
+                q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows.index(0), ring, barriers, queue,
+                KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 0,
             )),
             (attend_pieces, (
-                q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows.index(1), ring, barriers,
-                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 1,
+                q, q_strides, out, lse, sinks, work, window_left, scale, cap, q_rows.index(1), ring, barriers, queue,
+                KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW, SOFT_CAP, 1,
             )),
-            (copy_tiles, (
-                k, page_indices, work, window_left, rows, k_ring, k_full, k_empty,
+            (copy_keys, (
+                k, page_indices, work, window_left, rows, k_ring, k_full, k_empty, queue, taken,
                 PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW,
             )),
-            (copy_tiles, (
-                v, page_indices, work, window_left, rows, v_ring, v_full, v_empty,
-                PROGRAMS, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW,
+            (copy_values, (
+                v, page_indices, work, window_left, rows, v_ring, v_full, v_empty, queue,
+                KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW,
             )),
         ],
         [4, 1, 1],
@@ -375,7 +380,7 @@ def launch_on_hopper(
     programs = multiprocessor_count(q.device)  # those without work leave at once
     prefill_hopper_kernel[(programs,)](
         q, pages_by_tma(cache.k, rows, BLOCK_N), pages_by_tma(cache.v, rows, BLOCK_N),
-        qo_indptr, indptr, indices, last_page_len, division.work.units, division.work.indptr,
+        qo_indptr, indptr, indices, last_page_len, division.work.units, division.work.indptr, division.taken,
         launch.out, launch.lse, options.sinks,
         *score_factors(options), options.window_left, division.work.batch,
         rows.per_page, rows.per_head, rows.columns_per_head, q.stride(0), q.stride(1),

@@ -1,7 +1,8 @@
 """The division of decode: sizes of tiles, and the keys of each program.
 
-The keys of a request are cut into units (`work_units`): as many as it takes to give every multiprocessor about `WAVES`
-programs, at least two pages and `TILES_MIN` tiles each.
+The keys of a request are cut into units (`work_units`): as many as it takes to give every multiprocessor `WAVES`
+programs, at least two pages and `TILES_MIN` tiles each. Requests of one length stay whole where they are more than half
+as many programs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from quire_kernels.shared.launch import DOT_MIN, Tiling, chip_of, multiprocessor
 from quire_kernels.shared.paged_cache import check_index_tensor, kv_lengths
 from quire_kernels.shared.work_units import ITEMS_MAX, WorkUnits, divide_work
 
-WAVES = 4  # programs per multiprocessor that the division aims at: enough to hide that some end sooner
-# Tiles per program at least. It waits for memory about four times before its first tile arrives. 8192 keys of 8 KV
-# heads are 256 programs then, which run at once on 132 multiprocessors.
-TILES_MIN = 4
+WAVES = 2  # programs per multiprocessor that the division aims at: as many as run at once, by their shared memory
+# Tiles per program at least: one that a program waits for, and one that comes meanwhile. Short sequences alone on the
+# chip take less time in more units, although those are merged.
+TILES_MIN = 2
 HEAD_BLOCK_MAX = 64  # one program attends so many query heads at most
 
 
@@ -62,7 +63,7 @@ def decode_tiling(
 def decode_capacity(batch: int, kv_heads: int, group: int, tiling: Tiling, device: torch.device) -> int:
     """Says how many units a batch is cut into at most; each has a program per KV head and block of query heads.
 
-    On 132 multiprocessors 8 KV heads of 4 query heads give ceil(4 * 132 / 8) = 66 units, and one more per request.
+    On 132 multiprocessors 8 KV heads of 4 query heads give ceil(2 * 132 / 8) = 33 units, and one more per request.
     """
     blocks = kv_heads * triton.cdiv(group, tiling.block_m)
     return max(1, triton.cdiv(WAVES * multiprocessor_count(device), blocks)) + batch

@@ -232,9 +232,10 @@ def prefill_tiling(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillWork:
-    """The division of a batch's query rows."""
+    """The division of a batch's query rows; launches with it must not run at the same time."""
 
     work: WorkUnits
+    taken: torch.Tensor  # int32 [1], 0 between launches: counts the pieces that the programs of one have taken
     tiling: Tiling
     group: int  # query heads per KV head that the division is for
     token_count: int  # query tokens at most
@@ -267,7 +268,10 @@ def divide_prefill(
         capacity=capacity,
         out=None if out is None else out.work,
     )
-    return PrefillWork(work, tiling, group, token_count) if out is None else out
+    if out is not None:
+        return out
+    taken = torch.zeros(1, dtype=torch.int32, device=qo_indptr.device)
+    return PrefillWork(work, taken, tiling, group, token_count)
 
 
 def attend_requests(

@@ -1,15 +1,19 @@
 """Divides ragged work among the programs of a fixed grid, on the device.
 
 Request i has the items `[first[i], last[i])`, at most 2^30: keys that its query sees (decode), or query rows (prefill).
-They are cut into units of `size` items,
+With `unit_target` None they are cut into units of `size_min` items; the last of a request may have fewer. Else
 
-    size = max(size_min, ceil(sum(last - first) / unit_target)), rounded up to `SIZE_BITS` bits and to the alignment
+    size = max(size_min, ceil(sum(last - first) / unit_target));   units of request i = max(1, floor(items of i / size))
 
-(700 and 36 items, 7 units aimed at, size_min and alignment 32: ceil(736 / 7) = 106 becomes 128, so 6 units and 1; 32
-requests of 8192, 66 units aimed at: 3972 becomes 4096, which is two units a request, and not two and a sliver),
-so that there are at most `unit_target + batch` units, whatever the lengths: that many programs are launched, and those
-past the last unit leave at once. A CUDA graph can be replayed with other lengths, and a long request beside short ones
-is cut into as many units as it takes to fill the chip. With `unit_target` None units have `size_min` items.
+of equally many items, rounded up to the alignment. 700 and 36 items, 7 units aimed at, size_min and alignment 32:
+the size is 106, which gives 6 units of 128 items (the last has 60) and 1 of 36.
+
+A request of fewer than two sizes stays whole. Requests of one length are therefore at most `unit_target` units, or
+whole: one unit more would start when the others end.
+
+There are at most `unit_target + batch` units, whatever the lengths: that many programs are launched, and those past the
+last unit leave at once. A CUDA graph can be replayed with other lengths, and a long request beside short ones is cut
+into as many units as it takes to fill the chip.
 
 `units` is int32 `[capacity, 4]`: request, first item, past the last item, units of the same request. The units of
 request i are the rows `[indptr[i], indptr[i + 1])`, in order. The last entry of `indptr` is the number of units.
@@ -29,8 +33,6 @@ from quire_kernels.shared.paged_cache import check_index_tensor
 REQUEST, START, STOP, SIBLINGS = range(4)  # columns of `units`
 UNIT_COLUMNS = 4
 BLOCK = 256
-SIZE_BITS = tl.constexpr(4)
-NO_TARGET = 2**31 - 1  # aims at so many units that each has its fewest items
 ITEMS_MAX = tl.constexpr(2**30)  # of a request, so that sums of two fit into 32 bits; a multiple of every alignment
 
 
@@ -52,6 +54,15 @@ class WorkUnits:
         return self.indptr.shape[0] - 1
 
 
+@triton.jit
+def cut(items, size, alignment, units_min, unit_target):
+    """Returns the units of requests of so many items, and the items of each unit but the last."""
+    rounding = tl.where(unit_target == 0, size - 1, 0)  # units of a fixed size: a rest is one more
+    count = tl.maximum((items + rounding) // size, 1)
+    per_unit = tl.where(unit_target == 0, size, ((items + count - 1) // count + alignment - 1) // alignment * alignment)
+    return tl.maximum((items + per_unit - 1) // tl.maximum(per_unit, 1), units_min), per_unit
+
+
 @triton.jit(
     do_not_specialize=["batch", "unit_target", "capacity", "size_min", "alignment", "units_min"],
     do_not_specialize_on_alignment=["first", "last", "units", "indptr"],
@@ -62,7 +73,7 @@ def divide_work_kernel(
     units,  # int32 [capacity, 4]
     indptr,  # int32 [batch + 1]
     batch,
-    unit_target,
+    unit_target,  # 0: none
     capacity,
     size_min,
     alignment,
@@ -72,24 +83,25 @@ def divide_work_kernel(
     """Program i counts the units of all requests before i, then writes those of i."""
     request = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    total = tl.zeros((), dtype=tl.int64)
-    for block in range(0, batch, BLOCK):
-        valid = block + lane < batch
-        items = tl.load(last + block + lane, mask=valid, other=0) - tl.load(first + block + lane, mask=valid, other=0)
-        total += tl.sum(items.to(tl.int64))
-    size = tl.maximum((total + unit_target - 1) // unit_target, size_min)
-    bits = tl.sum(((size >> tl.arange(0, 64)) > 0).to(tl.int64))
-    step = tl.maximum(tl.full((), 1, tl.int64) << tl.maximum(bits - SIZE_BITS, 0), alignment)
-    size = tl.minimum((size + step - 1) // step * step, ITEMS_MAX).to(tl.int32)
+    size = tl.full((), 0, tl.int64) + size_min
+    if unit_target > 0:
+        total = tl.zeros((), dtype=tl.int64)
+        for block in range(0, batch, BLOCK):
+            valid = block + lane < batch
+            items = tl.load(last + block + lane, mask=valid, other=0)
+            items -= tl.load(first + block + lane, mask=valid, other=0)
+            total += tl.sum(items.to(tl.int64))
+        size = tl.maximum((total + unit_target - 1) // unit_target, size)
+    size = tl.minimum(size, ITEMS_MAX).to(tl.int32)
     before = tl.zeros((), dtype=tl.int32)
     for block in range(0, request, BLOCK):
         valid = block + lane < request
         items = tl.load(last + block + lane, mask=valid, other=0) - tl.load(first + block + lane, mask=valid, other=0)
-        count = tl.maximum((items + size - 1) // size, units_min)
-        before += tl.sum(tl.where(valid, count, 0))
+        counts, _ = cut(items, size, alignment, units_min, unit_target)
+        before += tl.sum(tl.where(valid, counts, 0))
     start = tl.load(first + request)
     stop = tl.load(last + request)
-    count = tl.maximum((stop - start + size - 1) // size, units_min)
+    count, per_unit = cut(stop - start, size, alignment, units_min, unit_target)
     tl.store(indptr + request, before)
     if request == batch - 1:
         tl.store(indptr + batch, before + count)
@@ -97,10 +109,10 @@ def divide_work_kernel(
         index = block + lane
         valid = (index < count) & (before + index < capacity)
         row = units + (before + index) * 4
-        unit_start = start + index * size
+        unit_start = start + index * per_unit
         tl.store(row, tl.zeros((BLOCK,), dtype=tl.int32) + request, mask=valid)
         tl.store(row + 1, unit_start, mask=valid)
-        tl.store(row + 2, tl.minimum(unit_start + size, stop), mask=valid)
+        tl.store(row + 2, tl.minimum(unit_start + per_unit, stop), mask=valid)
         tl.store(row + 3, tl.zeros((BLOCK,), dtype=tl.int32) + count, mask=valid)
 
 
@@ -150,7 +162,7 @@ def divide_work(
         with device_of(divide_work_kernel, first=first):
             divide_work_kernel[(batch,)](
                 first, last, out.units, out.indptr, batch,
-                NO_TARGET if unit_target is None else unit_target, out.capacity,
+                unit_target or 0, out.capacity,
                 size_min, alignment, units_min, BLOCK=BLOCK, num_warps=4,
             )  # fmt: skip
     return out
@@ -161,15 +173,14 @@ def divide_work_reference(
 ) -> tuple[list[tuple[int, int, int, int]], list[int]]:
     """Divides work in plain Python: the rows of `units` in use, and `indptr`."""
     lengths = [(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
-    size = size_min
-    if unit_target is not None:
-        size = max(size, -(-sum(b - a for a, b in lengths) // unit_target))
-    step = max(1 << max(size.bit_length() - 4, 0), alignment)
-    size = min(-(-size // step) * step, 2**30)
     rows: list[tuple[int, int, int, int]] = []
     indptr = [0]
     for request, (a, b) in enumerate(lengths):
-        count = max(-(-(b - a) // size), units_min)
-        rows += [(request, a + i * size, min(a + (i + 1) * size, b), count) for i in range(count)]
+        size = size_min
+        if unit_target is not None:
+            pieces = max(1, (b - a) // max(size_min, -(-sum(b - a for a, b in lengths) // unit_target)))
+            size = -(-(b - a) // (pieces * alignment)) * alignment
+        starts = list(range(a, b, size)) if b > a else [a] * units_min
+        rows += [(request, start, min(start + size, b), len(starts)) for start in starts]
         indptr.append(len(rows))
     return rows, indptr

@@ -141,7 +141,7 @@ class Texts:
             with_generation_prompt=not given.without_generation_prompt,
         )
         if given.chat_template and not self._trusts_templates:
-            what = "is refused: start the worker with --trust-request-chat-template to run templates of callers"
+            what = "is refused: this server runs no templates of callers, unless its operator allows that"
             raise ConversationError(f"chat_template {what}", "chat_template")
         if given.continue_final_message and conversation.with_generation_prompt:
             what = "cannot be used with a generation prompt: the answer goes on with the last message"

@@ -255,6 +255,21 @@ def log_waits() -> Callable[[QuireError], None]:
     return log_wait
 
 
+def spec_of(options: argparse.Namespace, model: PagedModel, cache: KVCache) -> PoolSpec:
+    """Returns what the allocator is to know of the pool of a loaded model; `options` are of `parse_arguments`."""
+    return PoolSpec(
+        block_count=cache.block_count,
+        groups=cache.spec.groups,
+        cache_layout=cache.spec.layout,
+        model_fingerprint=model.fingerprint,
+        chunk_token_count_max=options.max_batch_tokens,
+        quotas=tuple(options.quota),
+        eviction_policy=options.eviction_policy,
+        watermark_block_count=options.watermark_blocks,
+        block_bytes=cache.spec.bytes_per_block,
+    )
+
+
 async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     """Runs until SIGTERM or SIGINT.
 
@@ -276,20 +291,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     allocator = AsyncAllocator(options.allocator, token=server.token, tls=tls)
     lost = asyncio.wrap_future(ranks.lost)
     loaded = await unless_lost(partial(load, options, ranks), lost)
-    session = allocator.session(
-        options.pool,
-        PoolSpec(
-            block_count=loaded.cache.block_count,
-            groups=loaded.cache.spec.groups,
-            cache_layout=loaded.cache.spec.layout,
-            model_fingerprint=loaded.model.fingerprint,
-            chunk_token_count_max=options.max_batch_tokens,
-            quotas=tuple(options.quota),
-            eviction_policy=options.eviction_policy,
-            watermark_block_count=options.watermark_blocks,
-        ),
-        on_wait=log_waits(),
-    )
+    session = allocator.session(options.pool, spec_of(options, loaded.model, loaded.cache), on_wait=log_waits())
     engine = build_engine(options, loaded, session)
     service = WorkerService(
         engine,

@@ -136,7 +136,7 @@ class Adapters:
         if not _NAME.fullmatch(name):
             raise AdapterError("the name of an adapter is 1 to 64 letters, digits, '.', '_' and '-'")
         if self._model.sites is None:
-            raise AdapterError(f"adapters are not served by {self._model.rank_count} ranks (--tensor-parallel)")
+            raise AdapterError(f"a model that {self._model.rank_count} ranks compute serves no adapters")
         others = [adapter for adapter in self._by_name.values() if adapter.name != name]
         if len(others) >= self.limits.count_max:
             raise AdapterError(f"{len(others)} adapters are loaded, and this worker takes no more")
@@ -146,8 +146,13 @@ class Adapters:
 
     def _below_root(self, folder: str) -> Path:
         if self._root is None:
-            raise QuireError.of(Reason.NOT_SUPPORTED, "this worker loads no adapters by a call: see --adapter-folder")
+            raise QuireError.of(
+                Reason.NOT_SUPPORTED,
+                "this worker loads no adapters by a call: its operator has named no folder of them",
+            )
         path = (self._root / folder).resolve()
         if not path.is_relative_to(self._root) or not path.is_dir():
-            raise QuireError.of(Reason.ADAPTER_UNUSABLE, "there is no such folder below this worker's --adapter-folder")
+            raise QuireError.of(
+                Reason.ADAPTER_UNUSABLE, f"{folder[:256]!r} is no folder below the worker's folder of adapters"
+            )
         return path

@@ -19,7 +19,7 @@ from quire_allocator.core.retention.retention import Retention
 from quire_allocator.core.retention.stop import Run, Unit, living
 from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
-from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, GroupKind, PoolSpec, Swap
+from quire_allocator.core.spec import DIGEST_BYTES, NEVER, NO_BLOCKS, OTHERS, Copy, GroupKind, PoolSpec, Swap
 
 
 class Found:
@@ -213,6 +213,7 @@ class Coordinator:
         Returns:
             The blocks of each manager, which owns them from now on.
         """
+        self._blocks.taker = sequence.namespace
         blocks = self._blocks.take(sum(needs))
         if len(self.managers) == 1:
             granted = [blocks]
@@ -235,8 +236,14 @@ class Coordinator:
         Returns:
             The blocks, group fastest.
         """
-        blocks = self._blocks.take_rows(len(sequences), self.group_count)
-        first = 0
+        source, first = self._blocks, 0
+        if len(sequences) * self.group_count <= source.empty_count:
+            blocks = source.take(len(sequences) * self.group_count)
+        else:  # row by row: what is evicted for a row is granted to it
+            blocks = NO_BLOCKS[:]
+            for sequence in sequences:
+                source.taker = sequence.namespace
+                blocks.extend(source.take(self.group_count))
         for sequence in sequences:
             for manager, part in zip(self.managers, sequence.parts):
                 manager.append_row(part, blocks, first)

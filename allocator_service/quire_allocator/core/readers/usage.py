@@ -122,7 +122,7 @@ def table_entry_count(pool: Pool) -> int:
     """Counts the blocks in all tables, shared ones each time, as separate caches would hold them."""
     return sum(
         manager.footprint(part, sequence.token_count)
-        for sequence in pool.sequences.values()
+        for sequence in list(pool.sequences.values())  # a copy: metrics are read in another thread
         for manager, part in zip(pool.managers, sequence.parts)
     )
 

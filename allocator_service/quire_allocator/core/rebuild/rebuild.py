@@ -68,6 +68,9 @@ class Rebuild:
     1. read      what is published, prefix by prefix, as the report comes in
     2. finish    all the rest, at once
 
+    Attributes:
+        use: users of the blocks that were read so far.
+
     Raises:
         Refusal: MALFORMED, from both; the report does not fit the specification, or contradicts itself.
     """
@@ -75,8 +78,8 @@ class Rebuild:
     def __init__(self, spec: PoolSpec) -> None:
         self._pool = pool = Pool(spec)
         pool.blocks.take(spec.block_count)
-        self._use = BlockUse(spec)
-        self._builders = [BUILDERS[manager.spec.kind](manager, pool, self._use) for manager in pool.managers]
+        self.use = BlockUse(spec)
+        self._builders = [BUILDERS[manager.spec.kind](manager, pool, self.use) for manager in pool.managers]
         self._places = {
             group: (builder, column)
             for manager, builder in zip(pool.managers, self._builders, strict=True)
@@ -93,7 +96,7 @@ class Rebuild:
             refuse("a parent digest has 32 bytes")
         self._pool.coordinator.space(prefix.namespace)
         builder, column = self._places[prefix.group]
-        builder.read(prefix, column, self._use.publish(prefix.blocks))
+        builder.read(prefix, column, self.use.publish(prefix.blocks))
 
     def finish(self, report: Report) -> Pool:
         """Makes the pool that the report describes."""
@@ -108,12 +111,12 @@ class Rebuild:
             _open(pool, space(reported.namespace), reported, found)
         restore(pool, {n: b.links for n, b in enumerate(builders) if isinstance(b, UnitBuilder)})
         _queue(pool, cached)
-        pool.blocks.give_back(self._use.unused())
+        pool.blocks.give_back(self.use.unused())
         pool.last_sequence_id = report.last_sequence_id
         for each in list(pool.blocks.namespaces.values()):
             pool.admission.enforce_cache_quota(each)
             pool.blocks.forget_if_unused(each)
-        pool.blocks.evicted_count = 0
+        pool.blocks.evicted_count = pool.blocks.quota_evicted_count = 0
         pool.log.discard()
         return pool
 

@@ -99,6 +99,7 @@ class BlockUse:
         self._spec = spec
         self._places = array("i", [_UNUSED]) * spec.block_id_end  # of a published block its place
         self._place_count = 0
+        self.block_count = 0  # with a use, those included that the pool does not take over
 
     def publish(self, blocks: array[int]) -> int:
         """Gives blocks that carry digests places that follow one another; returns the first."""
@@ -111,6 +112,7 @@ class BlockUse:
             places[block] = place
             place += 1
         self._place_count = place
+        self.block_count += len(blocks)
         return first
 
     def place(self, block: int) -> int | None:
@@ -127,6 +129,7 @@ class BlockUse:
     def claim(self, blocks: Sequence[int]) -> None:
         """Marks blocks as one sequence's own, and refuses any that has another use."""
         check_block_ids(self._spec, blocks)
+        self.block_count += len(blocks)
         for block in blocks:
             place = self._places[block]
             if place == _PRIVATE:

@@ -22,7 +22,7 @@ def _prefill(
         **dict.fromkeys(("q", "out"), f"*{dtype}"),
         **dict.fromkeys(("k", "v"), f"tensordesc<{dtype}[{min(page_size, BLOCK_N)}, {head_dim}],{PAGE_LAYOUT!r}>"),
         **dict.fromkeys(
-            ("qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr"),
+            ("qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr", "taken"),
             "*i32",
         ),
         **dict.fromkeys(("lse", *(("sinks",) if options else ())), "*fp32"),
@@ -71,30 +71,35 @@ def _prefills() -> Iterator[KernelConfiguration]:
 
 def _latent(dtype: str, heads: int, page_size: int) -> KernelConfiguration:
     kernel = mla_hopper.mla_hopper_kernel
-    columns = {"ckv": mla_hopper.CKV_DIM // 2, "kpe": mla_hopper.KPE_DIM}
-    strides = [name for name in kernel.arg_names if name.startswith("stride_")]
-    indices = ("qo_indptr", "page_indptr", "page_indices", "units", "unit_indptr")
     rows = min(page_size, mla_hopper.KEYS)
+    boxes = {
+        "q_nope": [1, mla_hopper.HEADS, mla_hopper.CKV_DIM // 2],
+        "q_pe": [1, mla_hopper.HEADS, mla_hopper.KPE_DIM],
+        "ckv": [rows, mla_hopper.CKV_DIM // 2 // mla_hopper.PIECES],
+        "kpe": [rows, mla_hopper.KPE_DIM],
+    }
+    indices = ("qo_indptr", "page_indptr", "page_indices", "units", "unit_indptr")
     return KernelConfiguration(
         kernel=kernel,
         name=f"{dtype} H{heads} P{page_size}",
         signature={
-            **dict.fromkeys(("q_nope", "q_pe", "out"), f"*{dtype}"),
-            **{name: f"tensordesc<{dtype}[{rows}, {size}],{PAGE_LAYOUT!r}>" for name, size in columns.items()},
+            "out": f"*{dtype}",
+            **{name: f"tensordesc<{dtype}{box},{mla_hopper.LAYOUTS[len(box)]!r}>" for name, box in boxes.items()},
             **dict.fromkeys(indices, "*i32"),
             **dict.fromkeys(("lse", "partial_out", "partial_lse"), "*fp32"),
             "sm_scale": "fp32",
-            **dict.fromkeys(("batch", *strides), "i32"),
+            "batch": "i32",
         },
         constexprs={
             "HEADS": heads,
             "PAGE_SIZE": page_size,
             "BLOCK": mla_hopper.HEADS,
             "KEYS": mla_hopper.KEYS,
+            "PIECES": mla_hopper.PIECES,
             "COPY_REGISTERS": mla_hopper.COPY_REGISTERS,
             "GROUP_REGISTERS": mla_hopper.GROUP_REGISTERS,
         },
-        aligned=frozenset({"q_nope", "q_pe", "out", "partial_out", *strides}),
+        aligned=frozenset({"out", "partial_out"}),
         num_warps=mla_hopper.NUM_WARPS,
         maxnreg=mla_hopper.REGISTERS,
         has_products_in_flight=False,  # the two groups overlap with each other

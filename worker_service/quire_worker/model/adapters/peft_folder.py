@@ -142,7 +142,7 @@ def _read(folder: Path, name: str, byte_count_max: int, below: Path | None) -> b
     """
     path = (folder / name).resolve(strict=True)
     if below is not None and not path.is_relative_to(below):
-        raise AdapterError(f"{folder.name}/{name} is a link that leads out of this worker's --adapter-folder")
+        raise AdapterError(f"{folder.name}/{name} is a link that leads out of the worker's folder of adapters")
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,0 +1,50 @@
+"""Checks of numbers that callers give to what knows no wire: digests, planner, engine."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final
+
+LARGEST: Final = 2**62  # of tokens, blocks and bytes: sums of several still fit 64 bits
+
+
+def require_integer(name: str, value: Any, low: int = 0, high: int = LARGEST) -> None:
+    """Does nothing for an integer from `low` to `high`; those of numpy are as good as Python's own.
+
+    Raises:
+        TypeError: it is no integer. True and False are none.
+        ValueError: it is out of the range.
+    """
+    if type(value) is int and low <= value <= high:
+        return
+    what = f"{name} must be an integer from {low} to {high}, not {shown(value)}"
+    if isinstance(value, bool):
+        raise TypeError(what)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(what) from None
+    if not low <= number <= high:
+        raise ValueError(what)
+
+
+def require_share(name: str, value: Any) -> None:
+    """Does nothing for a number from 0 to 1.
+
+    Raises:
+        TypeError: it is no number. True and False are none.
+        ValueError: it is out of the range, or no finite number.
+    """
+    what = f"{name} must be from 0 to 1, not {shown(value)}"
+    if isinstance(value, (bool, str, bytes, bytearray)) or not hasattr(value, "__float__"):
+        raise TypeError(what)
+    if not 0 <= value <= 1:
+        raise ValueError(what)
+
+
+def shown(value: object) -> str:
+    """Returns a value as its caller wrote it, cut after 80 characters."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "a number of thousands of digits"

@@ -1,0 +1,159 @@
+"""Metrics of a served pool: refusals, evictions by need, sharing, recoveries, disagreements."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from quire.errors import Reason
+from quire.protocol.packing import pack_uint32
+from quire.v1 import allocator_pb2 as pb
+from quire_allocator.metrics.collector import AllocatorCollector
+from quire_allocator.metrics.counters import Counters
+from quire_allocator.server import parse_arguments
+
+from tests.allocator.service.harness import (
+    RunningAllocator,
+    StreamOwner,
+    commits,
+    d,
+    grows,
+    refused,
+    running_allocator,
+    spec,
+)
+
+
+@pytest.fixture
+async def allocator() -> AsyncIterator[RunningAllocator]:
+    async with running_allocator() as running:
+        yield running
+
+
+def scraped(allocator: RunningAllocator) -> dict[tuple[str, ...], float]:
+    """Each sample by its name, without the common part, and its labels but for the pool."""
+    service, found = allocator.service, dict[tuple[str, ...], float]()
+    for family in AllocatorCollector(service.directory, service.counters).collect():
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name != "pool"]
+            found[sample.name.removeprefix("quire_allocator_"), *labels] = sample.value
+    return found
+
+
+async def in_namespaces(owner: StreamOwner, *rows: tuple[int, int, bytes, str]) -> pb.StepReply:
+    """New sequences: id, tokens, digests, namespace."""
+    phase = grows(*(row[:3] for row in rows))
+    phase.namespaces.extend(name for *_, name in rows)
+    phase.namespace_indices.extend(range(len(rows)))
+    return await owner.step(grows=phase)
+
+
+async def test_refusals_count_the_blocks_that_they_are_short_of(allocator: RunningAllocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    reply = await owner.step(grows=grows((1, 24, b""), (2, 20, b""), (3, 12, b"")))
+    assert list(reply.refusals.shortfalls) == [0, 3, 1]
+    await owner.hang_up()  # a step is counted once its answer is out
+    samples = scraped(allocator)
+    assert samples["operations_total", "grow", "NO_SPACE"] == 2
+    assert samples["short_blocks_total", "NO_SPACE"] == 4
+
+
+async def test_only_namespaces_that_the_operator_named_are_labels() -> None:
+    async with running_allocator() as allocator:
+        allocator.service.counters._pools["a"] = Counters({"blue", "never seen"}).of("a")
+        owner = await StreamOwner.ready(allocator)
+        await in_namespaces(owner, (1, 16, d("abcd"), "blue"), (2, 16, d("efgh"), "secret"))
+        await owner.step(commits=commits((1, 16, d("abcd")), (2, 16, d("efgh"))))
+        await owner.step(frees=pb.FreePhase(sequences=[1, 2]))
+        await in_namespaces(owner, (3, 32, b"", "red"))
+        await owner.hang_up()
+        samples = scraped(allocator)
+        assert samples["foreign_evictions_total", "blue", "other"] == 4
+        assert samples["foreign_evictions_total", "other", "other"] == 4
+        assert [samples["evictions_total", reason] for reason in ("own", "other", "quota")] == [0, 8, 0]
+        assert not any("secret" in key or "red" in key for key in samples)
+        assert allocator.service.directory.pool("a").pool.blocks.foreign_evictions == {}
+
+
+async def test_shared_blocks_are_saved_once_for_each_further_holder(allocator: RunningAllocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(grows=grows((1, 9, d("ab"))))
+    await owner.step(commits=commits((1, 9, d("ab"))))
+    assert scraped(allocator)["saved_blocks",] == 0
+    await owner.step(grows=grows((2, 9, d("ab")), (3, 9, d("ab"))))
+    samples = scraped(allocator)
+    assert (samples["saved_blocks",], samples["blocks", "held"]) == (4, 5)
+
+
+def table(*blocks: int) -> pb.BlockTable:
+    return pb.BlockTable(blocks=pack_uint32(blocks))
+
+
+async def test_groups_are_counted_in_bytes_where_the_owner_says_what_a_block_has(allocator: RunningAllocator) -> None:
+    declared = spec()
+    declared.block_bytes = 1000
+    owner = StreamOwner(allocator)
+    await owner.attach(spec=declared)
+    await owner.report()
+    await owner.step(grows=grows((1, 9, b"")))
+    await StreamOwner.ready(allocator, "silent")
+    service, found = allocator.service, dict[tuple[str, str], float]()
+    for family in AllocatorCollector(service.directory, service.counters).collect():
+        if family.name == "quire_allocator_group_bytes":
+            found = {(sample.labels["pool"], sample.labels["state"]): sample.value for sample in family.samples}
+    assert found == {("a", "held"): 3000, ("a", "kept"): 0, ("a", "spare"): 0}
+
+
+async def test_a_block_has_a_terabyte_at_most(allocator: RunningAllocator) -> None:
+    declared = spec()
+    declared.block_bytes = (1 << 40) + 1
+    with refused(Reason.MALFORMED, "block_bytes"):
+        await StreamOwner(allocator).attach(spec=declared)
+
+
+async def test_a_recovery_counts_what_was_reported_and_what_the_pool_kept(allocator: RunningAllocator) -> None:
+    owner = StreamOwner(allocator)
+    declared = spec()
+    declared.quotas.add(namespace="*", cached_blocks_max=1)
+    assert (await owner.attach(spec=declared, last_step=7)).HasField("report_required")
+    chunk = pb.ReportChunk(namespaces=[""])
+    chunk.sequences.add(sequence_id=1, token_count=6, committed_token_count=5, tables=[table(0, 1)])
+    chunk.prefixes.add(digests=d("a"), blocks=pack_uint32([0]))
+    chunk.prefixes.add(digests=d("xyz"), blocks=pack_uint32([2, 3, 4]))
+    await owner.send(pb.SessionRequest(report_chunk=chunk))
+    allocator.clock.now += 2.0
+    end = pb.ReportEnd(chunk_count=1, last_step=7, last_sequence_id=1)
+    assert (await owner.exchange(pb.SessionRequest(report_end=end))).HasField("ready")
+    samples = scraped(allocator)
+    assert [samples["recovered_blocks_total", state] for state in ("reported", "kept")] == [5, 3]
+    assert samples["recovered_sequences_total",] == samples["recovery_seconds_count",] == 1
+    assert samples["recovery_seconds_sum",] == 2.0
+    assert samples["state_disagreements_total",] == samples["evictions_total", "quota"] == 0
+
+
+async def test_a_first_attach_is_no_recovery_and_a_resumed_session_no_disagreement(allocator: RunningAllocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    again = StreamOwner(allocator)
+    assert (await again.attach(epoch=2, resume_session=owner.session_id)).HasField("resumed")
+    samples = scraped(allocator)
+    assert samples["recovery_seconds_count",] == samples["state_disagreements_total",] == 0
+
+
+async def test_a_session_that_its_owner_gives_up_is_a_disagreement(allocator: RunningAllocator) -> None:
+    await StreamOwner.ready(allocator)
+    again = StreamOwner(allocator)
+    assert (await again.attach(epoch=2)).HasField("report_required")
+    assert scraped(allocator)["state_disagreements_total",] == 1
+    await again.report()
+    samples = scraped(allocator)
+    assert (samples["state_disagreements_total",], samples["recovery_seconds_count",]) == (1, 0)
+
+
+@pytest.mark.parametrize("names", ["", "blue,", ",".join(map(str, range(21)))])
+def test_metrics_name_few_namespaces_and_each_by_its_name(names: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_arguments(["--metrics-namespaces=blue,red"]).metrics_namespaces == {"blue", "red"}
+    assert not parse_arguments([]).metrics_namespaces
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments([f"--metrics-namespaces={names}"])
+    assert caught.value.code == 2
+    assert "allowed are 1 to 20, none of them empty" in capsys.readouterr().err

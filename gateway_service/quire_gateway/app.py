@@ -25,7 +25,7 @@ from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
 from quire_gateway.plain_route import PlainRoute, got
 from quire_gateway.reading import Reader, of_validation
-from quire_gateway.responses.bodies import ResponseBody
+from quire_gateway.responses.bodies import InputTokensBody, ResponseBody
 from quire_gateway.responses.endpoints import serve_responses
 from quire_gateway.responses.store import Store
 from quire_gateway.serving import Served
@@ -103,7 +103,8 @@ def make_app(
     _refuse_pooling(app)
     _serve_overview(app, version)
     _put_errors_in_form(app)
-    complete(app, (CompletionBody, ChatBody, ResponseBody, TokenizeBody, DetokenizeBody, *BRANCH_BODIES))
+    bodies = (CompletionBody, ChatBody, ResponseBody, InputTokensBody, TokenizeBody, DetokenizeBody)
+    complete(app, (*bodies, *BRANCH_BODIES))
     return app
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -47,6 +48,9 @@ _REWORDED: Final = {Reason.DEADLINE: _TOO_LONG}
 _OTHERWISE: Final = (500, SERVER, "internal_error")
 PROMPT: Final = "prompt"  # fields of a worker's request
 ADAPTER: Final = "adapter"
+GRAMMAR: Final = "grammar"
+# Of a grammar that the gateway has made, with an excerpt; its caller knows the schemas in it alone.
+_IN_A_GRAMMAR: Final = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*?) \d+ \| .*")
 _ABOUT_THE_MODEL: Final = {Reason.ADAPTER_UNKNOWN}
 _ABOUT_THE_PROMPT: Final = {Reason.PROMPT_TOO_LONG, Reason.PROMPT_EMPTY, Reason.UNKNOWN_TOKEN}
 RETRY_AFTER_S: Final = 1.0  # where the error itself does not say
@@ -101,6 +105,8 @@ def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
         PROMPT if error.reason in _ABOUT_THE_PROMPT else ADAPTER if error.reason in _ABOUT_THE_MODEL else error.field
     )
     param = None if field is None else names.get(field, field)
+    if field == GRAMMAR != param:
+        message = _IN_A_GRAMMAR.sub(r"\1", message)
     if field is not None and param != field and message.startswith(f"{field} "):
         message = f"{param}{message.removeprefix(field)}"
     return ApiError(status, message, kind=kind, param=param, code=code, retry_after_s=error.retry_after_s)

@@ -37,7 +37,16 @@ OPERATOR_PATHS: Final = frozenset({"/metrics", "/requests"})  # of all callers t
 # Labels of metrics; what is below the last two has theirs, and the rest "other".
 ROUTES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/responses", "/v1/branches")
 _PARENTS: Final = ROUTES[-2:]
-WORK: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"})
+WORK: Final = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/tokenize",
+        "/detokenize",
+    }
+)
 BODIES_BYTES: Final = 64 << 20  # all bodies in flight may take the largest of: this,
 BODIES_PER_BODY: Final = 8  # this many bodies of the largest size,
 BODY_BYTES_EXPECTED: Final = 32 << 10  # and this many for each request that may be in flight

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 _BY_NAME: Final = ("properties", "$defs", "definitions")  # keywords with schemas by name
@@ -11,6 +12,8 @@ _BRANCHES: Final = ("anyOf", "oneOf", "allOf")
 _JOINING: Final = (*_BRANCHES, "$ref", "$dynamicRef")
 _OF_OBJECTS: Final = ("properties", "required", "minProperties", "patternProperties", "unevaluatedProperties")
 _CLOSED: Final = "additionalProperties"
+_PATTERN: Final = "pattern"
+_BEYOND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # a look around, or back at a group
 
 
 def closed(schema: Any) -> Any:
@@ -30,7 +33,15 @@ def closed(schema: Any) -> Any:
     if any(_is_joined(part) for part in parts):
         return schema
     open_ones = {id(part) for part in parts if _is_open(part)}
-    return _with_closed(read, open_ones) if open_ones else schema
+    return _copied(read, lambda part: {_CLOSED: False} if id(part) in open_ones else {}) if open_ones else schema
+
+
+def attempted(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a schema whose patterns allow everything where they look around or refer back: no text can be held to
+    such a pattern."""
+    beyond = {id(part) for part in _parts(schema) if _BEYOND.search(str(part.get(_PATTERN, "")))}
+    held: Mapping[str, Any] = _copied(schema, lambda part: {_PATTERN: ""} if id(part) in beyond else {})
+    return held if beyond else schema
 
 
 def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
@@ -71,15 +82,15 @@ def _is_open(part: Mapping[str, Any]) -> bool:
     return all(isinstance(name, str) and name in listed for name in required)
 
 
-def _with_closed(schema: Any, open_ones: set[int]) -> Any:
-    """Returns a copy of a schema in which these parts of it are closed; one of any depth, so nothing recurs."""
+def _copied(schema: Any, changes: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
+    """Returns a copy of a schema with what changes in its parts; one of any depth, so nothing recurs."""
     holder = [schema]
     waiting: list[tuple[Any, Any]] = [(holder, 0)]  # containers of the copy, and places with what is not copied yet
     while waiting:
         container, place = waiting.pop()
         value = container[place]
         if isinstance(value, dict):
-            container[place] = {**value, _CLOSED: False} if id(value) in open_ones else {**value}
+            container[place] = {**value, **changes(value)}
             waiting += [(container[place], name) for name in value]
         elif isinstance(value, list):
             container[place] = [*value]

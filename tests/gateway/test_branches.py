@@ -199,3 +199,4 @@ def test_whatever_is_got_is_asked_for_by_head(served: ServerProcess) -> None:
         called = path.replace("{name}", "demo").replace("{identity}", branch if "branches" in path else response)
         got, head = curl(served, called), curl(served, called, "-I")
         assert (head.status, head.body, got.status) == (200, b"", 200), called
+    told(ask(served, "DELETE", f"/{branch}"))

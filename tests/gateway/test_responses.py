@@ -190,6 +190,24 @@ def test_instructions_are_of_their_own_response(ai: openai.OpenAI) -> None:
     assert [item.to_dict()["role"] for item in items] == ["user", "assistant", "user"]
 
 
+def test_the_tokens_of_a_prompt_are_counted_as_its_response_has_them(ai: openai.OpenAI) -> None:
+    def is_counted(**asked: Any) -> openai.types.responses.Response:
+        made = ai.responses.create(model="demo", **asked, max_output_tokens=8)
+        counted = ai.responses.input_tokens.count(model="demo", **asked)
+        assert made.usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
+        return made
+
+    first = is_counted(input=QUESTION, instructions="The import statement.", tools=[WEATHER], tool_choice="required")
+    is_counted(input="The while", previous_response_id=first.id)
+    with pytest.raises(openai.NotFoundError) as unknown:
+        ai.responses.input_tokens.count(model="demo", input=QUESTION, previous_response_id="resp_other")
+    assert unknown.value.code == "previous_response_not_found"
+    with pytest.raises(openai.BadRequestError) as of_answers:
+        ai.responses.input_tokens.count(model="demo", input=QUESTION, extra_body={"temperature": 1})
+    assert of_answers.value.param == "temperature"
+
+
 def test_what_is_not_stored_is_not_found(ai: openai.OpenAI) -> None:
     made = ai.responses.create(model="demo", input=QUESTION, max_output_tokens=4, store=False)
     with pytest.raises(openai.NotFoundError):

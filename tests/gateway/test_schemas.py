@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from quire_gateway.schemas import closed
+from quire_gateway.schemas import attempted, closed
 
 A: Any = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CLOSED_A = {**A, "additionalProperties": False}
@@ -74,3 +74,17 @@ def test_a_schema_may_be_deep() -> None:
 )
 def test_what_says_so_or_joins_objects_stays_as_it_is(schema: Any) -> None:
     assert closed(schema) == schema
+
+
+@pytest.mark.parametrize("pattern", [r"^(?!^[-+.]*$)[+-]?\d*$", "a(?=b)", "(?<=a)b", "(?<!a)b", r"(a)\1", r"\\(?=a)"])
+def test_a_pattern_that_no_text_can_be_held_to_has_no_effect(pattern: str) -> None:
+    schema = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": pattern, "maxLength": 4}]}
+    before = copy.deepcopy(schema)
+    assert attempted(schema) == {"anyOf": [{"type": "number"}, {"type": "string", "pattern": "", "maxLength": 4}]}
+    assert schema == before
+
+
+@pytest.mark.parametrize("pattern", [r"\(?=", r"(?:a)(?P<b>c)", r"\d\\1", "(?i)a", ""])
+def test_other_patterns_stay(pattern: str) -> None:
+    schema = {"properties": {"pattern": {"type": "string", "pattern": pattern}}}
+    assert attempted(schema) is schema

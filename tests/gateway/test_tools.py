@@ -147,9 +147,23 @@ def test_what_nobody_can_read_is_refused_and_says_what_to_do(served: ServerProce
     assert (refused.status, refused.error["param"], refused.error["code"]) == (400, "tools", "unsupported_parameter")
     assert "operator names a format" in refused.error["message"]
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?!x)"}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     refused = curl(served, "/v1/chat/completions", body={**ASK, "tools": [tool], "tool_choice": "required"})
     assert (refused.status, refused.error["param"]) == (400, "tools")
+
+
+def test_a_pattern_that_looks_around_is_refused_where_a_function_is_strict(ai: openai.OpenAI) -> None:
+    price = {"type": "string", "pattern": r"^(?!0)\d+$", "maxLength": 4}
+    parameters = {"type": "object", "properties": {"price": price}, "required": ["price"]}
+    tool: Any = {"type": "function", "function": {"name": "pay", "parameters": parameters}}
+    asked = {**ASK, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    (call,) = ai.chat.completions.create(**asked).choices[0].message.tool_calls or ()
+    assert len(json.loads(call.function.arguments)["price"]) <= 4  # type: ignore[union-attr]
+    tool["function"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match="look-around") as refused:
+        ai.chat.completions.create(**asked)
+    assert refused.value.param == "tools"
+    assert "%json" not in refused.value.message, "the grammar that it was found in is none of the caller's"
 
 
 def test_an_option_names_how_calls_are_written(stack: LocalStack, tmp_path: Any) -> None:

@@ -21,6 +21,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "p"},
     "/v1/chat/completions": {"messages": [{"role": "user"}]},
     "/v1/responses": {"input": "p"},
+    "/v1/responses/input_tokens": {"input": "p"},
     "/v1/branches": {},
     "/v1/branches/branch_00/fork": {},
     "/v1/branches/branch_00/extend": {"continuation": "p"},

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from quire_gateway.bodies import ChatBody
 from quire_gateway.calls.grammars import Function
 from quire_gateway.failures import invalid, missing, unsupported
-from quire_gateway.schemas import closed
+from quire_gateway.schemas import attempted, closed
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TOOL_KEYS: Final = frozenset({"type", "function"})
@@ -131,7 +131,8 @@ def _function(tool: Mapping[str, Any], place: str) -> Function:
         raise invalid(f"{place}.name", f"{place}.name must be 1 to 64 letters, digits, '_', '-' or '.'")
     if given.get("strict") not in (None, True, False):
         raise invalid(f"{place}.strict", f"{place}.strict must be true or false")
-    return Function(name, _schema(given.get("parameters"), f"{place}.parameters"), given.get("strict") is True)
+    schema, is_strict = _schema(given.get("parameters"), f"{place}.parameters"), given.get("strict") is True
+    return Function(name, schema if is_strict else attempted(schema), is_strict)
 
 
 def _schema(given: Any, place: str) -> Mapping[str, Any]:

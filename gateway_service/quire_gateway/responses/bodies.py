@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, field by field. An unknown field is refused by its name."""
+"""The bodies of POST /v1/responses and below, field by field. An unknown field is refused by its name."""
 
 from __future__ import annotations
 
@@ -43,20 +43,30 @@ class TextOptions(BaseModel):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponseBody(Body):
-    """Body of POST /v1/responses; vLLM's parameters are those of a chat."""
+class InputTokensBody(BaseModel):
+    """Body of POST /v1/responses/input_tokens: the parameters of a response that its prompt is made of."""
 
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=ID_CHARACTERS_MAX)] | None = None
-    store: Flag | None = None
-    background: Flag | None = None
-    max_output_tokens: Count | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: Flag | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    conversation: str | dict[str, Any] | None = None
+
+
+class ResponseBody(Body, InputTokensBody):
+    """Body of POST /v1/responses; vLLM's parameters are those of a chat."""
+
+    store: Flag | None = None
+    background: Flag | None = None
+    max_output_tokens: Count | None = None
     include_reasoning: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include: Annotated[list[Includable], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)] | None = None
@@ -66,8 +76,6 @@ class ResponseBody(Body):
     prompt_cache_retention: str | None = None  # likewise
     safety_identifier: str | None = None  # likewise: a key says who calls
     top_logprobs: Logprobs | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    conversation: str | dict[str, Any] | None = None
     context_management: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
     prompt: dict[str, Any] | None = None
     enable_response_messages: Flag | None = None  # vLLM's; only false is accepted

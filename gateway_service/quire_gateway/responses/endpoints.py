@@ -15,12 +15,12 @@ from fastapi.responses import Response
 from quire_gateway import relay
 from quire_gateway.continuing import Said
 from quire_gateway.description import described
-from quire_gateway.failures import ApiError, invalid, unsupported
+from quire_gateway.failures import SERVER, ApiError, invalid, unsupported
 from quire_gateway.metrics import MORE, TAIL
 from quire_gateway.plain_route import got
 from quire_gateway.relay import Call
 from quire_gateway.responses.background import Background
-from quire_gateway.responses.bodies import ResponseBody
+from quire_gateway.responses.bodies import InputTokensBody, ResponseBody
 from quire_gateway.responses.form import Ended, ResponseForm, failed
 from quire_gateway.responses.requests import Asked, of_response, renamed
 from quire_gateway.responses.store import Kept, Store
@@ -39,6 +39,10 @@ def serve_responses(app: FastAPI, work: Work, store: Store) -> None:
     @app.post("/v1/responses", openapi_extra=described(ResponseBody))
     async def create(request: Request) -> Response:
         return await responses.create(request)
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=described(InputTokensBody))
+    async def input_tokens(request: Request) -> Response:
+        return await responses.count(request)
 
     @got(app, "/v1/responses/{identity}")
     async def get(request: Request, identity: str, *, stream: bool = False) -> Response:
@@ -79,8 +83,8 @@ class _Responses:
             raise _not_found(identity, param)
         return kept
 
-    async def create(self, request: Request) -> Response:
-        """Answers a POST of a response.
+    async def _prepared(self, request: Request, kind: type[InputTokensBody]) -> tuple[Asked, Call, Said | None]:
+        """Returns what is asked for, that with its tokens, and the conversation that it continues.
 
         Raises:
             ApiError: it is refused.
@@ -88,17 +92,19 @@ class _Responses:
         state, work = request.state, self._work
         earlier: Kept | None = None
 
-        def ask_of(body: ResponseBody) -> Asked:
+        def ask_of(body: InputTokensBody) -> Asked:
             nonlocal earlier
             if body.previous_response_id is not None:
                 earlier = self.find(request, body.previous_response_id, "previous_response_id")
                 if orjson.loads(earlier.response)["status"] not in ("completed", "incomplete"):
                     what = "previous_response_id is of a response that has not ended well"
                     raise invalid("previous_response_id", what)
+            if not isinstance(body, ResponseBody):
+                body = ResponseBody.model_validate(dict(body))
             find = partial(self._store.find_item, state.namespace)
             return of_response(body, () if earlier is None else earlier.conversation(), find)
 
-        asked = await work.read(request, ResponseBody, ask_of)
+        asked = await work.read(request, kind, ask_of)
         said = None if earlier is None else earlier.said
         try:
             call = await relay.prepare(
@@ -113,6 +119,25 @@ class _Responses:
             )
         except ApiError as error:
             raise renamed(error) from None
+        return asked, call, said
+
+    async def count(self, request: Request) -> Response:
+        """Tells how many tokens the prompt of a response would have.
+
+        Raises:
+            ApiError: such a response is refused.
+        """
+        _, call, _ = await self._prepared(request, InputTokensBody)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(call.tokens[0])})
+
+    async def create(self, request: Request) -> Response:
+        """Answers a POST of a response.
+
+        Raises:
+            ApiError: it is refused.
+        """
+        state, work = request.state, self._work
+        asked, call, said = await self._prepared(request, ResponseBody)
         head = asked.head
         head |= {"id": f"resp_{secrets.token_hex(24)}", "created_at": int(time.time()), "model": call.model.name}
 
@@ -146,7 +171,9 @@ class _Responses:
             self._store.put(namespace, failed(asked.head, error), asked.items)
         except Exception as error:  # its text may contain data of the caller
             log.error("response failed", response_id=asked.head["id"], error=type(error).__name__)
-            self._store.put(namespace, failed(asked.head, ApiError(500, _DEFECT)), asked.items)
+            self._store.put(
+                namespace, failed(asked.head, ApiError(500, _DEFECT, kind=SERVER, code="internal_error")), asked.items
+            )
 
     def _count_continued(self, call: Call, said_count: int, ended: Ended) -> None:
         """Counts a response that continues another one of so many tokens."""

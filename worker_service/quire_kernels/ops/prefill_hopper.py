@@ -225,9 +225,8 @@ def attend_pieces(
         _, row_start, row_stop, _, _, _, _ = piece(number, work, KV_HEADS, PAGE_SIZE)
         io_row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROW_LAYOUT))
         out_row = (q_begin + io_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + io_row % GROUP
-        gl.store(
-            out + (out_row * HEAD_DIM)[:, None] + dim[None, :], q_rows.load(ROW_LAYOUT), mask=(io_row < row_stop)[:, None]
-        )
+        at = out + (out_row * HEAD_DIM)[:, None] + dim[None, :]
+        gl.store(at, q_rows.load(ROW_LAYOUT), mask=(io_row < row_stop)[:, None])
         number = following
         turn += 1
 

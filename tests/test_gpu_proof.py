@@ -131,14 +131,18 @@ def test_a_trace_tells_how_long_nothing_ran(tmp_path: Path) -> None:
 
 def test_a_turn_is_read_from_passes_in_which_all_requests_decode() -> None:
     def one(sequences: int, tokens: int, begin_ms: float) -> dict[str, Any]:
-        return {"sequences": sequences, "tokens": tokens, "begin_ms": begin_ms, "end_ms": begin_ms + 8}
+        notes = {"pinned_blocks": begin_ms // 10, "collections": 0}
+        return {"sequences": sequences, "tokens": tokens, "begin_ms": begin_ms, "end_ms": begin_ms + 8, **notes}
 
     passes = [one(2, 30, 0), one(2, 2, 20), one(2, 2, 30), one(2, 2, 40), one(1, 1, 60)]
     pairs = decoding_pairs(passes, 2)
     assert [first["begin_ms"] for first, _ in pairs] == [20, 30]
     assert turn_of(pairs) == (10, 8, 0.2)
     assert turn_of([]) == (None, None, None)
-    assert longest_idle([pairs, pairs[1:]]) == [[0, 2], [1, 2], [0, 2]]
+    found = [
+        (each["round"], each["turn"], each["ms"], each["pinned_blocks"]) for each in longest_idle([pairs, pairs[1:]])
+    ]
+    assert found == [(0, 0, 2, 1), (0, 1, 2, 1), (1, 0, 2, 1)]
 
 
 def test_bounds_are_what_a_llama_reads_and_multiplies(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def decode_row(rounds: list[Round], workload: Workload, bounds: Bounds) -> Row:
         "turn_ms": turn_ms,
         "gpu_ms": gpu_ms,
         "idle_share": idle,
-        "longest_idle_ms": longest_idle([decoding_pairs(each.passes, count) for each in rounds]),
+        "longest_idle": longest_idle([decoding_pairs(each.passes, count) for each in rounds]),
         "decode_tokens_per_s": None if turn_ms is None else round(1e3 * count / turn_ms, 1),
         "bound_tokens_per_s": round(count / pass_bound_s, 1),
         "share_of_bound": None if turn_ms is None else round(1e3 * pass_bound_s / turn_ms, 3),
@@ -185,13 +185,21 @@ def turn_of(pairs: list[tuple[Pass, Pass]]) -> tuple[float | None, float | None,
     return round(statistics.median(turns_ms), 3), round(statistics.median(computing_ms), 3), round(idle, 4)
 
 
-def longest_idle(rounds: list[list[tuple[Pass, Pass]]]) -> list[list[float]]:
-    """Returns the five longest times between two passes, of all rounds: after which turn of its round, and how
-    long."""
-    idle = [
-        [turn, round(two["begin_ms"] - one["end_ms"], 3)] for pairs in rounds for turn, (one, two) in enumerate(pairs)
+def longest_idle(rounds: list[list[tuple[Pass, Pass]]]) -> list[dict[str, float]]:
+    """Returns the five longest times between two passes, of all rounds: their round and turn, how long they are, and
+    what the worker did meanwhile that may hold up its model's thread (`probed_worker.grown`)."""
+    idle: list[dict[str, float]] = [
+        {
+            "round": number,
+            "turn": turn,
+            "ms": round(two["begin_ms"] - one["end_ms"], 3),
+            "pinned_blocks": two["pinned_blocks"] - one["pinned_blocks"],
+            "collections": two["collections"] - one["collections"],
+        }
+        for number, pairs in enumerate(rounds)
+        for turn, (one, two) in enumerate(pairs)
     ]
-    return sorted(idle, key=lambda each: each[1], reverse=True)[:LONGEST]
+    return sorted(idle, key=lambda each: each["ms"], reverse=True)[:LONGEST]
 
 
 def _replayed_share(rounds: list[Round], count: int) -> float:

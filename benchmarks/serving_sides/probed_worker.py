@@ -19,6 +19,7 @@ With `QUIRE_PROBE_DUMMY` weights are drawn on the GPU, whatever the folder has: 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -42,11 +43,13 @@ HAS_GPU = torch.cuda.is_available()
 
 
 class Noted(NamedTuple):
-    """A pass: how it was launched, its sequences and tokens, and when it began and ended."""
+    """A pass: how it was launched, its sequences and tokens, `grown` before its launch, and when it began and ended."""
 
     kind: str  # "replayed" or "launched"
     sequences: int
     tokens: int
+    pinned_blocks: int
+    collections: int
     begin: Any
     end: Any
 
@@ -65,6 +68,13 @@ def moment() -> Any:
     return event
 
 
+def grown() -> tuple[int, int]:
+    """Returns how many blocks of pinned memory were allocated so far, and how many garbage collections there were:
+    either can hold up the model's thread for milliseconds."""
+    pinned = torch.cuda.host_memory_stats().get("num_host_alloc", 0) if HAS_GPU else 0
+    return int(pinned), sum(int(each["collections"]) for each in gc.get_stats())
+
+
 def between_ms(begin: Any, end: Any) -> float:
     """Returns the milliseconds between two moments."""
     return float(begin.elapsed_time(end)) if HAS_GPU else 1e3 * float(end - begin)
@@ -75,19 +85,19 @@ def probe() -> None:
     forward, capture, logits_of = PagedModel.forward, decode_graphs.Capture.__call__, decode_graphs._Graph.logits_of
 
     def noted_forward(self: PagedModel, batch: Any, *rest: Any) -> Any:
-        begin = moment()
+        before, begin = grown(), moment()
         logits = forward(self, batch, *rest)
-        NOTED.append(Noted("launched", batch.spans.shape[1], batch.input_ids.shape[1], begin, moment()))
+        NOTED.append(Noted("launched", batch.spans.shape[1], batch.input_ids.shape[1], *before, begin, moment()))
         return logits
 
     def noted_capture(self: Any, compute: Callable[[], torch.Tensor]) -> decode_graphs.Replay:
         replay = capture(self, compute)
 
         def run() -> None:
-            begin = moment()
+            before, begin = grown(), moment()
             replay.run()
             count = LENGTHS[-1] if LENGTHS else 0
-            NOTED.append(Noted("replayed", count, count, begin, moment()))
+            NOTED.append(Noted("replayed", count, count, *before, begin, moment()))
 
         return replay._replace(run=run)
 
@@ -111,6 +121,8 @@ def write() -> None:
             "kind": each.kind,
             "sequences": each.sequences,
             "tokens": each.tokens,
+            "pinned_blocks": each.pinned_blocks,
+            "collections": each.collections,
             "begin_ms": between_ms(noted[0].begin, each.begin),
             "end_ms": between_ms(noted[0].begin, each.end),
         }

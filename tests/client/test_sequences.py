@@ -198,7 +198,7 @@ async def test_what_makes_no_sense_is_refused_here(engine: Any) -> None:
     with pytest.raises(ValueError, match="longer than its sequence may get"):
         await engine.admit(range(8), token_count_max=4)
     one = await engine.admit(range(8))
-    with pytest.raises(ValueError, match="more than 32 bits"):
+    with pytest.raises(ValueError, match=r"token must be an integer from .*, not 2147483648"):
         one.append(2**31)
     one.free()
     one.free()

@@ -17,3 +17,9 @@ async def chunk_tokens(allocator: RunningAllocator, number: int) -> None:
     declared = spec()
     declared.chunk_token_count_max = number
     await open_pool(allocator, declared)
+
+
+async def block_bytes(allocator: RunningAllocator, number: int) -> None:
+    declared = spec()
+    declared.block_bytes = number
+    await open_pool(allocator, declared)

@@ -67,6 +67,7 @@ EDGES: list[Edge] = [
     Edge("POOLS_MAX", cases.pools, "LIMIT"),
     Edge("BLOCKS_MAX", cases.blocks),
     Edge("BLOCK_SIZE_MAX", cases.block_size),
+    Edge("BLOCK_BYTES_MAX", boundary_cases.block_bytes),
     Edge("GROUPS_MAX", cases.groups),
     Edge("WINDOW_TOKENS_MAX", cases.window_tokens),
     Edge("CHUNK_TOKENS_MAX", boundary_cases.chunk_tokens),
@@ -93,6 +94,10 @@ EDGES: list[Edge] = [
 
 # Limits that are no count of something asked for, and the test that holds each.
 ELSEWHERE: dict[str, tuple[str, str]] = {
+    "METRIC_NAMESPACES_MAX": (
+        "allocator/session/test_counters.py",
+        "test_metrics_name_few_namespaces_and_each_by_its_name",
+    ),
     "PRIORITY_MAX": ("worker/test_limits.py", "test_every_limit_is_kept_to_the_number"),
     "REPORT_BLOCK_BYTES_MAX": (
         "allocator/session/test_report_limits.py",

@@ -79,7 +79,7 @@ def test_a_schema_that_everything_fits_may_be_true(served: ServerProcess) -> Non
         (
             f"/v1/responses/r/input_items?after={'a' * 129}",
             "after",
-            "after: String should have at most 128 characters",
+            "after: must have at most 128 characters",
         ),
     ],
 )

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.security.gateway_callers import (
 
 CHOICES, TOP = 64, 20
 TOKENS = LOGPROB_VALUES_MAX // CHOICES // (1 + TOP)  # of each choice of the largest answer with logprobs
+MANY = 8 * CHOICES  # answers of all calls; a gateway whose caller reads nothing takes more before it stops reading
 RANKED = pb.Logprobs(
     token_ids=range(1, TOKENS + 1),
     token_logprobs=[-1.5] * TOKENS,
@@ -45,6 +47,7 @@ class LongAnswers:
 
     def __init__(self) -> None:
         self._given = threading.Semaphore(0)
+        self._numbers = count(1)
         self._waiting: list[threading.Event] = []
         self._is_over = False
 
@@ -61,14 +64,17 @@ class LongAnswers:
             text = "a" * len(RANKED.token_ids)
             yield pb.GenerateResponse(sample=sample, token_ids=RANKED.token_ids, text=text, logprobs=RANKED, **told)
             told = {}
+            if next(self._numbers) == MANY:
+                self._given.release()
         self._given.release()
         may_end.wait(60)
         for sample in range(asked.sampling.n):
             usage = {"usage": USAGE} if sample == asked.sampling.n - 1 else {}
             yield pb.GenerateResponse(sample=sample, finish_reason=pb.FINISH_REASON_LENGTH, **usage)
 
-    def wait_for_one(self) -> None:
-        """Waits until a call was given all but its end."""
+    def wait_for_much(self) -> None:
+        """Waits until a call was given all but its end, or all calls together `MANY` answers: where they are read
+        evenly, and no further, none is given all."""
         assert self._given.acquire(timeout=60)
 
     def end(self) -> None:
@@ -131,7 +137,7 @@ def test_answers_full_of_logprobs_take_a_bounded_memory(
             asked = [cleanup.enter_context(closing(connect(long_served))) for _ in range(1 if "stream" in body else 6)]
             for connection in asked:
                 connection.sendall(request(HOSTILE, path, json.dumps(body).encode()))
-            answers.wait_for_one()
+            answers.wait_for_much()
             first_token_s(long_served, HONEST)
             answers.end()
             statuses = {connection.recv(12)[9:] for connection in asked}

@@ -9,7 +9,7 @@ LARGEST: Final = 2**62  # of tokens, blocks and bytes: sums of several still fit
 
 
 def require_integer(name: str, value: Any, low: int = 0, high: int = LARGEST) -> None:
-    """Does nothing for an integer from `low` to `high`; those of numpy are as good as Python's own.
+    """Checks that a value is an integer from `low` to `high`, of Python's own or of numpy's.
 
     Raises:
         TypeError: it is no integer. True and False are none.
@@ -29,7 +29,7 @@ def require_integer(name: str, value: Any, low: int = 0, high: int = LARGEST) ->
 
 
 def require_share(name: str, value: Any) -> None:
-    """Does nothing for a number from 0 to 1.
+    """Checks that a value is a number from 0 to 1.
 
     Raises:
         TypeError: it is no number. True and False are none.

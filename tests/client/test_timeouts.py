@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from quire import Allocator, AsyncAllocator, AsyncClient, Client, InvalidArgumentError, Reason
-from quire.local import LocalStack
+from quire.local import DRAIN_S_MAX, LocalStack
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -78,4 +78,6 @@ def test_what_is_no_time_starts_no_servers(name: str, timeout_s: Any) -> None:
 
 @pytest.mark.parametrize("timeout_s", LONG)
 def test_servers_may_have_any_time(timeout_s: float) -> None:
-    LocalStack("model", start_timeout_s=timeout_s, drain_timeout_s=timeout_s)
+    stack = LocalStack("model", start_timeout_s=timeout_s, drain_timeout_s=timeout_s)
+    assert math.isfinite(stack._start_timeout_s)
+    assert stack._drain_timeout_s == DRAIN_S_MAX

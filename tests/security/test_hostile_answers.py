@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from tests.security.gateway_callers import (
 
 CHOICES, TOP = 64, 20
 TOKENS = LOGPROB_VALUES_MAX // CHOICES // (1 + TOP)  # of each choice of the largest answer with logprobs
-MANY = 8 * CHOICES  # answers of all calls; a gateway whose caller reads nothing takes more before it stops reading
 RANKED = pb.Logprobs(
     token_ids=range(1, TOKENS + 1),
     token_logprobs=[-1.5] * TOKENS,
@@ -46,8 +45,7 @@ class LongAnswers:
     """Answers of a worker that are as large as may be. To another caller it answers as it always does."""
 
     def __init__(self) -> None:
-        self._given = threading.Semaphore(0)
-        self._numbers = count(1)
+        self._given = queue.SimpleQueue[bool]()  # of each answer, whether it was the last before the end of its call
         self._waiting: list[threading.Event] = []
         self._is_over = False
 
@@ -64,18 +62,21 @@ class LongAnswers:
             text = "a" * len(RANKED.token_ids)
             yield pb.GenerateResponse(sample=sample, token_ids=RANKED.token_ids, text=text, logprobs=RANKED, **told)
             told = {}
-            if next(self._numbers) == MANY:
-                self._given.release()
-        self._given.release()
+            self._given.put(False)
+        self._given.put(True)
         may_end.wait(60)
         for sample in range(asked.sampling.n):
             usage = {"usage": USAGE} if sample == asked.sampling.n - 1 else {}
             yield pb.GenerateResponse(sample=sample, finish_reason=pb.FINISH_REASON_LENGTH, **usage)
 
     def wait_for_much(self) -> None:
-        """Waits until a call was given all but its end, or all calls together `MANY` answers: where they are read
-        evenly, and no further, none is given all."""
-        assert self._given.acquire(timeout=60)
+        """Waits until a call was given all but its end, or the gateway, whose caller reads nothing, takes no more."""
+        is_whole = self._given.get(timeout=60)
+        while not is_whole:
+            try:
+                is_whole = self._given.get(timeout=5)
+            except queue.Empty:
+                return
 
     def end(self) -> None:
         """Lets all end."""

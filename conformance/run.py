@@ -49,7 +49,7 @@ class Implementation:
     """An owner as a process that answers line by line; it is ended with the block."""
 
     def __init__(self, command: list[str], timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self._timeout_s, self._has_ended = timeout_s, False
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._lines = queue.SimpleQueue[str]()
         threading.Thread(target=self._read, daemon=True).start()
@@ -64,6 +64,8 @@ class Implementation:
     def ask(self, asked: Line) -> Line:
         """Returns its answer to one line; raises WrongError if there is none."""
         assert self._process.stdin is not None
+        if self._has_ended:
+            raise WrongError("the process has ended")
         try:
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
@@ -76,6 +78,7 @@ class Implementation:
         except json.JSONDecodeError:
             raise WrongError(f"the answer is no JSON: {line.strip():.200}") from None
         if answer is None:
+            self._has_ended = True
             raise WrongError("the process has ended")
         if not isinstance(answer, dict) or "error" in answer:
             raise WrongError(f"the answer is {json.dumps(answer):.200}")

@@ -187,8 +187,19 @@ def test_texts_go_on_when_the_allocator_is_killed_and_started_anew(tmp_path: Pat
                 assert texts == {"1": text_of(1, PROMPT, 7), "2": text_of(2, [*PROMPT, 7], 7)}
                 assert shell.ask(state=True) == {"digest": digest_at(address), "sequences": 2, "opened": 2}
                 assert shell.ask(admit=[*PROMPT, 9]) == {"text": 3, "matched": 20}  # published anew
-                assert shell.ask(mirror=PROMPT, until=20) == {"matched": 20}
+                later = [*range(200, 221)]
+                assert shell.ask(admit=later)["matched"] == 0
+                assert shell.ask(mirror=later, until=20) == {"matched": 20}  # the watch goes on, too
                 assert shell.end() == 0
+
+
+def test_an_owner_that_does_nothing_keeps_its_lease(allocator: str) -> None:
+    with shell_of(allocator) as shell, Allocator(allocator) as client:
+        shell.ask(admit=PROMPT)
+        lowest = client.get_pool("ts").lease_remaining_ms
+        while (left := client.get_pool("ts").lease_remaining_ms) <= lowest:  # until it rises, which is a renewal
+            lowest = left
+        assert shell.ask(state=True)["opened"] == 1
 
 
 async def test_a_step_whose_answer_is_lost_is_applied_once(allocator: str) -> None:

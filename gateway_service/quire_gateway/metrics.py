@@ -60,7 +60,7 @@ class Telemetry:
         continued: responses that continue another one, by whether they computed their own tail alone, and at most a
             block before it, or more.
         stored_count: responses that are kept.
-        stored_bytes: that they take.
+        stored_bytes: their bytes.
     """
 
     def __init__(self) -> None:

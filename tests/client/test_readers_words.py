@@ -96,7 +96,7 @@ def test_no_text_that_reaches_a_servers_callers_names_an_option(service: str) ->
 
 @contextmanager
 def listener(answer: bytes) -> Iterator[str]:
-    """The address of something that says the same to all, and hangs up."""
+    """Yields the address of a server that sends each caller the same answer and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:

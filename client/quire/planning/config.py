@@ -81,7 +81,7 @@ def read_config(
         state_dtype: of recurrent states; "auto" is float32 unless the configuration says otherwise.
         state_ranks: ranks that divide the heads of states; 1 where each keeps them whole, as Quire's worker does. All
             of them, if nothing is said.
-        model_dtype: that it is computed in, which states have that name none; its own, if nothing is said.
+        model_dtype: dtype of the computation, and of states that name none; by default the checkpoint's own.
 
     Raises:
         ConfigError: a field is missing, is not understood, or does not divide by the ranks.

@@ -59,7 +59,7 @@ def entry_uint32(data: bytes, row: int) -> int:
 
 
 def _unpack(empty: array[int], data: bytes) -> array[int]:
-    column = empty[:]  # less than half of what it costs to make an array by its type's letter
+    column = empty[:]  # copying an empty array takes less than half the time of making one by its type code
     column.frombytes(data)
     if not IS_LITTLE_ENDIAN:
         column.byteswap()

@@ -28,9 +28,9 @@ class Branch:
 
     Attributes:
         held: the client's handle, and the worker.
-        model: that computes it.
+        model: name of the model that computes it.
         namespace: of its caller.
-        ttl_s: that it lives after the last call that named it.
+        ttl_s: how long it lives after the last call that named it.
         identity: by which callers know it.
     """
 

@@ -47,11 +47,11 @@ class Kind:
         return True
 
     def entries(self, token_count: int) -> int:
-        """Entries of a table for so many tokens."""
+        """Returns the number of table entries for so many tokens."""
         return 1 if self.name == "state" else len(range(0, token_count, self.block_size))
 
     def written_next(self, token_count: int) -> int | None:
-        """Entry of the table that the token after so many others is written into; None if it begins a block."""
+        """Returns the table entry of the next token after so many; None if that token begins a block."""
         if self.name == "state":
             return 0
         position, offset = divmod(token_count, self.block_size)

@@ -240,7 +240,7 @@ def _both(
     """Latents and their positional part, however they were given."""
     if together is not None:
         if any(part is not None for part in apart):
-            raise ValueError(f"{name} is given, and so are its parts")
+            raise ValueError(f"give {name} or its parts, not both")
         if isinstance(together, torch.Tensor):
             return together[..., :ckv_dim], together[..., ckv_dim:]
         if len(together) != 2:

@@ -129,7 +129,7 @@ class Crew:
     def together(
         self, token_count: int, compute: Callable[[], ResultT], ending_of: Callable[[Exception], Ending]
     ) -> ResultT:
-        """Computes what all ranks compute at this moment, and returns its result once all have theirs.
+        """Computes this rank's part of a pass, and returns its result when all ranks have computed theirs.
 
         Args:
             token_count: of the pass; 0 where no sums belong to it.

@@ -45,7 +45,7 @@ class BeamTurns:
     """Takes the turns of all beam searches of one engine. For the event loop.
 
     Args:
-        scheduler: that the samples belong to.
+        scheduler: scheduler of the samples.
         on_tokens: told of a request and how many tokens its beams have become longer by.
         on_failure: told of a request whose tokens the tokenizer cannot decode.
     """

@@ -139,7 +139,7 @@ class LayersInC:
 
 
 class DecoderRewrite(Rewrite):
-    """Knows a model of just these parts whose layers and last norm are rewritten already."""
+    """Rewrites a model that has these parts and no others. Its layers and last norm must be rewritten already."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if own_parameter_names(module) or child_names(module) != set(PARTS):

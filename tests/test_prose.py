@@ -60,7 +60,7 @@ def test_decisions_are_short(path: Path) -> None:
 
 
 def test_the_pages_of_the_documents_do_not_grow_again() -> None:
-    looked_up = {"alerts", "bugs", "metrics"}  # of which nobody reads more than a row
+    looked_up = {"alerts", "bugs", "metrics"}  # nobody reads more than a row of these
     pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions"]
     pages = [path for path in pages if path.stem not in looked_up]
     assert len(pages) > 20

@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--log-level",
         choices=["debug", "info", "warning", "error"],
         default="info",
-        help="the least that is logged (default: %(default)s)",
+        help="lowest level that is logged (default: %(default)s)",
     )
     return parser
 
@@ -213,7 +213,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         default=DRAIN_S,
-        help="for answers that are under way when it is told to stop (default: %(default)g)",
+        help="how long running answers may continue after SIGTERM (default: %(default)g)",
     )
 
 

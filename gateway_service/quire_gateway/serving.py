@@ -306,7 +306,7 @@ class Served(Response):
         return told_of_prompt(self._call.tokens[number][0], self._of_prompts.get(number, ()), count)
 
     async def _prompt_logprobs(self, number: int) -> Sequence[Any] | None:
-        """Returns what the caller is told of a prompt's tokens apart from those of the text.
+        """Returns the logprobs of a prompt's tokens in the form that the caller gets.
 
         Raises:
             ApiError: no worker says what they are.
@@ -319,7 +319,7 @@ class Served(Response):
         return [each async for part in in_slices(told) for each in of_prompt(part, spelled)]
 
     async def _logprobs(self, choice: _Choice, text: str, told: list[Told]) -> Mapping[str, Any] | None:
-        """Returns what the caller is told of these tokens, the next ones of a choice, which come with this text.
+        """Returns the logprobs of a choice's next tokens in the form that the caller gets with this text.
 
         Raises:
             ApiError: no worker says what they are.

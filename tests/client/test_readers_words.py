@@ -36,7 +36,7 @@ ARGUMENT = re.compile(rf"\b(?:{'|'.join(sorted(NAMES))})\b|\b[a-z]\w*=(?!\S*\.pe
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
-    """The text of every raised error and returned sentence: what is no docstring."""
+    """Yields every string of a file that is no docstring, such as the text of an error, with its line."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docstrings = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
     for node in ast.walk(tree):

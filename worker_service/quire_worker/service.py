@@ -122,11 +122,11 @@ class WorkerService(AdapterCalls, RequestCalls):
         return await self._answer(context, "ScoreBranch", request, self._branch_calls.score)
 
     async def RenewBranches(self, request: pb.RenewBranchesRequest, context: Context) -> pb.RenewBranchesResponse:
-        """Begins the time of branches anew."""
+        """Restarts the time to live of branches."""
         return await self._answer(context, "RenewBranches", request, self._branch_calls.renew)
 
     async def ReleaseBranches(self, request: pb.ReleaseBranchesRequest, context: Context) -> pb.ReleaseBranchesResponse:
-        """Ends branches that nobody wants any more."""
+        """Ends branches and frees their blocks."""
         return await self._answer(context, "ReleaseBranches", request, self._branch_calls.release)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

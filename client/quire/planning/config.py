@@ -93,7 +93,7 @@ def read_config(
     fields = Fields.of(config)
     for name, what in REFUSED.items():
         if fields.has(name):
-            raise ConfigError(f"model type {fields.model_type!r:.80} has {what} ({name}), which is not planned")
+            raise ConfigError(f"model type {fields.model_type!r:.80} has {what} ({name}), which is not supported")
     kinds = layer_kinds(fields)
     own_dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if own_dtype.lower() not in ELEMENT_BYTES and (dtype == "auto" or model_dtype is None):

@@ -41,7 +41,7 @@ class Branch:
         self.timer: asyncio.TimerHandle | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what callers are told of it."""
+        """Returns the branch as callers see it."""
         return {
             "id": self.identity,
             "object": "branch",

@@ -35,11 +35,11 @@ class Kind:
         return self.name in ("sliding_window", "chunked_local")
 
     def takes(self, length: int) -> list[int]:
-        """Positions that a hit of so many tokens takes."""
+        """Returns the positions of the blocks that a hit of so many tokens needs."""
         return [p for p in range(length // self.block_size) if not self.has_fallen_out(p, length)]
 
     def reads(self, token: int, earlier: int) -> bool:
-        """Whether attention of one token looks at another one, itself included."""
+        """Returns whether a token attends to another token, or to itself."""
         if self.name == "sliding_window":
             return token - earlier < self.window
         if self.name == "chunked_local":

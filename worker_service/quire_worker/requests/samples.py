@@ -112,7 +112,7 @@ class TokenIntake:
         telemetry: where they are counted.
         clock: seconds.
         eos_token_ids: the model's tokens that end a text.
-        on_failure: told of a request whose tokens the tokenizer cannot decode.
+        on_failure: called with a request whose tokens the tokenizer cannot decode.
     """
 
     def __init__(

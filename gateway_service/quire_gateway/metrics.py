@@ -125,7 +125,9 @@ class GatewayCollector(Collector):
         ready = GaugeMetricFamily("quire_gateway_worker_ready", "Whether a worker answers.", labels=("worker",))
         chosen = CounterMetricFamily("quire_gateway_worker_requests", "Prompts sent to a worker.", labels=("worker",))
         watched = GaugeMetricFamily(
-            "quire_gateway_worker_watched", "Whether it is known what a worker's pool has.", labels=("worker",)
+            "quire_gateway_worker_watched",
+            "Whether the gateway knows what a worker's pool has cached.",
+            labels=("worker",),
         )
         load = GaugeMetricFamily("quire_gateway_worker_load", "Requests that a worker has.", labels=("worker",))
         for backend in self._fleet.backends:

@@ -21,11 +21,11 @@ from quire_worker.scheduling.request import STREAM_INTERVAL_S
 from quire_worker.speculation.lookup import NGRAM_MAX as PROMPT_LOOKUP_MAX
 from quire_worker.speculation.lookup import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
 
-BLOCK_SIZE = 16  # tokens, if nothing is said
+BLOCK_SIZE = 16  # default, in tokens
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
-# If nothing is said. Hundreds of tokens take a GPU no longer than reading the weights does, and a prompt of 4 k tokens
+# Default. Hundreds of tokens take a GPU no longer than reading the weights does, and a prompt of 4 k tokens
 # in one pass has them read once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}

@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from quire._serving import request_log
+from quire._serving.command_line import Parser
 from quire._serving.server import add_arguments
 from quire.session.lookahead import AHEAD_TOKENS
 
@@ -67,11 +68,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Makes what reads it."""
-    parser = argparse.ArgumentParser(
-        prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages."
-    )
+    parser = Parser(prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages.")
     _add_model(parser)
     parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
     parser.add_argument(

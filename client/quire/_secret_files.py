@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import stat
 from pathlib import Path
@@ -36,7 +37,7 @@ def read_token(path: str | None) -> str | None:
         return None
     require_private(path, "token file")
     try:
-        token = Path(path).read_text(encoding="ascii").strip()
+        token = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).decode("ascii").strip()
     except UnicodeDecodeError:  # whose text would show what is in the file
         token = ""
     except OSError as error:

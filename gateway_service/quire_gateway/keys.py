@@ -170,7 +170,7 @@ def read_keys(path: str | None, environment: Mapping[str, str]) -> ApiKeys | Non
         return ApiKeys(text, "QUIRE_API_KEYS") if text else None
     require_private(path, "key file")
     try:
-        return ApiKeys(Path(path).read_text(encoding="utf-8"), f"key file {path}")
+        return ApiKeys(Path(path).read_text(encoding="utf-8-sig"), f"key file {path}")
     except UnicodeDecodeError:
         raise UsageError(f"key file {path}: it is no UTF-8 text") from None
     except OSError as error:

@@ -85,7 +85,7 @@ def read_config(path: Path) -> dict[str, Any]:
         UsageError: it cannot be read, or is no JSON object.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: {error}") from None
     if not isinstance(config, dict):

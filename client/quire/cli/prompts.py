@@ -86,7 +86,7 @@ def content(name: str, text: str) -> str:
     if not text.startswith("@"):
         return text
     try:
-        return Path(text[1:]).read_text(encoding="utf-8")
+        return Path(text[1:]).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else f"byte {error.start} is no UTF-8 text"
         raise UsageError(f"--{name.replace('_', '-')}: {text[1:]} cannot be read: {why}") from None

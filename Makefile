@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INSTALLED := $(VENV)/.installed
 COMPILED := build/compiled
 JOBS ?= 2
 # Files go out as they are named: by the number of their tests, few and long ones would be left for one process at the end.
@@ -25,19 +26,25 @@ export HF_HUB_OFFLINE := 1
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-$(READY): pyproject.toml constraints.txt
-	@echo "setting up $(VENV); this takes a minute or more"
+# What serving needs, and no more. pip says what it does: most of these minutes are downloads.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) with everything that serves; this takes a minute or more, and longer on a slow network"
 	$(PYTHON) -m venv $(VENV)
 	@# From its own index, where one is named, and that for nothing else: any package there would take the place of another.
-	$(if $(QUIRE_TORCH_INDEX),$(BIN)/pip install -q --disable-pip-version-check --no-deps -c constraints.txt \
+	$(if $(QUIRE_TORCH_INDEX),$(BIN)/pip install --disable-pip-version-check --no-deps -c constraints.txt \
 		--index-url $(QUIRE_TORCH_INDEX) torch)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[all]'
+	@touch $@
+
+$(READY): $(INSTALLED)
+	@echo "adding the development tools"
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
 dev: $(READY) ## set up .venv with everything needed to work on Quire
 
-demo: $(READY) ## start an allocator and a worker, stream prompts that share a prefix, print what sharing saved
-	$(BIN)/python examples/demo.py
+demo: $(INSTALLED) ## start an allocator and a worker, stream prompts that share a prefix, draw who holds which block: MODEL=FOLDER
+	$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL))
 
 test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files at a time; long ones have the next targets
 	$(PYTEST) $(addprefix --ignore ,$(APART))

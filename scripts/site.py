@@ -10,12 +10,19 @@ links to comes along. Pages of the reference are written from the code: commands
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import http.server
 import importlib
+import json
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -29,6 +36,8 @@ FIRST: Final = (
     "SECURITY.md",
     *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
 )
+WIDTH: Final = 400  # of a phone, in pixels
+BROWSER_S_MAX: Final = 500  # for all pages
 LINK: Final = re.compile(r"\]\(([^)#:\s]+)")
 # Servers by the module that makes the parser of their command line.
 SERVERS: Final = {
@@ -49,7 +58,7 @@ def linked(page: Path) -> Iterator[Path]:
 
 def reachable() -> set[Path]:
     """Pages, and what they link to, by way of other pages."""
-    found, left = set[Path](), [ROOT / name for name in FIRST]
+    found, left = set[Path](), [*(ROOT / name for name in FIRST), *(ROOT / "docs").glob("*.md")]
     while left:
         path = left.pop()
         if path not in found:
@@ -150,13 +159,12 @@ def command(found: Any, name: str) -> Iterator[str]:
 
 def option_rows(parser: argparse.ArgumentParser) -> Iterator[str]:
     """A table of the options of a server."""
-    actions = [each for each in parser._actions if each.help is not argparse.SUPPRESS]
-    yield from table(
-        [
-            (cell(" ".join(each.option_strings) or each.dest), (each.help or "") % {**vars(each), "prog": parser.prog})
-            for each in actions
-        ]
-    )
+    rows = []
+    for each in parser._actions:
+        if each.help is not argparse.SUPPRESS:
+            says = (each.help or "") % {**vars(each), "prog": parser.prog}
+            rows.append((cell(" ".join(each.option_strings) or each.dest), says))
+    yield from table(rows)
 
 
 def cell(name: str) -> str:
@@ -167,7 +175,7 @@ def cell(name: str) -> str:
 def table(rows: list[tuple[str, str]]) -> Iterator[str]:
     """Lines of a table of names and what they mean; nothing for no rows."""
     if rows:
-        yield "| | |\n| --- | --- |"
+        yield "| option | meaning |\n| --- | --- |"
         yield from (f"| {name} | {escaped(text)} |" for name, text in rows)
         yield ""
 
@@ -219,12 +227,75 @@ def build(source: Path, site: Path) -> list[str]:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").replace("ROOT", str(ROOT))
     settings.write_text(f"docs_dir: {source}\nsite_dir: {site}\n{text}", encoding="utf-8")
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # advertising of its theme
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-f", settings], env=environment, check=False
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-f", str(settings)]
+    done = subprocess.run(command, env=environment, check=False)
     if done.returncode:
         sys.exit(done.returncode)
     return dead_links(site)
+
+
+# Opens each page in a frame of a phone's width, and asks for the answer's address with those that are wider than it.
+FRAMES: Final = """<!doctype html><iframe width={width} height=800></iframe><script>
+const pages = {pages}, wide = [], frame = document.querySelector("iframe");
+frame.onload = () => {{
+  const root = frame.contentDocument.documentElement;
+  if (root.scrollWidth > frame.clientWidth) wide.push(pages[0]);
+  pages.shift();
+  if (pages.length) frame.src = pages[0];
+  else fetch("/answer?" + JSON.stringify(wide));
+}};
+frame.src = pages[0];
+</script>"""
+
+
+def wide_pages(site: Path, browser: str) -> list[str]:
+    """Returns the pages of a built site that a window of 400 pixels has to scroll sideways.
+
+    Raises:
+        SystemExit: the browser did not answer.
+    """
+    pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html") if path.name != "404.html")
+    frames = FRAMES.format(width=WIDTH, pages=json.dumps(pages))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, served(site, frames) as (address, answers):
+        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+        command = [browser, *options, "--remote-debugging-port=0", f"{address}/frames.html"]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+            try:
+                found: list[str] = answers.get(timeout=BROWSER_S_MAX)
+            except queue.Empty:
+                sys.exit(f"{browser} did not look at every page")
+            finally:
+                running.kill()
+    return found
+
+
+@contextlib.contextmanager
+def served(folder: Path, frames: str) -> Iterator[tuple[str, queue.Queue[list[str]]]]:
+    """Serves a folder on a free port of this machine alone; gives the address, and where the browser's answer comes."""
+    answers: queue.Queue[list[str]] = queue.Queue()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            if path == "/answer":
+                answers.put(json.loads(unquote(query)))
+            if path not in ("/answer", "/frames.html"):
+                super().do_GET()
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(frames.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", answers
+        finally:
+            server.shutdown()
 
 
 def main() -> None:
@@ -238,7 +309,13 @@ def main() -> None:
     print(*dead, sep="\n", file=sys.stderr)
     if dead:
         sys.exit(f"{len(dead)} links lead nowhere")
-    print(f"{len(list(site.rglob('*.html')))} pages in {site}; open {site / 'index.html'}")
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print(f"not run: whether a page is wider than {WIDTH} pixels, because there is no chromium")
+    elif wide := wide_pages(site, browser):
+        sys.exit(f"wider than {WIDTH} pixels: {wide}")
+    count = len(list(site.rglob("*.html")))
+    print(f"{count} pages; open {site / 'index.html'}, or for the search: {sys.executable} -m http.server -d {site}")
 
 
 if __name__ == "__main__":

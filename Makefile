@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo docs test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up up-gpu down images images-lint image-allocator image-gateway image-client image-worker image-worker-gpu test-compose test-gateway-peer test-packages test-vllm test-vllm-long clean gpu-wheels gpu-proof release
+.PHONY: help dev demo docs test test-processes test-interpreted test-compiled test-lowest test-pythons test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up up-gpu down images images-lint image-allocator image-gateway image-client image-worker image-worker-gpu test-compose test-gateway-peer test-packages test-vllm test-vllm-long clean gpu-wheels gpu-proof release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -85,6 +85,9 @@ test-lowest: ## run tests of each part on the lowest versions that pyproject.tom
 		--index-url $(QUIRE_TORCH_INDEX) $$(grep '^torch==' $(LOWEST)/requirements.txt))
 	$(LOWEST)/bin/pip install -q --disable-pip-version-check -c $(LOWEST)/requirements.txt -e '.[all,dev]'
 	$(LOWEST)/bin/python -m pytest -q tests/client/test_cli.py tests/security/test_certs.py tests/gateway/test_gate.py tests/worker/test_conversations.py
+
+test-pythons: $(READY) ## run tests of client, allocator and gateway that need no model on each Python of 3.11 to 3.13 found here: ONLY=3.13
+	$(BIN)/python -m scripts.pythons --jobs $(JOBS) $(addprefix --only ,$(ONLY)) $(addprefix --without ,$(PROCESSES))
 
 test-gpu: $(READY) ## run the tests of the kernels, and of whole models on them, on a CUDA GPU: JOBS=12
 	$(PYTEST) -m 'not compose and not peer and not soak' \

@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
     Attributes:
         ask: what is asked.
-        model: that answers.
+        model: name of the model that answers.
         tokens: of each prompt.
         namespace: in which prefixes are shared.
         request_id: which logs of gateway and workers name.

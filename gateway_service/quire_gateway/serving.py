@@ -303,7 +303,7 @@ class Served(Response):
         return told
 
     async def _prompt_logprobs(self, number: int) -> Sequence[Any] | None:
-        """Returns what the caller is told of a prompt's tokens apart from those of the text.
+        """Returns the logprobs of a prompt's tokens in the form that the caller gets.
 
         Raises:
             ApiError: no worker says what they are.
@@ -316,7 +316,7 @@ class Served(Response):
         return [each async for part in in_slices(told) for each in of_prompt(part, spelled)]
 
     async def _logprobs(self, choice: _Choice, text: str) -> Mapping[str, Any] | None:
-        """Returns what the caller is told of the tokens that a choice has and has not told, which come with this text.
+        """Returns the logprobs of a choice's undelivered tokens, in the form that the caller gets with this text.
 
         Raises:
             ApiError: no worker says what they are.

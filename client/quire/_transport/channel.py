@@ -206,7 +206,7 @@ class Link:
 
         Args:
             error: of a call.
-            timeout_s: that the call had, where it is known.
+            timeout_s: deadline of the call, where it is known.
             looks: whether to look what is at the address.
         """
         if error.reason is not None or not error.is_grpcs_own:

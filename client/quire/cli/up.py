@@ -52,7 +52,7 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 def _metrics(server: str) -> Any:
-    return typer.Option(metavar="ADDRESS", help=f"Of the {server}'s /metrics.")
+    return typer.Option(metavar="ADDRESS", help=f"Address of the {server}'s /metrics.")
 
 
 def _seconds(least: float, text: str) -> Any:

@@ -60,7 +60,7 @@ def standard_alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-# Buffers of a graph that may be larger than the plan needs. All others are of the batch, to the entry.
+# Buffers of a graph that may be larger than the plan needs. Every other buffer must fit the batch exactly.
 ROOMY_BUFFERS = ("paged_kv_indices_buffer", "paged_kv_indices_buf", "kv_indices", "custom_mask_buf")
 
 

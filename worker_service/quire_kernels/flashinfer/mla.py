@@ -144,7 +144,7 @@ class BatchMLAPagedAttentionWrapper:
         check_index_tensor("kv_len_arr", kv_len_arr)
         check_index_tensor("qo_indptr", qo_indptr, length=kv_len_arr.shape[0] + 1)
         check_index_tensor("kv_indptr", kv_indptr, length=kv_len_arr.shape[0] + 1)
-        whole = torch.full_like(kv_len_arr, page_size)  # lengths are checked under the name that they have here
+        whole = torch.full_like(kv_len_arr, page_size)  # full pages pass; `_check_lengths` names kv_len_arr instead
         check_page_table(kv_indptr, kv_indices, whole, page_count=None, page_size=page_size, prefix="kv_")
         _check_lengths(kv_len_arr.tolist(), kv_indptr.diff().tolist(), page_size)
         is_decode = bool((qo_indptr.diff() == 1).all())
@@ -240,7 +240,7 @@ def _both(
     """Latents and their positional part, however they were given."""
     if together is not None:
         if any(part is not None for part in apart):
-            raise ValueError(f"{name} is given, and so are its parts")
+            raise ValueError(f"give {name} or its parts, not both")
         if isinstance(together, torch.Tensor):
             return together[..., :ckv_dim], together[..., ckv_dim:]
         if len(together) != 2:

@@ -13,7 +13,7 @@ from quire._serving import request_log
 from quire._serving.server import add_arguments
 from quire.session.lookahead import AHEAD_TOKENS
 
-from quire_worker.choices import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
+from quire_worker.kv_options import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
 from quire_worker.model.checkpoint import attention_chunk_of
 from quire_worker.process.option_values import memory_bytes, model_name, named_folder
 from quire_worker.process.pool_policy import add_policy
@@ -21,11 +21,11 @@ from quire_worker.scheduling.request import STREAM_INTERVAL_S
 from quire_worker.speculation.lookup import NGRAM_MAX as PROMPT_LOOKUP_MAX
 from quire_worker.speculation.lookup import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
 
-BLOCK_SIZE = 16  # tokens, if nothing is said
+BLOCK_SIZE = 16  # default, in tokens
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
-# If nothing is said. Hundreds of tokens take a GPU no longer than reading the weights does, and a prompt of 4 k tokens
+# Default. Hundreds of tokens take a GPU no longer than reading the weights does, and a prompt of 4 k tokens
 # in one pass has them read once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
@@ -284,15 +284,15 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
         type=lambda name: DTYPE_NICKNAMES.get(name, name),
         choices=["auto", *DTYPE_NICKNAMES.values()],
         default="auto",
-        help="of the weights; fp32, bf16 and fp16 are understood, too; auto: float32 on a CPU, and on a GPU that of the"
+        help="dtype of the weights, also as fp32, bf16 or fp16; auto: float32 on a CPU, and on a GPU that of the"
         " checkpoint (default: %(default)s)",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         choices=list(KV_CACHE_DTYPES),
         default="auto",
-        help="of keys and values in the pages: auto is that of the weights; fp8 divides by the checkpoint's k_scale and"
-        " v_scale, or 1 (default: %(default)s)",
+        help="dtype of keys and values in pages: auto is that of the weights; fp8 divides by the checkpoint's"
+        " k_scale and v_scale, or by 1 (default: %(default)s)",
     )
     parser.add_argument(
         "--kv-layout",
@@ -304,7 +304,7 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="of weights, pages and attention: cuda runs the Triton kernels, cpu kernels in C++, or plain torch where"
+        help="device of the model and its pages: cuda runs Triton kernels, cpu kernels in C++, or plain torch where"
         " there is no compiler for them (default: %(default)s)",
     )
     parser.add_argument(
@@ -342,7 +342,7 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
             type=int,
             default=5,
             metavar="COUNT",
-            help=f"{text} last tokens that are looked for before (default: %(default)s)",
+            help=f"{text} last tokens that must have occurred earlier in the text (default: %(default)s)",
         )
 
 
@@ -362,10 +362,10 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder below which `quire adapter load` may load others (default: none may be)",
     )
-    adapters.add_argument("--max-adapters", type=int, default=16, help="loaded at a time (default: %(default)s)")
-    adapters.add_argument("--max-adapter-rank", type=int, default=64, help="of each (default: %(default)s)")
+    adapters.add_argument("--max-adapters", type=int, default=16, help="most adapters at a time (default: %(default)s)")
+    adapters.add_argument("--max-adapter-rank", type=int, default=64, help="largest rank (default: %(default)s)")
     adapters.add_argument(
-        "--adapter-memory", type=memory_bytes, default=1 << 30, help="of all of them together (default: 1GiB)"
+        "--adapter-memory", type=memory_bytes, default=1 << 30, help="memory of all loaded adapters (default: 1GiB)"
     )
 
 

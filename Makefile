@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 PROCESSES := tests/e2e tests/security $(addprefix tests/client/,test_cli_names.py test_first_hour.py) \
 	tests/gateway/test_real_clients.py $(shell grep -l LocalStack tests/client/test_*.py tests/gateway/test_*.py)
 # Tests of how long something may take; they run alone, because beside others on two cores they would time those, too.
-TIMED := tests/security/test_event_loops.py tests/security/test_hostile_worker.py
+TIMED := tests/security/test_event_loops.py tests/security/test_hostile_answers.py tests/security/test_hostile_worker.py
 # Tests with a target of their own, since they take long; .ci/run calls all of them.
 APART := $(PROCESSES) tests/faults tests/worker/kernels tests/typescript
 

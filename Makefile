@@ -106,11 +106,12 @@ model: ## check the model of the session protocol with Spin, and that each plant
 mutants: $(READY) ## change the product at random and name what no test notices; an hour or more: COUNT=100 SEED=7
 	$(BIN)/python scripts/mutants.py --count $(or $(COUNT),100) --seed $(or $(SEED),1) --jobs $(JOBS)
 
-check: $(READY) ## lint, formatting, whether the client's blocking half and docs/metrics.md are fresh, what may import what, the protos, and types
+check: $(READY) ## lint, formatting, whether the client's blocking half, docs/metrics.md and the dashboards are fresh, what may import what, the protos, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/unasync.py --check
 	$(BIN)/python scripts/metrics_reference.py --check
+	$(BIN)/python scripts/dashboards.py --check
 	$(BIN)/lint-imports --no-logo --no-cache
 	scripts/check_protos.sh
 	$(BIN)/mypy client/quire allocator_service/quire_allocator gateway_service/quire_gateway worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker \

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from scripts.list_requirements import requirements
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
-DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 PINNED_IMAGE = re.compile(r":v?\d+\.\d+\.\d+(@sha256:[0-9a-f]{64})?$")
 DOCKERFILES = [
     ROOT / "allocator_service" / "Dockerfile",
@@ -44,18 +42,6 @@ def compose() -> dict[str, Any]:
     return project
 
 
-def panels_of(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for panel in board["panels"]:
-        yield panel
-        yield from panel.get("panels", [])
-
-
-def queries_of(board: dict[str, Any]) -> Iterator[str]:
-    for panel in panels_of(board):
-        yield from (target["expr"] for target in panel.get("targets", []))
-    yield from (variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query")
-
-
 def exported_names() -> frozenset[str]:
     modules = (
         "quire._serving.process_series",
@@ -66,51 +52,6 @@ def exported_names() -> frozenset[str]:
     return frozenset().union(*(importlib.import_module(module).METRIC_NAMES for module in modules))
 
 
-@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-class TestDashboard:
-    def test_every_series_it_names_is_one_that_a_service_exports(self, path: Path) -> None:
-        exported = exported_names()
-        named = {
-            name
-            for query in queries_of(json.loads(path.read_text(encoding="utf-8")))
-            for name in re.findall(r"\bquire_\w+", query)
-        }
-        assert named
-        assert {
-            name for name in named if name not in exported and HISTOGRAM_SUFFIX.sub("", name) not in exported
-        } == set()
-
-    def test_every_panel_says_what_it_shows_and_in_which_unit(self, path: Path) -> None:
-        for panel in panels_of(json.loads(path.read_text(encoding="utf-8"))):
-            if panel["type"] == "row":
-                continue
-            assert panel["title"]
-            assert len(panel["description"]) > 20, panel["title"]
-            assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-            assert panel["targets"], panel["title"]
-
-    def test_panels_have_their_own_id_and_do_not_overlap(self, path: Path) -> None:
-        panels = list(panels_of(json.loads(path.read_text(encoding="utf-8"))))
-        assert len({panel["id"] for panel in panels}) == len(panels)
-        taken: dict[tuple[int, int], str] = {}
-        for panel in panels:
-            place = panel["gridPos"]
-            assert place["x"] + place["w"] <= 24, panel["title"]
-            for x in range(place["x"], place["x"] + place["w"]):
-                for y in range(place["y"], place["y"] + place["h"]):
-                    assert taken.setdefault((x, y), panel["title"]) == panel["title"]
-
-    def test_every_query_asks_the_chosen_data_source(self, path: Path) -> None:
-        board = json.loads(path.read_text(encoding="utf-8"))
-        variables = {variable["name"]: variable for variable in board["templating"]["list"]}
-        assert variables["datasource"]["query"] == "prometheus"
-        for panel in panels_of(board):
-            for target in panel.get("targets", []):
-                assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-                used = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
-                assert used <= set(variables), panel["title"]
-
-
 def test_grafana_is_pointed_at_the_prometheus_of_the_compose_file(compose: dict[str, Any]) -> None:
     provisioning = DEPLOY / "grafana" / "provisioning"
     (source,) = load_yaml(provisioning / "datasources" / "prometheus.yaml")["datasources"]
@@ -119,6 +60,8 @@ def test_grafana_is_pointed_at_the_prometheus_of_the_compose_file(compose: dict[
     (provider,) = load_yaml(provisioning / "dashboards" / "quire.yaml")["providers"]
     mounts = compose["services"]["grafana"]["volumes"]
     assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in mounts
+    home = compose["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (DEPLOY / "grafana" / "dashboards" / home.removeprefix(f"{provider['options']['path']}/")).exists()
 
 
 def test_prometheus_scrapes_each_service_over_https_at_its_metrics_address_with_its_certificate(

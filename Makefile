@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-packages test-vllm test-vllm-long clean gpu-wheels gpu-proof release
+.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down dashboards-check test-compose test-gateway-peer test-packages test-vllm test-vllm-long clean gpu-wheels gpu-proof release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -164,6 +164,10 @@ up: ## docker compose: allocator, worker, gateway, Prometheus, Grafana; stopping
 
 down: ## stop them and drop their volumes
 	docker compose down -v
+
+dashboards-check: $(READY) ## every query of every dashboard against a real Prometheus, and the questions of docs/night.md; needs prometheus
+	@command -v prometheus > /dev/null || echo "not run: make dashboards-check, because Prometheus is not installed"
+	@! command -v prometheus > /dev/null || $(BIN)/python -m pytest -m dashboards tests/e2e/test_live_dashboards.py
 
 test-compose: $(READY) ## the same, as a test; needs a Docker engine
 	$(BIN)/python -m pytest -m compose tests/e2e/test_compose.py

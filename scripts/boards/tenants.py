@@ -94,9 +94,22 @@ NAMESPACES: Final = Row(
     "Namespaces",
     [
         Plot(
+            "Who holds the memory",
+            "Blocks that sequences of a namespace hold, and blocks cached for it. "
+            "Only namespaces of the allocator's `--metrics-namespaces` are named.",
+            "short",
+            [
+                (
+                    f"sum by (pool, namespace, state) (quire_allocator_namespace_blocks{{{POOL}}})",
+                    "{{pool}}: {{namespace}} {{state}}",
+                )
+            ],
+            width=24,
+        ),
+        Plot(
             "Which namespace evicts which",
             "Cached blocks a second of one namespace, evicted for another. "
-            "Only namespaces of `--metrics-namespaces` are named. Bound the taker by `--quota NAMESPACE:cached=N`.",
+            "Bound the taker by `--quota NAMESPACE:cached=N`.",
             "ops",
             [
                 (

@@ -25,7 +25,7 @@ DOCKERFILES = [
     ROOT / "worker_service" / "Dockerfile",
     ROOT / "integrations" / "vllm" / "Dockerfile",
 ]
-SERVICES_OF_OURS = ("allocator", "worker")
+SERVICES_OF_OURS = ("allocator", "worker", "worker2")
 CLIENT_FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
 ONE_SHOT = ("certs", "quire")
 # Prometheus stores three series of a histogram under the family's name.
@@ -70,8 +70,8 @@ def test_prometheus_scrapes_each_service_over_https_at_its_metrics_address_with_
     jobs = {job["job_name"]: job for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}
     for name in SERVICES_OF_OURS:
         flags = dict(flag.removeprefix("--").split("=", 1) for flag in compose["services"][name]["command"])
-        job = jobs[f"quire-{name}"]
-        assert job["static_configs"][0]["targets"] == [flags["metrics"].replace("0.0.0.0", name)]
+        job = jobs[f"quire-{name.removesuffix('2')}"]
+        assert flags["metrics"].replace("0.0.0.0", name) in job["static_configs"][0]["targets"]
         assert "token-file" not in flags
         assert job["scheme"] == "https"
         shown = {f"{kind}_file": f"/run/quire/{file}" for kind, file in CLIENT_FILES.items()}
@@ -93,7 +93,7 @@ def test_the_gateway_starts_as_it_is_composed_and_is_scraped_with_the_token(
     assert shown == "a-token-of-the-metrics"
     assert keys.named(b"Bearer a-key-of-the-compose-file").namespace == ""
     assert keys.named(f"Bearer {shown}".encode()) is None
-    assert (options.worker, options.allocator) == (["worker:7071"], ["allocator:7070"])
+    assert (options.worker, options.allocator) == (["worker:7071", "worker2:7071"], ["allocator:7070"])
     assert options.worker_ca == service["environment"]["QUIRE_TLS_CA"]
     jobs = {job["job_name"]: job for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}
     assert jobs["quire-gateway"]["static_configs"][0]["targets"] == [options.listen.replace("0.0.0.0", "gateway")]
@@ -129,8 +129,8 @@ def test_the_liveness_of_every_process_that_is_scraped_is_asked_for_beside(compo
     alive = jobs["quire-alive"]
     assert alive["metrics_path"] == "/healthz"
     asked = [target for each in alive["static_configs"] for target in each["targets"]]
-    scraped = [jobs[f"quire-{name}"]["static_configs"][0]["targets"][0] for name in (*SERVICES_OF_OURS, "gateway")]
-    assert asked == scraped
+    ours = ("allocator", "worker", "gateway")
+    assert asked == [target for name in ours for target in jobs[f"quire-{name}"]["static_configs"][0]["targets"]]
 
 
 def test_every_alert_says_how_bad_it_is_and_what_it_means_and_has_a_test() -> None:
@@ -158,9 +158,9 @@ def test_prometheus_itself_takes_the_configuration_and_fires_the_alerts(argument
 
 def test_ports_are_published_on_the_loopback_address_only(compose: dict[str, Any]) -> None:
     published = [port for service in compose["services"].values() for port in service.get("ports", [])]
-    assert len(published) == 7
+    assert len(published) == 8
     for port in published:
-        assert re.fullmatch(r"127\.0\.0\.1:\$\{QUIRE_[A-Z]+_PORT:-\d+\}:\d+", port)
+        assert re.fullmatch(r"127\.0\.0\.1:\$\{QUIRE_[A-Z0-9]+_PORT:-\d+\}:\d+", port)
 
 
 def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str, Any]) -> None:
@@ -171,8 +171,9 @@ def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str
         assert service["init"] is True, name
         assert "mem_limit" in service, name
         assert "max-size" in service["logging"]["options"], name
-        if "build" in service:
-            dockerfile = (ROOT / service["build"]["dockerfile"]).read_text(encoding="utf-8")
+        if "build" in service or name == "worker2":
+            build = service.get("build", compose["services"]["worker"]["build"])
+            dockerfile = (ROOT / build["dockerfile"]).read_text(encoding="utf-8")
             asks = r'"python", "-c", "import urllib' if name == "vllm" else r'"quire", "health", "--live"'
             assert re.search(rf"^HEALTHCHECK .*CMD \[{asks}", dockerfile, re.M), name
         else:

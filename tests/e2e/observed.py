@@ -127,7 +127,7 @@ def restart_allocator(scene: Scene, files: contextlib.ExitStack) -> None:
             eventually(lambda: bool(scene.now('up{job="quire-allocator"} == 0')), "a scrape has failed", within_s=60)
             again = ("--listen", old.address, "--metrics", old.metrics_address, *ALLOCATOR)
             scene.allocator = files.enter_context(server("quire_allocator", *again, folder=scene.folder / "again"))
-            recovered = "quire_allocator_recovered_sequences_total > 0"
+            recovered = 'quire_allocator_recovered_blocks_total{state="reported"} > 0'
             eventually(lambda: bool(scene.now(recovered)), "it is recovered", within_s=60)
         finally:
             is_over.set()

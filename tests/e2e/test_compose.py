@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.e2e.composed import ROOT, Deployment, eventually
 
-LASTING_SERVICES = ("allocator", "worker", "gateway", "prometheus", "alertmanager", "grafana")
+LASTING_SERVICES = ("allocator", "worker", "worker2", "gateway", "prometheus", "alertmanager", "grafana")
 PROFILED_SERVICES = ("vllm",)
 # Grafana's values: everything for the variables that choose, four scrapes for the shortest range.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
@@ -148,7 +148,14 @@ def test_prometheus_scrapes_all_services_and_itself(deployment: Deployment) -> N
         targets = deployment.get_json("prometheus", "/api/v1/targets")["data"]["activeTargets"]
         return sorted((target["labels"]["job"], target["health"]) for target in targets)
 
-    jobs = ["alertmanager", "prometheus", *["quire-alive"] * 3, "quire-allocator", "quire-gateway", "quire-worker"]
+    jobs = [
+        "alertmanager",
+        "prometheus",
+        *["quire-alive"] * 4,
+        "quire-allocator",
+        "quire-gateway",
+        *["quire-worker"] * 2,
+    ]
     eventually(lambda: healths() == [(job, "up") for job in jobs], "every target is up")
 
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from quire import Client
+from quire.views import WaitReason
 
-from tests.e2e.observed import Scene, is_there, observed
+from tests.e2e.composed import ROOT
+from tests.e2e.observed import WEB, Scene, is_there, observed
 from tests.e2e.stack import eventually
 from tests.test_dashboards import PATHS, board_at, panels_of
 
 VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "15s"}
 RED = "red"
+AWAY: set[WaitReason | None] = {WaitReason.ALLOCATOR, WaitReason.NO_SESSION}
 # Queries that may find nothing here, by their panels' titles.
 EMPTY: dict[str, str] = {}
 pytestmark = [
@@ -100,6 +112,102 @@ def color(panel: dict[str, Any], values: list[float]) -> str:
 def test_the_dead_gateway_fires_its_alert(scene: Scene) -> None:
     firing = 'ALERTS{alertname="QuireProcessDown", alertstate="firing", job="quire-gateway"}'
     eventually(lambda: len(scene.now(firing)) == 1, "it is told of", within_s=60)
+
+
+def rows_of_the_night() -> list[list[str]]:
+    lines = (ROOT / "docs" / "night.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return rows[2:]
+
+
+@contextlib.contextmanager
+def held_up(scene: Scene) -> Iterator[str]:
+    """A request that runs, and one that waits, for an allocator that does not answer; yields the id of the second."""
+
+    def second(client: openai.OpenAI) -> None:
+        headers = {"X-Request-Id": "second"}
+        client.completions.create(model="demo", prompt="if", max_tokens=4, extra_headers=headers)
+
+    with scene.client(WEB) as client, ThreadPoolExecutor(1) as threads:
+        stream = client.completions.create(
+            model="demo", prompt="The for", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        os.kill(scene.allocator.process.pid, signal.SIGSTOP)
+        try:
+            waiting = threads.submit(second, client)
+            with Client(scene.worker.address) as worker:
+
+                def reasons() -> set[WaitReason | None]:
+                    return {found.wait_reason for found in worker.requests("second")}
+
+                eventually(lambda: bool(reasons() & AWAY), "the second one waits for the allocator", within_s=60)
+            yield "second"
+        finally:
+            os.kill(scene.allocator.process.pid, signal.SIGCONT)
+        waiting.result()
+        assert len(list(stream)) > 1, "the first one goes on"
+
+
+def test_every_panel_of_the_night_has_something_to_show(scene: Scene) -> None:
+    boards = {board["title"].removeprefix("Quire: "): board for board in map(board_at, PATHS)}
+    named = [
+        found for row in rows_of_the_night() for cell in row[1:] for found in re.findall(r"\*(\w+): ([^*]+)\*", cell)
+    ]
+    assert len(named) > 10
+    for title, name in named:
+        (panel,) = [panel for panel in panels_of(boards[title]) if panel["title"] == name]
+
+        def is_drawn(targets: list[dict[str, Any]] = panel["targets"]) -> bool:
+            if all(scene.ever(filled(target["expr"])) for target in targets):
+                return True
+            scene.load()
+            return False
+
+        eventually(is_drawn, name, within_s=200)
+
+
+def test_every_command_of_the_night_answers_its_question(scene: Scene) -> None:
+    answers = {
+        "quire request show ID": "waits for .*allocator",
+        'curl -H "Authorization: Bearer $(cat TOKEN)" http://GATEWAY/requests': r'"key":"web".*"sequences":\[\d+',
+        "quire pool show POOL": "acme(?s:.*)beta|beta(?s:.*)acme",
+        "quire request list --ended": r"preempted(?s:.*)acme(?s:.*)length",
+        "quire health http://GATEWAY": "SERVING",
+        "quire version": r"quire +\d|version",
+        "quire doctor": "worker",
+    }
+    commands = {
+        found for row in rows_of_the_night() for found in re.findall(r"`((?:quire|curl) [^`]+)`", "|".join(row))
+    }
+    assert commands == answers.keys()
+    places = {"GATEWAY": scene.gateway.address, "TOKEN": str(scene.folder / "token"), "POOL": "default"}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "QUIRE_WORKER": scene.worker.address,
+        "QUIRE_ALLOCATOR": scene.allocator.address,
+        "COLUMNS": "200",
+    }
+
+    def answer(command: str, **more: str) -> str:
+        for name, value in {**places, **more}.items():
+            command = re.sub(rf"\b{name}\b", value, command)
+        done = subprocess.run(
+            command, shell=True, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0 or command == "quire doctor", done.stderr
+        return done.stdout
+
+    of_the_held = [command for command in commands if "ID" in command or "curl" in command]
+    with held_up(scene) as request_id:
+        for command in of_the_held:
+            assert re.search(answers[command], answer(command, ID=request_id)), command
+    for command in sorted(commands - set(of_the_held)):
+        assert re.search(answers[command], answer(command)), command
+    assert re.search(r"first token|ended", answer("quire request show ID", ID="second")), (
+        "its way, now that it has ended"
+    )
 
 
 def test_no_tile_is_green_when_nobody_reports(scene: Scene) -> None:

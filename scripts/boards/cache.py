@@ -28,10 +28,12 @@ def hit_ratio(by: str, window: str) -> str:
     return ratio(hit, queried)
 
 
-def what_if(size: str, by: str, window: str) -> str:
-    """Returns the hit ratio that pools of another size would have had."""
-    hits = f"sum{by} (rate(quire_allocator_what_if_tokens_total{{{POOL}, size{size}}}{window}))"
-    return ratio(hits, f"sum{by} (rate(quire_allocator_sampled_tokens_total{{{POOL}}}{window}))")
+def gain(window: str) -> str:
+    """Returns the share of prompts' tokens that pools of twice the size would hit, and those of this size would not."""
+    twice, once = (
+        f'sum (rate(quire_allocator_what_if_tokens_total{{{POOL}, size="{size}"}}{window}))' for size in (2, 1)
+    )
+    return ratio(f"({twice} - {once})", f"sum (rate(quire_allocator_sampled_tokens_total{{{POOL}}}{window}))")
 
 
 _REPORTING: Final = f"quire_allocator_blocks{{{POOL}}}"
@@ -49,10 +51,11 @@ WORTH: Final = Row(
             words=QUIET,
         ),
         Tile(
-            "Hit ratio of twice the pool",
-            "What pools of twice the size would have found in the last 10 minutes, evicting the least recently used.",
+            "What twice the pool would add",
+            "Share of the tokens of new prompts that pools of twice the size would have found, and these did not, "
+            "in the last 10 minutes; both evicting the least recently used.",
             "percentunit",
-            [(or_idle(what_if('="2"', "", "[10m]"), _REPORTING), "")],
+            [(or_idle(gain("[10m]"), _REPORTING), "")],
             width=6,
             absent="no allocator",
             words=QUIET,

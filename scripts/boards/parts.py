@@ -19,6 +19,8 @@ RATE: Final = "[$__rate_interval]"
 COLUMNS: Final = 24
 TILE_HEIGHT: Final = 4
 PLOT_HEIGHT: Final = 8
+VALUE_PIXELS: Final = 30  # the words of a tile without a value fit into four columns
+LEGEND_PIXELS: Final = 360  # beside the plot, where eight rows fit; below it three would
 IDLE: Final = -1.0  # the value of a tile whose service reports, and has nothing to measure
 RED, ORANGE, GREEN, GRAY, BLUE = "red", "orange", "green", "#8e8e8e", "blue"
 
@@ -58,14 +60,14 @@ class Tile(Panel):
     """
 
     steps: Sequence[tuple[float, str]] = ((0.0, GREEN),)
-    absent: str = "nobody reports"
+    absent: str = "no reports"
     words: dict[float, tuple[str, str]] = field(default_factory=dict)
     shows_names: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plot(Panel):
-    """Series over time, with a table of last, mean and largest values as the legend.
+    """Series over time, with a table of last and largest values as the legend.
 
     Attributes:
         is_stacked: whether series are parts of one whole.
@@ -175,6 +177,7 @@ def _tile(tile: Tile) -> stat.Panel:
         .color_mode(kinds.BigValueColorMode.BACKGROUND)
         .graph_mode(kinds.BigValueGraphMode.NONE)
         .text_mode(mode)
+        .text(common.VizTextDisplayOptions().value_size(VALUE_PIXELS))
         .reduce_options(common.ReduceDataOptions().calcs(["last"]))
     )
 
@@ -183,10 +186,11 @@ def _plot(plot: Plot) -> timeseries.Panel:
     legend = (
         common.VizLegendOptions()
         .display_mode(kinds.LegendDisplayMode.TABLE)
-        .placement(kinds.LegendPlacement.BOTTOM)
+        .placement(kinds.LegendPlacement.RIGHT)
+        .width(LEGEND_PIXELS if plot.width >= COLUMNS // 2 else LEGEND_PIXELS // 2)
         .show_legend(True)
-        .calcs(["last", "mean", "max"])
-        .sort_by("Mean")
+        .calcs(["last", "max"])
+        .sort_by("Max")
         .sort_desc(True)
     )
     panel = (

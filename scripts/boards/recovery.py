@@ -19,23 +19,18 @@ from scripts.boards.parts import (
     reported,
 )  # fmt: skip
 
-
-def _lost(unit: str) -> str:
-    return (
-        f'sum by (pool) (increase(quire_allocator_recovered_blocks_total{{{POOL}, state="reported"}}[{unit}])) - '
-        f'sum by (pool) (increase(quire_allocator_recovered_blocks_total{{{POOL}, state="kept"}}[{unit}]))'
-    )
-
-
-_POOLS: Final = f"quire_allocator_blocks{{{POOL}}}"
+_REPORTED, _KEPT = (
+    f'sum (quire_allocator_recovered_blocks_total{{{POOL}, state="{state}"}})' for state in ("reported", "kept")
+)
 LOSSES: Final = Row(
     "Did a recovery lose anything",
     [
         Tile(
-            "Blocks lost by recoveries, last hour",
-            "Blocks that owners reported and the rebuilt pool did not keep. Sequences are never lost by a recovery.",
+            "Blocks lost by recoveries",
+            "Blocks that owners reported since the allocator started, and the rebuilt pool did not keep. "
+            "Sequences are never lost by a recovery.",
             "short",
-            [(reported(f"sum ({_lost('1h')})", _POOLS) + f" or (0 * count ({_POOLS}))", "")],
+            [(f"{_REPORTED} - {_KEPT}", "")],
             width=6,
             steps=((0, GREEN), (1, ORANGE)),
             absent="no allocator",

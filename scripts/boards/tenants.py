@@ -114,7 +114,7 @@ NAMESPACES: Final = Row(
             [
                 (
                     f"sum by (pool, victim, taker) (rate(quire_allocator_foreign_evictions_total{{{POOL}}}{RATE}))",
-                    "{{pool}}: {{taker}} evicts {{victim}}",
+                    "{{taker}} evicts {{victim}} ({{pool}})",
                 )
             ],
         ),
@@ -125,7 +125,7 @@ NAMESPACES: Final = Row(
             [
                 (
                     f"sum by (pool, victim, taker) (quire_allocator_foreign_evictions_total{{{POOL}}})",
-                    "{{pool}}: {{taker}} evicts {{victim}}",
+                    "{{taker}} evicts {{victim}} ({{pool}})",
                 )
             ],
         ),

@@ -128,25 +128,38 @@ def held_up(scene: Scene) -> Iterator[str]:
         headers = {"X-Request-Id": "second"}
         client.completions.create(model="demo", prompt="if", max_tokens=4, extra_headers=headers)
 
-    with scene.client(WEB) as client, ThreadPoolExecutor(1) as threads:
-        stream = client.completions.create(
-            model="demo", prompt="The for", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(iter(stream))
-        os.kill(scene.allocator.process.pid, signal.SIGSTOP)
+    def first(client: openai.OpenAI) -> Iterator[Any]:
+        options = {"extra_body": {"ignore_eos": True}, "extra_headers": {"X-Request-Id": "first"}}
+        return iter(client.completions.create(model="demo", prompt="if", max_tokens=600, stream=True, **options))
+
+    allocator = scene.allocator.process.pid
+    with scene.client(WEB) as client, Client(scene.worker.address) as worker, ThreadPoolExecutor(1) as threads:
+
+        def is_held_up() -> bool:
+            """Whether the first one had not ended when the allocator stopped."""
+            next(pieces := first(client))
+            os.kill(allocator, signal.SIGSTOP)
+            if any(found.sequence_ids for found in worker.requests("first")):
+                streams.append(pieces)
+                return True
+            os.kill(allocator, signal.SIGCONT)
+            list(pieces)
+            return False
+
+        streams: list[Iterator[Any]] = []
+        eventually(is_held_up, "one runs", within_s=60)
         try:
             waiting = threads.submit(second, client)
-            with Client(scene.worker.address) as worker:
 
-                def reasons() -> set[WaitReason | None]:
-                    return {found.wait_reason for found in worker.requests("second")}
+            def reasons() -> set[WaitReason | None]:
+                return {found.wait_reason for found in worker.requests("second")}
 
-                eventually(lambda: bool(reasons() & AWAY), "the second one waits for the allocator", within_s=60)
+            eventually(lambda: bool(reasons() & AWAY), "the second one waits for the allocator", within_s=60)
             yield "second"
         finally:
-            os.kill(scene.allocator.process.pid, signal.SIGCONT)
+            os.kill(allocator, signal.SIGCONT)
         waiting.result()
-        assert len(list(stream)) > 1, "the first one goes on"
+        assert len(list(streams[0])) > 1, "the first one goes on"
 
 
 def test_every_panel_of_the_night_has_something_to_show(scene: Scene) -> None:

@@ -73,7 +73,12 @@ def draw(scene: Scene, port: int, folder: Path) -> None:
             options = [f"--user-data-dir={profile}", f"--window-size={WIDTH},{height}", "--virtual-time-budget=20000"]
             options += ["--no-sandbox"] if os.geteuid() == 0 else []
             command = ["chromium", "--headless=new", "--disable-gpu", "--hide-scrollbars", *options]
-            subprocess.run([*command, f"--screenshot={folder / name}.png", address], check=True, timeout=120)
+            picture = folder / f"{name}.png"
+            done = subprocess.run(
+                [*command, f"--screenshot={picture}", address], capture_output=True, timeout=120, check=False
+            )
+        if done.returncode or not picture.exists():
+            sys.exit(f"{name} could not be drawn:\n{done.stderr.decode()}")
 
 
 def main() -> None:

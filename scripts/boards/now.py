@@ -35,7 +35,7 @@ TILES: Final = Row(
     "At this moment",
     [
         Tile(
-            "Processes that do not answer",
+            "Processes down",
             "Allocators, workers and gateways whose last scrape failed. They are gone, hang, or refuse the scrape.",
             "short",
             [(f"sum ((up{{{SERVICES}}} == bool 0))", "")],
@@ -95,8 +95,8 @@ TILES: Final = Row(
             absent="no worker",
         ),
         Tile(
-            "First token, p99 of 5 minutes",
-            "99 of 100 requests had their first token within this time at the worker.",
+            "First token, p99",
+            "99 of 100 requests of the last 5 minutes had their first token within this time at the worker.",
             "s",
             [
                 (

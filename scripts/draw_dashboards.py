@@ -43,7 +43,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
     """Serves files without a line for each."""
 
     def log_message(self, *arguments: object) -> None:
-        """Writes nothing."""
+        """Writes nothing to standard error."""
 
 
 def build() -> Path:

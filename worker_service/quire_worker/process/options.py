@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from quire._serving import request_log
+from quire._serving.command_line import Parser
 from quire._serving.server import add_arguments
 from quire.session.lookahead import AHEAD_TOKENS
 
@@ -39,17 +40,22 @@ VLLM_NAMES = {
     "tensor_parallel": ("-tp", "--tensor-parallel-size"),
 }
 DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_COUNTS = (
-    "block_size",
-    "blocks",
-    "max_batch_tokens",
-    "max_running",
-    "max_waiting",
-    "threads",
-    "tensor_parallel",
-    "max_adapters",
-    "max_adapter_rank",
-)
+COUNT_MAX = 2**31 - 1
+THREADS_MAX = 1_024
+_COUNTS = {  # the least and the most
+    "block_size": (1, COUNT_MAX),
+    "blocks": (1, COUNT_MAX),
+    "max_batch_tokens": (1, COUNT_MAX),
+    "max_running": (1, RUNNING_MAX),
+    "max_waiting": (1, COUNT_MAX),
+    "threads": (1, THREADS_MAX),
+    "tensor_parallel": (1, COUNT_MAX),
+    "max_adapters": (1, COUNT_MAX),
+    "max_adapter_rank": (1, COUNT_MAX),
+    "grant_ahead_tokens": (0, COUNT_MAX),
+    "cuda_graph_batch_max": (0, COUNT_MAX),
+    "watermark_blocks": (0, COUNT_MAX),
+}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -67,11 +73,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Makes what reads it."""
-    parser = argparse.ArgumentParser(
-        prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages."
-    )
+    parser = Parser(prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages.")
     _add_model(parser)
     parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
     parser.add_argument(
@@ -204,14 +208,11 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuses numbers that make no sense, alone or together."""
-    for name in _COUNTS:
+    for name, (least, most) in _COUNTS.items():
         value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if options.grant_ahead_tokens < 0:
-        parser.error(f"--grant-ahead-tokens must be at least 0, not {options.grant_ahead_tokens}")
-    if options.cuda_graph_batch_max < 0:
-        parser.error(f"--cuda-graph-batch-max must be at least 0, not {options.cuda_graph_batch_max}")
+        if value is not None and not least <= value <= most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            parser.error(f"--{name.replace('_', '-')} must be {bound}, not {value}")
     if not 0 <= options.stream_interval_ms <= STREAM_INTERVAL_MS_MAX:
         given = options.stream_interval_ms
         parser.error(f"--stream-interval-ms must be from 0 to {STREAM_INTERVAL_MS_MAX}, not {given}")
@@ -230,8 +231,6 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error(f"--rank-timeout must be at least 1 second, not {options.rank_timeout:g}")
     if isinstance(options.swap_memory, Fraction):
         parser.error("--swap-memory is a size, as 2GiB, and no share")
-    if options.max_running > RUNNING_MAX:
-        parser.error(f"--max-running must be at most {RUNNING_MAX}, not {options.max_running}")
 
 
 def _check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

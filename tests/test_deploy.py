@@ -21,6 +21,7 @@ DEPLOY = ROOT / "deploy"
 PINNED_IMAGE = re.compile(r":v?\d+\.\d+\.\d+(@sha256:[0-9a-f]{64})?$")
 DOCKERFILES = [
     ROOT / "allocator_service" / "Dockerfile",
+    ROOT / "client" / "Dockerfile",
     ROOT / "gateway_service" / "Dockerfile",
     ROOT / "worker_service" / "Dockerfile",
     ROOT / "integrations" / "vllm" / "Dockerfile",
@@ -196,7 +197,9 @@ def test_every_image_is_built_on_one_image_of_python_that_is_named_by_its_digest
     for path in DOCKERFILES:
         text = path.read_text(encoding="utf-8")
         bases |= set(re.findall(r"^ARG QUIRE_PYTHON_IMAGE=(.+)$", text, re.M))
-        assert {line.split()[1] for line in re.findall(r"^FROM .+$", text, re.M)} == {"${QUIRE_PYTHON_IMAGE}"}, path
+        stages = [line.split() for line in re.findall(r"^FROM .+$", text, re.M)]
+        own = {stage[3] for stage in stages if len(stage) > 2}
+        assert {stage[1] for stage in stages} - own == {"${QUIRE_PYTHON_IMAGE}"}, path
     (base,) = bases
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
     for name, service in compose["services"].items():
@@ -230,11 +233,55 @@ def test_no_service_keeps_a_capability_or_can_write_to_its_image(compose: dict[s
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
 def test_images_run_as_a_user_of_their_own_and_start_the_service_without_a_shell(path: Path) -> None:
-    instructions = path.read_text(encoding="utf-8").splitlines()
-    final_stage = instructions[max(i for i, line in enumerate(instructions) if line.startswith("FROM ")) :]
-    assert "USER 10001:10001" in final_stage
-    entrypoint = json.loads(next(line for line in final_stage if line.startswith("ENTRYPOINT"))[len("ENTRYPOINT ") :])
-    assert entrypoint[0] in {"quire-allocator", "quire-gateway", "quire-worker", "python"}
+    stages = re.split(r"^(?=FROM )", path.read_text(encoding="utf-8"), flags=re.M)
+    started = [stage.splitlines() for stage in stages if "\nENTRYPOINT" in stage]
+    assert started[-1] == stages[-1].splitlines()
+    for stage in started:
+        assert "USER 10001:10001" in stage
+        entrypoint = json.loads(next(line for line in stage if line.startswith("ENTRYPOINT"))[len("ENTRYPOINT ") :])
+        assert entrypoint[0] in {"quire", "quire-allocator", "quire-gateway", "quire-worker", "python"}
+
+
+def test_the_gpu_file_reserves_a_gpu_for_the_worker_and_names_what_it_may_write_to() -> None:
+    """It is laid over docker-compose.yml, which has the rest: a read-only root, /tmp in memory, no capability."""
+    project = load_yaml(ROOT / "docker-compose.gpu.yml")
+    (name,) = project["services"]
+    worker = project["services"][name]
+    assert name == "worker"
+    stage = (
+        (ROOT / "worker_service" / "Dockerfile").read_text(encoding="utf-8").split(" AS gpu\n")[1].split("\nFROM ")[0]
+    )
+    assert worker["build"]["target"] == "gpu"
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    (cache,) = json.loads(re.findall(r"^VOLUME (.+)$", stage, re.M)[0])
+    assert f"worker-cache:{cache}" in worker["volumes"]
+    assert set(project["volumes"]) == {"worker-cache"}
+    written = re.findall(r"(?:_DIR|_PATH|_HOME)=(\S+)", stage)
+    assert len(written) == 3
+    assert all(folder == cache or folder.startswith(f"{cache}/") for folder in written)
+    assert "gcc" in stage
+    assert '"--device=cuda"' in stage
+
+
+def test_the_gpu_file_starts_the_worker_with_the_flags_of_the_other_but_for_its_model(compose: dict[str, Any]) -> None:
+    worker = load_yaml(ROOT / "docker-compose.gpu.yml")["services"]["worker"]
+    assert worker["command"][1:] == compose["services"]["worker"]["command"][1:]
+    folder = worker["command"][0].removeprefix("--model=")
+    assert any(volume.endswith(f":{folder}:ro") for volume in worker["volumes"])
+
+
+def test_every_image_has_a_target_of_the_makefile_and_is_released() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    listed = re.search(r"^images: (.+) ##", makefile, re.M)
+    assert listed is not None
+    targets = [name.removeprefix("image-") for name in listed[1].split()]
+    job = load_yaml(ROOT / ".github" / "workflows" / "release.yml")["jobs"]["images"]
+    assert [entry["service"] for entry in job["strategy"]["matrix"]["include"]] == targets
+    for entry in job["strategy"]["matrix"]["include"]:
+        assert (
+            f" -f {entry['file']} " in re.split(rf"^image-{entry['service']}:", makefile, flags=re.M)[1].splitlines()[1]
+        )
 
 
 def test_requirements_are_listed_once_and_the_allocators_are_without_torch() -> None:

@@ -62,7 +62,7 @@ class Telemetry:
         continued: responses that continue another one, by whether they computed their own tail alone, and at most a
             block before it, or more.
         stored_count: responses that are kept.
-        stored_bytes: that they take.
+        stored_bytes: their bytes.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,9 @@ class GatewayCollector(Collector):
         ready = GaugeMetricFamily("quire_gateway_worker_ready", "Whether a worker answers.", labels=("worker",))
         chosen = CounterMetricFamily("quire_gateway_worker_requests", "Prompts sent to a worker.", labels=("worker",))
         watched = GaugeMetricFamily(
-            "quire_gateway_worker_watched", "Whether it is known what a worker's pool has.", labels=("worker",)
+            "quire_gateway_worker_watched",
+            "Whether the gateway knows what a worker's pool has cached.",
+            labels=("worker",),
         )
         load = GaugeMetricFamily("quire_gateway_worker_load", "Requests that a worker has.", labels=("worker",))
         for backend in self._fleet.backends:

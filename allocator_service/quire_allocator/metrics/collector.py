@@ -266,7 +266,7 @@ class AllocatorCollector(Collector):
         )
         lifetimes, idles, gaps = (
             HistogramMetricFamily(
-                f"quire_allocator_block_{name}_seconds", f"Of sampled blocks: {text}.", labels=["pool"]
+                f"quire_allocator_block_{name}_seconds", f"Time of sampled blocks {text}.", labels=["pool"]
             )
             for name, text in (
                 ("lifetime", "from their publication to their eviction"),

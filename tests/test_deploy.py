@@ -252,6 +252,7 @@ def test_the_gpu_file_reserves_a_gpu_for_the_worker_and_names_what_it_may_write_
         (ROOT / "worker_service" / "Dockerfile").read_text(encoding="utf-8").split(" AS gpu\n")[1].split("\nFROM ")[0]
     )
     assert worker["build"]["target"] == "gpu"
+    assert project["services"]["worker2"] == {"image": worker["image"]}, "quire-worker is not built there"
     (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
     (cache,) = json.loads(re.findall(r"^VOLUME (.+)$", stage, re.M)[0])

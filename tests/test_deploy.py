@@ -245,13 +245,13 @@ def test_images_run_as_a_user_of_their_own_and_start_the_service_without_a_shell
 def test_the_gpu_file_reserves_a_gpu_for_the_worker_and_names_what_it_may_write_to() -> None:
     """It is laid over docker-compose.yml, which has the rest: a read-only root, /tmp in memory, no capability."""
     project = load_yaml(ROOT / "docker-compose.gpu.yml")
-    (name,) = project["services"]
-    worker = project["services"][name]
-    assert name == "worker"
+    assert project["services"].keys() == {"worker", "worker2"}
+    worker = project["services"]["worker"]
     stage = (
         (ROOT / "worker_service" / "Dockerfile").read_text(encoding="utf-8").split(" AS gpu\n")[1].split("\nFROM ")[0]
     )
     assert worker["build"]["target"] == "gpu"
+    assert project["services"]["worker2"] == {"image": worker["image"]}, "quire-worker is not built there"
     (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
     (cache,) = json.loads(re.findall(r"^VOLUME (.+)$", stage, re.M)[0])

@@ -109,9 +109,8 @@ class _Writer:
 
     def _openings(self) -> list[str]:
         """Returns the texts before which nothing of an answer is held; workers do not ask the grammar until then."""
-        begun = [run.opening or run.head for run in self._form.runs]
-        begun += [mark.elements for mark in self._form.marks if len(mark.elements) > 1]
-        return sorted({first for first, *_ in begun if isinstance(first, str)})
+        begun = [(run.opening or run.head)[0] for run in self._form.runs]
+        return sorted({first for first in begun if isinstance(first, str)})
 
     def _reasoned(self) -> str:
         """Returns the reasoning that an answer has before its content, or may have."""

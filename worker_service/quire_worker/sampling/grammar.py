@@ -37,6 +37,7 @@ CACHED_GRAMMAR_COUNT_MAX = 64
 CACHED_BYTES_MAX = 64 << 20  # of these
 BYTES_MAX = 128 << 20  # of these and all that requests still use
 GRAMMAR_BYTES_MIN = 64 << 10  # that a small one counts for
+WAITING_MAX = 1024  # tokens of a free text: to follow them takes a millisecond or two, for which a pass waits
 INTEGER_MAX: Final = 1 << 53  # numbers are float64 at llguidance, which is silent about those that it rounds
 INT64_MAX: Final = (1 << 63) - 1  # a common bound, that rounds up and is cut off to itself
 # JSON without optional whitespace: a model that is not sure of itself can fill any number of tokens with it.
@@ -83,6 +84,8 @@ class Matcher:
             return
         if self._is_free(token):
             self._waiting.append(token)
+            if len(self._waiting) >= WAITING_MAX:
+                self._up_to_date()
             return
         self._up_to_date().consume_token(token)
         self.has_ended = token in self._eos_token_ids

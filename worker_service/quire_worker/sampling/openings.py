@@ -4,8 +4,9 @@ A grammar says so in its first line, as those of answers that may call functions
 
     %llguidance {"x-free-until": ["<tool_call>"]}
 
-llguidance ignores that key. A token goes on freely if none of the texts can begin in it, so that behind it the grammar
-is where it was. Every other token is the grammar's to judge, and what follows a beginning as well.
+llguidance ignores that key. A token of whole characters goes on freely if none of the texts can begin in it: behind it
+the grammar is where it was. The grammar judges every other token, and what follows the beginning of a text or of a
+character.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ class Openings:
         is_text: tells whether a token is allowed where the text begins, and no special one.
     """
 
-    def __init__(
-        self, texts: Sequence[str], spell: Callable[[int], bytes], is_text: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, texts: Sequence[str], spell: Callable[[int], bytes], is_text: Callable[[int], bool]) -> None:
         self._texts = [text.encode() for text in texts]
         self._first = frozenset(text[0] for text in self._texts)
         self._beginnings = frozenset(text[:end] for text in self._texts for end in range(1, len(text)))
@@ -42,23 +41,33 @@ class Openings:
         """Tells whether a token may follow a free text, which is as free behind it."""
         found = self._free.get(token)
         if found is None:
-            found = self._is_text(token) and self._first.isdisjoint(self._spell(token))
+            spelled = self._spell(token) if self._is_text(token) else b""
+            found = bool(spelled) and self._first.isdisjoint(spelled) and not _unfinished(spelled)
             self._free[token] = found
         return found
 
     def begun(self, before: bytes, token: int) -> bytes | None:
-        """Returns the end of a text that one of the texts may begin with; None once it has one of them.
+        """Returns the end of a text that is the beginning of one of the texts, or of a character; None if one is whole.
 
         Args:
-            before: the same of the text before the token.
+            before: what was returned for the text before the token; empty where it is free.
             token: that the grammar allows.
         """
         text = before + self._spell(token)
         if any(opening in text for opening in self._texts):
             return None
-        longest = max(map(len, self._texts))
+        longest, character = max(map(len, self._texts)), _unfinished(text)
         ends = (text[start:] for start in range(max(0, len(text) - longest), len(text)))
-        return next((end for end in ends if end in self._beginnings), b"")
+        return next((end for end in ends if end in self._beginnings), character)
+
+
+def _unfinished(text: bytes) -> bytes:
+    """Returns the end of a text from the first byte on that is no part of a whole character."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return text[error.start :]
+    return b""
 
 
 def openings_in(grammar: str) -> list[str]:

@@ -18,7 +18,7 @@ import structlog
 from google.protobuf.message import Message
 from grpc import aio
 from quire import __version__
-from quire._serving.places import Places
+from quire._serving.caller_shares import CallerShares
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import QuireError, Reason
 from quire.protocol.features import FEATURES
@@ -159,7 +159,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self.counters = counters
         self.clock = clock
         self.watching = Watching(directory)
-        self.stream_places = Places(limits.STREAMS_MAX)
+        self.stream_shares = CallerShares(limits.STREAMS_MAX)
         self.sessions = SessionRegistry(
             directory,
             _Witness(counters, self.watching, clock),

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from grpc import aio
-from quire._serving.places import Places
+from quire._serving.caller_shares import CallerShares
 from quire._serving.rpc import caller_of
 from quire.protocol.limits import WATCH_BEAT_S
 from quire.protocol.permissions import Permissions
@@ -47,7 +47,7 @@ class Watching:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._watchers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
-        self.places = Places(limits.WATCHERS_MAX)
+        self.places = CallerShares(limits.WATCHERS_MAX)
         self._draining = False
 
     def wake(self, pool: str) -> None:

@@ -11,7 +11,7 @@ from quire_gateway.asks import Ask
 from quire_gateway.failures import ApiError, invalid
 
 LOGPROB_VALUES_MAX: Final = 1 << 19  # of an answer: those of its tokens, and of the likeliest ones in their places
-VALUE_BYTES: Final = 240  # a logprob and its token take 116 as they come, 100 as JSON, and that again in the whole body
+VALUE_BYTES: Final = 240  # a logprob and its token take 116 in a chunk, 8 until all are there, then 100 as JSON, twice
 TOKEN_BYTES: Final = 40
 CHARACTER_BYTES: Final = 4  # of a text, and of its JSON
 

@@ -198,6 +198,9 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Pie
     finally:
         reading.cancel()
         await asyncio.wait((reading,))
+        while not queue.empty():
+            queue.get_nowait()
+        del reading  # an error refers to this frame, and would to itself
 
 
 def _charged(memory: Charge, call: Call, chunk: Chunk) -> int:

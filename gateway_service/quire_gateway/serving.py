@@ -23,17 +23,7 @@ from quire_gateway.calls.reader import AnswerReader
 from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
-from quire_gateway.probabilities import (
-    Places,
-    Told,
-    in_slices,
-    joined_logprobs,
-    of_prompt,
-    text_of,
-    token_ids,
-    told_of,
-    told_of_prompt,
-)
+from quire_gateway.probabilities import Columns, Places, in_slices, joined_logprobs, of_prompt, text_of
 from quire_gateway.relay import Call
 from quire_gateway.replies import Answer, Beside, Form, Taken, reason_of
 from quire_gateway.shares import Charge
@@ -52,7 +42,7 @@ class _Choice:
     """One choice of an answer, as far as it has come."""
 
     texts: list[str] = field(default_factory=list)
-    told: list[Told] = field(default_factory=list)
+    told: Columns = field(default_factory=Columns)  # that the caller has not been told
     places: Places = field(default_factory=Places)
     token_ids: list[int] = field(default_factory=list)
     reader: AnswerReader | None = None  # None: all of it is text
@@ -147,7 +137,7 @@ class Served(Response):
                 if choice.reader is not None:
                     choice.deltas.append(choice.read(chunk))
                 choice.token_ids += chunk.token_ids
-                choice.told += self._told(number, chunk, choice)
+                self._tell(number, chunk, choice)
                 choice.is_opened = True
                 choice.finish_reason = chunk.finish_reason or choice.finish_reason
                 choice.stop_reason = chunk.stop_reason
@@ -157,8 +147,7 @@ class Served(Response):
         of_prompts = [await self._prompt_logprobs(number) for number in range(len(self._call.tokens))]
         for index, choice in enumerate(choices):
             number = index // self._call.ask.choice_count
-            told, choice.told = choice.told, []
-            beside = self._beside(number, choice.token_ids, await self._logprobs(choice, "".join(choice.texts), told))
+            beside = self._beside(number, choice.token_ids, await self._logprobs(choice, "".join(choice.texts)))
             answers.append(self._answer(choice, beside, of_prompts[number]))
         await self._count_reasoning(choices)
         body = self._form.whole(answers, self._taken)
@@ -178,15 +167,15 @@ class Served(Response):
                     index = self._index(number, came)
                     choice = choices[index]
                     chunk = await self._echoed(number, came, choice) if has_echo else came
-                    told = self._told(number, chunk, choice)
+                    self._tell(number, chunk, choice)
                     data = b"" if choice.is_opened else form.opening(index, self._beside(number, (), None, 0))
                     choice.is_opened = True
                     choice.token_ids += chunk.token_ids
                     choice.finish_reason = chunk.finish_reason or choice.finish_reason
                     ids = chunk.token_ids if self._call.ask.with_token_ids else ()
                     delta = self._told_of(choice.read(chunk))
-                    if delta or chunk.finish_reason is not None or told or ids:
-                        logprobs = None if top_count is None else await self._logprobs(choice, chunk.text, told)
+                    if delta or chunk.finish_reason is not None or ids or len(choice.told):
+                        logprobs = None if top_count is None else await self._logprobs(choice, chunk.text)
                         beside = self._beside(number, ids, logprobs, len(choice.token_ids))
                         beside = beside._replace(prompt_token_ids=None) if choice.has_piece else beside
                         if chunk.stop_reason is not None:
@@ -288,22 +277,24 @@ class Served(Response):
         reason = chunk.finish_reason and FinishReason.LENGTH
         return replace(chunk, text=text, token_ids=(), logprobs=(), finish_reason=reason, usage=usage)
 
-    def _told(self, number: int, chunk: Chunk, choice: _Choice) -> list[Told]:
-        """Returns the tokens of a chunk whose logprobs are wanted; of an echo's first one, those of the prompt before
+    def _tell(self, number: int, chunk: Chunk, choice: _Choice) -> None:
+        """Takes the tokens of a chunk whose logprobs are wanted; of an echo's first one, those of the prompt before
         them, which a worker tells with the first chunk of all samples."""
         ask = self._call.ask
         if chunk.prompt_logprobs:
             self._of_prompts[number] = chunk.prompt_logprobs
         count = ask.top_logprob_count
         if count is None:
-            return []
-        told = told_of(chunk.logprobs, count)
+            return
         if ask.options.get("echo") and not choice.is_opened:
-            told = [*self._told_of_prompt(number, count), *told]
-        return told
+            choice.told.add_columns(self._told_of_prompt(number, count))
+        choice.told.add(chunk.logprobs, count)
 
-    def _told_of_prompt(self, number: int, count: int) -> list[Told]:
-        return told_of_prompt(self._call.tokens[number][0], self._of_prompts.get(number, ()), count)
+    def _told_of_prompt(self, number: int, count: int) -> Columns:
+        told = Columns()
+        told.add_first(self._call.tokens[number][0])
+        told.add(self._of_prompts.get(number, ()), count)
+        return told
 
     async def _prompt_logprobs(self, number: int) -> Sequence[Any] | None:
         """Returns what the caller is told of a prompt's tokens apart from those of the text.
@@ -315,18 +306,19 @@ class Served(Response):
         if count is None:
             return None
         told = self._told_of_prompt(number, count)
-        spelled = await unary.spelled(self._fleet, self._call.model, token_ids(told))
+        spelled = await unary.spelled(self._fleet, self._call.model, told.token_ids())
         return [each async for part in in_slices(told) for each in of_prompt(part, spelled)]
 
-    async def _logprobs(self, choice: _Choice, text: str, told: list[Told]) -> Mapping[str, Any] | None:
-        """Returns what the caller is told of these tokens, the next ones of a choice, which come with this text.
+    async def _logprobs(self, choice: _Choice, text: str) -> Mapping[str, Any] | None:
+        """Returns what the caller is told of the tokens that a choice has and has not told, which come with this text.
 
         Raises:
             ApiError: no worker says what they are.
         """
         if self._call.ask.top_logprob_count is None:
             return None
-        spelled = await unary.spelled(self._fleet, self._call.model, token_ids(told))
+        told, choice.told = choice.told, Columns()
+        spelled = await unary.spelled(self._fleet, self._call.model, told.token_ids())
         ask = self._call.ask  # what could be the beginning of a stop text comes after its tokens
         choice.places.add(text, is_held=ask.is_streamed and "stop" in ask.options and choice.finish_reason is None)
         parts = []
@@ -387,6 +379,7 @@ async def until_gone(receive: Receive, answer: Awaitable[None]) -> None:
         for task in (answering, leaving):
             task.cancel()
         await asyncio.gather(answering, leaving, return_exceptions=True)
+        del answering, leaving, task  # an error refers to this frame, and would to itself
 
 
 async def _left(receive: Receive) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from quire_gateway import asks
 from quire_gateway.answer_sizes import LOGPROB_VALUES_MAX, VALUE_BYTES, bounded, bytes_of
 from quire_gateway.bodies import ChatBody, CompletionBody
 from quire_gateway.failures import ApiError
+from quire_gateway.probabilities import Columns, Told
 from quire_gateway.shares import Charge, Shares
 
 PROMPT = (1,) * 1_000
@@ -95,3 +97,22 @@ def test_a_charge_that_has_ended_takes_no_more() -> None:
     charge.end()
     assert not charge.add(1)
     assert charge.another().add(100)
+
+
+def test_columns_have_what_was_put_into_them() -> None:
+    prompt, columns = Columns(), Columns()
+    prompt.add_first(7)
+    prompt.add((TokenLogprobs(4_000_000_000, -0.5, ((8, -0.25), (9, -1.5))),), 1)
+    columns.add_columns(prompt)
+    columns.add((TokenLogprobs(1, -0.5), TokenLogprobs(2, -math.inf, ((3, -0.75), (4, -math.inf)))), 20)
+    expected = [
+        Told(7, None, []),
+        Told(4_000_000_000, -0.5, [(8, -0.25)]),
+        Told(1, -0.5, []),
+        Told(2, -9999.0, [(3, -0.75), (4, -9999.0)]),
+    ]
+    assert len(columns) == len(expected)
+    assert columns.token_ids() == {7, 4_000_000_000, 8, 1, 2, 3, 4}
+    for first in range(len(expected)):
+        for end in range(first, len(expected) + 2):
+            assert columns.between(first, end) == expected[first:end]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -14,6 +16,7 @@ import uvicorn
 from quire_gateway import bounded_http, stream_head
 from quire_gateway.bounded_http import BoundedHttp
 from quire_gateway.connections import Connections
+from quire_gateway.failures import ApiError
 from quire_gateway.serving import CallerGoneError, until_gone
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -91,6 +94,35 @@ async def test_a_caller_that_reads_nothing_is_ended(monkeypatch: pytest.MonkeyPa
         writer.write(ASK)
         await asyncio.wait_for(ended.wait(), 30)
         writer.close()
+
+
+async def test_an_answer_that_fails_keeps_nothing_of_itself() -> None:
+    """Garbage that refers to itself stays until it is collected, and that is rare."""
+
+    class Much:
+        pass
+
+    kept: weakref.ref[Much] | None = None
+
+    async def endlessly() -> Message:
+        return await asyncio.Future()
+
+    async def answer() -> None:
+        nonlocal kept
+        much = Much()
+        kept = weakref.ref(much)
+        await asyncio.sleep(0)
+        raise ApiError(429, "no room")
+
+    gc.disable()
+    try:
+        with suppress(ApiError):
+            await until_gone(endlessly, answer())
+        await asyncio.sleep(0)
+        assert kept is not None
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_stream_that_waits_gives_signs_of_life_and_then_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

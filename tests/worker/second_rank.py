@@ -19,15 +19,15 @@ from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.loading import load_model
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.ranks.crew import Crew
-from quire_worker.ranks.place import Place
+from quire_worker.ranks.identity import RankIdentity
 
 RANK_TIMEOUT_S = 60.0
 
 
 def join(rank: int, rendezvous: Path) -> Crew:
     """The crew of two, once both have come."""
-    place = Place(rank, 2, rank, 2, rendezvous)
-    return Crew(place, device=torch.device("cpu"), timeout_s=RANK_TIMEOUT_S)
+    identity = RankIdentity(rank, 2, rank, 2, rendezvous)
+    return Crew(identity, device=torch.device("cpu"), timeout_s=RANK_TIMEOUT_S)
 
 
 def fail_on(token: int, error: str) -> None:

@@ -13,7 +13,7 @@ from quire.errors import UsageError
 from quire.types import GroupKind, GroupSpec
 from quire_worker.attention.cpu_path import CpuAttentionPlan
 from quire_worker.attention.torch_path import TorchAttentionPlan
-from quire_worker.cache import CacheSpec, KVCache, Place
+from quire_worker.cache import CacheSpec, KVCache, LayerPages
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.loading import load_model
@@ -145,15 +145,15 @@ def no_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keys_of_another_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that share read the pages of the first layer."""
-    places = CacheSpec.places
+    places = CacheSpec.layer_pages
 
-    def misplaced(spec: CacheSpec) -> Iterator[Place]:
+    def misplaced(spec: CacheSpec) -> Iterator[LayerPages]:
         first = next(places(spec))
         for place in places(spec):
             moved = place._replace(group=first.group, buffer=first.buffer, offset=first.offset)
             yield place if place.layer.shared_with is None else moved
 
-    monkeypatch.setattr(CacheSpec, "places", misplaced)
+    monkeypatch.setattr(CacheSpec, "layer_pages", misplaced)
 
 
 @pytest.mark.parametrize(

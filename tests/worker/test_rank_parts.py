@@ -15,8 +15,8 @@ from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.splitting.heads import heads_of_rank
 from quire_worker.process.options import parse_arguments
 from quire_worker.ranks.crew import Crew, RankLostError
+from quire_worker.ranks.identity import RENDEZVOUS, RankIdentity, identity_of, loopback_interface
 from quire_worker.ranks.messages import pack, unpack
-from quire_worker.ranks.place import RENDEZVOUS, Place, loopback_interface, place_of
 
 TORCHRUN = {
     "RANK": "1",
@@ -72,27 +72,27 @@ def test_a_message_holds_what_it_is_told_and_makes_nothing_else() -> None:
     assert found[7].tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(TypeError, match="a object cannot be told"):
         pack(object())
-    with pytest.raises(KeyError, match="Place"):
-        unpack(pack(Place(file=None)), {})
+    with pytest.raises(KeyError, match="RankIdentity"):
+        unpack(pack(RankIdentity(file=None)), {})
 
 
 def test_a_place_comes_from_the_command_line_from_torchrun_or_from_rank_0() -> None:
-    assert place_of({}, size=None, may_leave_machine=False) == Place()
-    assert place_of({}, size=4, may_leave_machine=False) == Place(size=4, local_size=4)
+    assert identity_of({}, size=None, may_leave_machine=False) == RankIdentity()
+    assert identity_of({}, size=4, may_leave_machine=False) == RankIdentity(size=4, local_size=4)
     started = {"RANK": "3", "WORLD_SIZE": "4", RENDEZVOUS: "meet"}
-    assert place_of(started, size=4, may_leave_machine=False) == Place(3, 4, 3, 4, Path("meet"))
-    assert place_of(TORCHRUN, size=None, may_leave_machine=False) == Place(1, 2, 0, 1, is_by_torchrun=True)
+    assert identity_of(started, size=4, may_leave_machine=False) == RankIdentity(3, 4, 3, 4, Path("meet"))
+    assert identity_of(TORCHRUN, size=None, may_leave_machine=False) == RankIdentity(1, 2, 0, 1, is_by_torchrun=True)
 
 
 def test_torchrun_and_the_command_line_must_agree_and_ranks_meet_on_loopback() -> None:
     with pytest.raises(UsageError, match="--tensor-parallel 4: torchrun has started 2 ranks"):
-        place_of(TORCHRUN, size=4, may_leave_machine=False)
+        identity_of(TORCHRUN, size=4, may_leave_machine=False)
     for address in ("10.0.0.5", "node-1", "fd00::5"):
         elsewhere = TORCHRUN | {"MASTER_ADDR": address}
         with pytest.raises(UsageError, match=f"would meet at {address}.* give --trusted-rank-network"):
-            place_of(elsewhere, size=None, may_leave_machine=False)
-        assert not place_of(elsewhere, size=None, may_leave_machine=True).is_on_loopback
-    assert place_of(TORCHRUN | {"MASTER_ADDR": "::1"}, size=2, may_leave_machine=False).is_on_loopback
+            identity_of(elsewhere, size=None, may_leave_machine=False)
+        assert not identity_of(elsewhere, size=None, may_leave_machine=True).is_on_loopback
+    assert identity_of(TORCHRUN | {"MASTER_ADDR": "::1"}, size=2, may_leave_machine=False).is_on_loopback
 
 
 @pytest.mark.parametrize(
@@ -127,5 +127,5 @@ def test_ranks_on_loopback_follow_no_inherited_interface(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     with pytest.raises(RankLostError):
-        Crew(Place(0, 2, 0, 2, Path("nowhere")), device=torch.device("cpu"), timeout_s=1.0)
+        Crew(RankIdentity(0, 2, 0, 2, Path("nowhere")), device=torch.device("cpu"), timeout_s=1.0)
     assert seen == [(loopback_interface(),) * 2]

@@ -171,7 +171,7 @@ class CacheSpec:
     states: tuple[tuple[int, tuple[StateTensor, ...]], ...] = ()
 
     def __post_init__(self) -> None:
-        for _ in self.places():  # each checks its own
+        for _ in self.layer_pages():  # each checks its own
             pass
 
     @classmethod
@@ -237,7 +237,7 @@ class CacheSpec:
         """Returns the layers that keep keys and values, or read another's."""
         return tuple(layer for layer in self.layers if layer.kind is not GroupKind.STATE)
 
-    def places(self) -> Iterator[Place]:
+    def layer_pages(self) -> Iterator[LayerPages]:
         """Says where the keys and values of each layer lie; a layer that reads another's has the other's place.
 
         Raises:
@@ -259,7 +259,7 @@ class CacheSpec:
                 computed_in=self.dtype,
                 is_hnd=self.is_hnd,
             )
-            yield Place(layer, part.group, buffer, offset // dtype.itemsize, pages)
+            yield LayerPages(layer, part.group, buffer, offset // dtype.itemsize, pages)
 
     def block_count_for(self, memory_bytes: int) -> int:
         """Counts the blocks that fit into a budget.
@@ -270,7 +270,7 @@ class CacheSpec:
         return blocks_for(self.plan, memory_bytes)
 
 
-class Place(NamedTuple):
+class LayerPages(NamedTuple):
     """Location of one layer's pages: `offset` elements after the start of each slot of a buffer."""
 
     layer: LayerSpec
@@ -346,23 +346,23 @@ class KVCache:
         self.buffers = tuple(_zeros(shape, self.device) for _ in range(spec.plan.buffer_count))
         kinds: dict[tuple[int, PageSpec], int] = {}
         self.layers: dict[int, LayerCache] = {}
-        for place in spec.places():
-            kind = kinds.setdefault((place.group, place.pages), len(kinds))
-            self.layers[place.layer.layer] = self._bind(place, kind)
+        for placed in spec.layer_pages():
+            kind = kinds.setdefault((placed.group, placed.pages), len(kinds))
+            self.layers[placed.layer.layer] = self._bind(placed, kind)
         self.kinds = tuple(kinds)
         slices = {layer.layer: parts for layer, parts in spec.plan.slices().items() if layer.kind is GroupKind.STATE}
         first = state_groups(spec.plan).start
         self.states = {layer: LayerState(tensors, slices[layer], self.buffers, first) for layer, tensors in spec.states}
 
-    def _bind(self, place: Place, kind: int) -> LayerCache:
-        elements = self.buffers[place.buffer].view(place.pages.dtype).flatten()
-        shape, strides = place.pages.page_shape, place.pages.page_strides
-        pages = elements.as_strided((self.block_count, *shape), (place.pages.page_stride, *strides), place.offset)
-        is_sliding = place.layer.kind is GroupKind.SLIDING_WINDOW
-        window = place.layer.window if is_sliding else None
-        source = place.layer.layer if place.layer.shared_with is None else place.layer.shared_with
+    def _bind(self, placed: LayerPages, kind: int) -> LayerCache:
+        elements = self.buffers[placed.buffer].view(placed.pages.dtype).flatten()
+        shape, strides = placed.pages.page_shape, placed.pages.page_strides
+        pages = elements.as_strided((self.block_count, *shape), (placed.pages.page_stride, *strides), placed.offset)
+        is_sliding = placed.layer.kind is GroupKind.SLIDING_WINDOW
+        window = placed.layer.window if is_sliding else None
+        source = placed.layer.layer if placed.layer.shared_with is None else placed.layer.shared_with
         scales = dict(self.spec.scales).get(source, UNSCALED)
-        return LayerCache(kind, pages, window, place.layer.shared_with is None, scales)
+        return LayerCache(kind, pages, window, placed.layer.shared_with is None, scales)
 
     def sequence_tokens_max(self, pass_token_count: int) -> int:
         """Returns the tokens of the longest sequence that fits alone, in whole blocks, if a pass computes at most

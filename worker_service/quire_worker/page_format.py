@@ -18,10 +18,12 @@ from typing import Final, NamedTuple
 
 import torch
 
-from quire_worker import choices
+from quire_worker import kv_options
 
-KV_LAYOUTS: Final = choices.KV_LAYOUTS
-KV_CACHE_DTYPES: Final = dict(zip(choices.KV_CACHE_DTYPES, (None, torch.float8_e4m3fn, torch.float8_e5m2), strict=True))
+KV_LAYOUTS: Final = kv_options.KV_LAYOUTS
+KV_CACHE_DTYPES: Final = dict(
+    zip(kv_options.KV_CACHE_DTYPES, (None, torch.float8_e4m3fn, torch.float8_e5m2), strict=True)
+)
 
 
 class Scales(NamedTuple):

@@ -68,7 +68,7 @@ class SessionStream:
 
     async def run(self) -> None:
         """Serves the stream until it ends."""
-        machine, code, places = self._machine, "OK", self._service.stream_places
+        machine, code, places = self._machine, "OK", self._service.stream_shares
         is_placed = False
         try:
             require(

@@ -26,7 +26,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from quire._serving.bearer import is_bearer_of
-from quire._serving.places import Places
+from quire._serving.caller_shares import CallerShares
 from quire._serving.rpc import Context, Handler, abort, caller_of, log_refused
 from quire.errors import QuireError, Reason
 
@@ -110,8 +110,8 @@ class _Calls:
     """The calls of one kind that have a place."""
 
     def __init__(self, count_max: int) -> None:
-        self._places = Places(count_max // 2)
-        self._bytes = Places(MESSAGES_BYTES_MAX)
+        self._places = CallerShares(count_max // 2)
+        self._bytes = CallerShares(MESSAGES_BYTES_MAX)
         self._arriving: dict[Hashable, asyncio.Semaphore] = {}  # of callers who have places
         self._unread: dict[Hashable, dict[_Place, None]] = {}  # by caller, the one that has waited longest first
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from quire._serving.places import Places
+from quire._serving.caller_shares import CallerShares
 from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
@@ -275,7 +275,7 @@ async def test_an_unknown_pool_cannot_be_watched(allocator: RunningAllocator) ->
 
 
 async def test_the_number_of_watchers_is_limited(allocator: RunningAllocator) -> None:
-    allocator.service.watching.places = Places(1)
+    allocator.service.watching.places = CallerShares(1)
     await filled(allocator)
     first = Watch(allocator)
     await first.until("snapshot_end")

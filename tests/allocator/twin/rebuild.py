@@ -45,7 +45,7 @@ class Node:
         self.blocks = blocks
 
 
-class Place(NamedTuple):
+class RebuiltRun(NamedTuple):
     """End of a sequence's published part (None: no part), and its own blocks beyond.
 
     Attributes:
@@ -102,10 +102,10 @@ class NodeBuilder:
 
     def locate(self, space: Namespace, sequence: ReportedSequence) -> Callable[[], RunPart]:
         """Finds the end of the published part, and claims the rest."""
-        place = self._place(space, sequence)
-        return lambda: self._part(place)
+        rebuilt = self._rebuilt(space, sequence)
+        return lambda: self._part(rebuilt)
 
-    def _place(self, space: Namespace, sequence: ReportedSequence) -> Place:
+    def _rebuilt(self, space: Namespace, sequence: ReportedSequence) -> RebuiltRun:
         manager, committed, size = self._manager, sequence.committed_token_count, self._manager.block_size
         if self._by_block is None:
             self._by_block = self._link()
@@ -145,7 +145,7 @@ class NodeBuilder:
                 kept.add(position, own, manager.width)
                 self._use.claim(own)
                 count += manager.width
-        return Place(scope, end, published, tail, borrowed, shares, count, kept)
+        return RebuiltRun(scope, end, published, tail, borrowed, shares, count, kept)
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Files all nodes with a way to the root as runs."""
@@ -166,24 +166,24 @@ class NodeBuilder:
                     cached.append((stretch[-1].rank, stretch[-1].position, run))
         return cached
 
-    def _part(self, place: Place) -> RunPart:
+    def _part(self, rebuilt: RebuiltRun) -> RunPart:
         """Holds the run, and shares the half-filled block."""
         tree = self._manager.tree
-        run = place.end.run if place.end is not None else place.scope.root
+        run = rebuilt.end.run if rebuilt.end is not None else rebuilt.scope.root
         assert run is not None, "a located node was filed"
         tree.hold(run)
-        part = RunPart(place.scope, run, place.published, place.tail)
-        part.kept = place.kept
-        place.scope.held += place.owns
-        if place.borrowed is not None:
-            assert place.borrowed.run is not None, "a located node was filed"
-            part.borrowed = place.borrowed.run
+        part = RunPart(rebuilt.scope, run, rebuilt.published, rebuilt.tail)
+        part.kept = rebuilt.kept
+        rebuilt.scope.held += rebuilt.owns
+        if rebuilt.borrowed is not None:
+            assert rebuilt.borrowed.run is not None, "a located node was filed"
+            part.borrowed = rebuilt.borrowed.run
             tree.hold(part.borrowed)
-        elif place.shares:
-            parts = self._parts.setdefault(place.tail[0], [])
+        elif rebuilt.shares:
+            parts = self._parts.setdefault(rebuilt.tail[0], [])
             parts.append(part)
             if len(parts) == 2:
-                self._manager._sharers[place.tail[0]] = parts
+                self._manager._sharers[rebuilt.tail[0]] = parts
         return part
 
     # -- parts ---------------------------------------------------------------------------------------------------------

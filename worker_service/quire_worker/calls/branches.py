@@ -29,11 +29,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire._serving.places import Places
+from quire._serving.caller_shares import CallerShares
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
 
-from quire_worker.calls.alarm import Alarm
+from quire_worker.calls.loop_timer import LoopTimer
 from quire_worker.engine import Engine
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
@@ -91,10 +91,10 @@ class Branches:
         self, engine: Engine, *, count_max: int = BRANCH_COUNT_MAX, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._engine = engine
-        self._places = Places(count_max)
+        self._places = CallerShares(count_max)
         self._clock = clock
         self._branches: dict[bytes, Branch] = {}
-        self._alarm = Alarm(self._sweep, clock)
+        self._timer = LoopTimer(self._sweep, clock)
 
     @property
     def count(self) -> int:
@@ -374,7 +374,7 @@ class Branches:
         now_s = self._clock()
         branch = Branch(secrets.token_bytes(16), tokens, namespace, ttl_s, now_s + ttl_s)
         self._branches[branch.id] = branch
-        self._alarm.set(branch.expires_s)
+        self._timer.set(branch.expires_s)
         return branch
 
     def _renew(self, branch: Branch) -> None:
@@ -397,4 +397,4 @@ class Branches:
             else:
                 self._end(branch)
         if self._branches:
-            self._alarm.set(min(branch.expires_s for branch in self._branches.values()))
+            self._timer.set(min(branch.expires_s for branch in self._branches.values()))

@@ -13,7 +13,7 @@ from quire._serving import request_log
 from quire._serving.server import add_arguments
 from quire.session.lookahead import AHEAD_TOKENS
 
-from quire_worker.choices import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
+from quire_worker.kv_options import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
 from quire_worker.model.checkpoint import attention_chunk_of
 from quire_worker.process.option_values import memory_bytes, model_name, named_folder
 from quire_worker.process.pool_policy import add_policy

@@ -49,7 +49,7 @@ from quire_worker.process.options import parse_arguments
 from quire_worker.process.tensor_parallel import Part, follow_rank_0, lead, unless_lost
 from quire_worker.process.worker_metrics import WorkerCollector
 from quire_worker.ranks.crew import Crew, RankLostError
-from quire_worker.ranks.place import place_of
+from quire_worker.ranks.identity import identity_of
 from quire_worker.ranks.processes import Ranks, starting
 from quire_worker.requests.adapters import Adapters
 from quire_worker.scheduling.scheduler import Scheduler
@@ -101,7 +101,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
         )
     if isinstance(tokenizer, NoTokenizer):
         log.warning("no tokenizer: prompts must be token ids, and tokens have no text", folder=str(options.model))
-    if ranks is None or ranks.place.size == 1:
+    if ranks is None or ranks.identity.size == 1:
         part, leader = load_part(options, options.device, None), None
     else:
         part, leader = lead(options, ranks, load_part)
@@ -366,21 +366,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = parse_arguments(given)
     try:
-        place = place_of(os.environ, size=options.tensor_parallel, may_leave_machine=options.trusted_rank_network)
-        which = {"rank": place.rank} if place.size > 1 else {}
+        identity = identity_of(os.environ, size=options.tensor_parallel, may_leave_machine=options.trusted_rank_network)
+        which = {"rank": identity.rank} if identity.size > 1 else {}
         logs.configure(log_format=options.log_format, level=options.log_level, role="worker", **which)
-        if place.rank == 0:
+        if identity.rank == 0:
             preflight.check(options)
         check_configuration(
             options.model,
             block_size=options.block_size,
-            rank_count=place.size,
+            rank_count=identity.size,
             sequence_tokens_max=options.max_model_len,
         )
-        if place.rank > 0:
-            follow_rank_0(options, place, load_part)
+        if identity.rank > 0:
+            follow_rank_0(options, identity, load_part)
             return
-        with starting(place, given) as ranks:
+        with starting(identity, given) as ranks:
             asyncio.run(serve(options, ranks))
     except (UsageError, ModelError) as error:
         print(f"quire-worker: {error}", file=sys.stderr)  # noqa: T201 - a usage error, as argparse prints its own

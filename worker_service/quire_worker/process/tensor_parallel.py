@@ -44,7 +44,7 @@ from quire_worker.execution.leader import Leader, led_by
 from quire_worker.execution.sizing import PoolMemory
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.ranks.crew import Crew, RankLostError
-from quire_worker.ranks.place import Place
+from quire_worker.ranks.identity import RankIdentity
 from quire_worker.ranks.processes import Ranks
 from quire_worker.speculation.drafter import Drafter
 
@@ -77,24 +77,24 @@ def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tupl
         UsageError: there is no such device, or too little memory for the pool.
         RankLostError: a rank is gone.
     """
-    crew, device = _join(options, ranks.place)
+    crew, device = _join(options, ranks.identity)
     part = load_part(options, device, crew)
     leader = Leader(crew, silence_s=min(SILENCE_S, options.rank_timeout / 4), on_lost=ranks.lose)
     return part._replace(model=led_by(leader, part.model)), leader
 
 
-def follow_rank_0(options: argparse.Namespace, place: Place, load_part: LoadPart) -> None:
+def follow_rank_0(options: argparse.Namespace, identity: RankIdentity, load_part: LoadPart) -> None:
     """Is any other rank, until rank 0 says stop; exits with 1 where the crew is lost.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
         UsageError: there is no such device, or too little memory for the pool.
     """
-    if place.is_by_torchrun:  # which tells all ranks to stop: rank 0 then drains, and needs the others for that
+    if identity.is_by_torchrun:  # which tells all ranks to stop: rank 0 then drains, and needs the others for that
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     try:
-        crew, device = _join(options, place)
+        crew, device = _join(options, identity)
         part = load_part(options, device, crew)
         follow(crew, part.model, part.cache)
     except RankLostError as error:
@@ -124,15 +124,15 @@ async def unless_lost(load: Callable[[], ResultT], lost: asyncio.Future[str]) ->
         raise RankLostError(lost.result() if lost.done() else str(error)) from error
 
 
-def _join(options: argparse.Namespace, place: Place) -> tuple[Crew, str]:
+def _join(options: argparse.Namespace, identity: RankIdentity) -> tuple[Crew, str]:
     """Meets the other ranks, and says which device is this one's. A share of a machine's memory is of all its ranks."""
     device = options.device
     if device == "cpu" and isinstance(options.kv_memory, Fraction):
-        options.kv_memory /= place.local_size
+        options.kv_memory /= identity.local_size
     if device == "cuda":
-        if place.local_rank >= torch.cuda.device_count():
+        if identity.local_rank >= torch.cuda.device_count():
             count = torch.cuda.device_count()
             raise UsageError(f"--tensor-parallel: torch finds {count} GPUs here, and each rank needs one of its own")
-        device = f"cuda:{place.local_rank}"
+        device = f"cuda:{identity.local_rank}"
         torch.cuda.set_device(device)
-    return Crew(place, device=torch.device(device), timeout_s=options.rank_timeout), device
+    return Crew(identity, device=torch.device(device), timeout_s=options.rank_timeout), device

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from quire_worker.ranks.identity import RankIdentity, loopback_interface
 from quire_worker.ranks.messages import pack, unpack
-from quire_worker.ranks.place import Place, loopback_interface
 
 LOAD_TIMEOUT_S = 1800.0  # of reading weights and compiling, which take one rank longer than another
 NCCL_TIMEOUT_S = 300.0
@@ -65,23 +65,23 @@ class Crew:
         local_size: those of them that are on this machine.
     """
 
-    def __init__(self, place: Place, *, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, identity: RankIdentity, *, device: torch.device, timeout_s: float) -> None:
         """Waits until every rank has come.
 
         Raises:
             RankLostError: one does not come.
         """
-        self.rank, self.size, self.local_size = place.rank, place.size, place.local_size
+        self.rank, self.size, self.local_size = identity.rank, identity.size, identity.local_size
         self._device = device
         self._sums_per_token: list[tuple[int, torch.dtype]] = []  # elements for each token of a pass
         self._learned_tokens: int | None = None  # of the pass that is noted at present
         self._sum_count = 0  # of the pass under way
-        if place.is_on_loopback and (name := loopback_interface()) is not None:
+        if identity.is_on_loopback and (name := loopback_interface()) is not None:
             # Whatever was inherited: what ranks say stays on this machine (docs/security.md).
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
         with _losing():
             load = timedelta(seconds=LOAD_TIMEOUT_S)
-            dist.init_process_group("gloo", store=place.store(), rank=self.rank, world_size=self.size, timeout=load)
+            dist.init_process_group("gloo", store=identity.store(), rank=self.rank, world_size=self.size, timeout=load)
             self._serving = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             self._words, self._sums = dist.group.WORLD, dist.group.WORLD
             if device.type == "cuda":

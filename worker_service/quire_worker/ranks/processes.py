@@ -17,7 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 from pathlib import Path
 
-from quire_worker.ranks.place import RENDEZVOUS, Place
+from quire_worker.ranks.identity import RENDEZVOUS, RankIdentity
 
 GRACE_S = 5.0  # for a rank that was told to stop
 NOTICE_S = 0.5  # within which a process that the others miss is seen to have ended
@@ -27,13 +27,13 @@ class Ranks:
     """The crew as rank 0 sees it.
 
     Attributes:
-        place: of this process.
+        identity: of this process.
         lost: done once a rank is gone; says which, and how.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, identity: RankIdentity) -> None:
         """Knows of no process yet."""
-        self.place = place
+        self.identity = identity
         self.lost: Future[str] = Future()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ending = False
@@ -57,9 +57,9 @@ class Ranks:
             file: in a folder that only this user may read.
             arguments: the worker's command line.
         """
-        self.place = replace(self.place, file=file)
-        for rank in range(1, self.place.size):
-            own = {"RANK": str(rank), "WORLD_SIZE": str(self.place.size), RENDEZVOUS: str(file)}
+        self.identity = replace(self.identity, file=file)
+        for rank in range(1, self.identity.size):
+            own = {"RANK": str(rank), "WORLD_SIZE": str(self.identity.size), RENDEZVOUS: str(file)}
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "quire._child", "quire_worker", *arguments],  # -P as in quire.local
                 stdin=subprocess.PIPE,  # the lifeline; nothing is ever written
@@ -91,15 +91,15 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def starting(place: Place, arguments: Sequence[str]) -> Iterator[Ranks]:
+def starting(identity: RankIdentity, arguments: Sequence[str]) -> Iterator[Ranks]:
     """Starts what other ranks there have to be, and leaves none behind.
 
     Args:
-        place: of rank 0.
+        identity: of rank 0.
         arguments: the worker's command line.
     """
-    ranks = Ranks(place)
-    if place.size == 1 or place.is_by_torchrun:
+    ranks = Ranks(identity)
+    if identity.size == 1 or identity.is_by_torchrun:
         yield ranks
         return
     with tempfile.TemporaryDirectory(prefix="quire-ranks-") as folder:  # of mode 0700

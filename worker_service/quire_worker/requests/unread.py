@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire._serving.places import Places
+from quire._serving.caller_shares import CallerShares
 from quire.errors import QuireError, Reason
 
 from quire_worker.scheduling.request import Delivery, Request
@@ -29,7 +29,7 @@ class Unread:
 
     def __init__(self, alone_max: int) -> None:
         """Counts none at first. `alone_max`: bytes of a namespace that is alone."""
-        self._bytes = Places(alone_max)
+        self._bytes = CallerShares(alone_max)
         self._requests: dict[str, dict[Request, None]] = {}  # by namespace, those with unread bytes
 
     def take(self, request: Request, byte_count: int) -> bool:

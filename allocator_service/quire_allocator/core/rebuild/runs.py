@@ -21,7 +21,7 @@ from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
-class Place(NamedTuple):
+class RebuiltRun(NamedTuple):
     """End of a sequence's published part (None: no part), and its own blocks beyond.
 
     Attributes:
@@ -62,10 +62,10 @@ class RunBuilder:
 
     def locate(self, space: Namespace, sequence: ReportedSequence) -> Callable[[], RunPart]:
         """Finds the end of the published part, and claims the rest."""
-        place = self._place(space, sequence)
-        return lambda: self._part(place)
+        rebuilt = self._rebuilt(space, sequence)
+        return lambda: self._part(rebuilt)
 
-    def _place(self, space: Namespace, sequence: ReportedSequence) -> Place:
+    def _rebuilt(self, space: Namespace, sequence: ReportedSequence) -> RebuiltRun:
         self._link()
         manager, committed, size = self._manager, sequence.committed_token_count, self._manager.block_size
         tables = [sequence.tables[group] for group in manager.groups]
@@ -103,7 +103,7 @@ class RunBuilder:
         if sequence.kept:
             kept = claim_kept(manager.groups, self._use, sequence, range(published), length)
             kept_count = sum([len(own) for _, own in kept])
-        return Place(scope, end, published, tail, borrowed, shares, len(owned) + kept_count, kept)
+        return RebuiltRun(scope, end, published, tail, borrowed, shares, len(owned) + kept_count, kept)
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Files everything with a way to the root as runs."""
@@ -121,22 +121,22 @@ class RunBuilder:
             self._file(scope, stretch, ranks, cached)
         return cached
 
-    def _part(self, place: Place) -> RunPart:
+    def _part(self, rebuilt: RebuiltRun) -> RunPart:
         """Holds the run, and shares the half-filled block."""
         tree = self._manager.tree
-        run = place.end.stretch.run_at(place.end.offset) if place.end is not None else place.scope.root
+        run = rebuilt.end.stretch.run_at(rebuilt.end.offset) if rebuilt.end is not None else rebuilt.scope.root
         tree.hold(run)
-        part = RunPart(place.scope, run, place.published, place.tail)
-        part.kept = place.kept
-        place.scope.held += place.owns
-        if place.borrowed is not None:
-            part.borrowed = place.borrowed.stretch.run_at(place.borrowed.offset)
+        part = RunPart(rebuilt.scope, run, rebuilt.published, rebuilt.tail)
+        part.kept = rebuilt.kept
+        rebuilt.scope.held += rebuilt.owns
+        if rebuilt.borrowed is not None:
+            part.borrowed = rebuilt.borrowed.stretch.run_at(rebuilt.borrowed.offset)
             tree.hold(part.borrowed)
-        elif place.shares:
-            parts = self._parts.setdefault(place.tail[0], [])
+        elif rebuilt.shares:
+            parts = self._parts.setdefault(rebuilt.tail[0], [])
             parts.append(part)
             if len(parts) == 2:
-                self._manager._sharers[place.tail[0]] = parts
+                self._manager._sharers[rebuilt.tail[0]] = parts
         return part
 
     # -- parts ---------------------------------------------------------------------------------------------------------

@@ -1,23 +1,23 @@
-"""The time of an alarm: the earliest one, and not before a loop that stood still has read its messages."""
+"""The time of a timer: the earliest one, and not before a loop that stood still has read its messages."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from quire_worker.calls.alarm import LATE_S, Alarm
+from quire_worker.calls.loop_timer import LATE_S, LoopTimer
 
 
 async def test_it_rings_once_at_the_earliest_of_its_times() -> None:
     rung = asyncio.Queue[float]()
-    alarm = Alarm(lambda: rung.put_nowait(time.monotonic()), time.monotonic)
+    timer = LoopTimer(lambda: rung.put_nowait(time.monotonic()), time.monotonic)
     begun_s = time.monotonic()
     for later_s in (30.0, 0.05, 0.1):
-        alarm.set(begun_s + later_s)
+        timer.set(begun_s + later_s)
     assert begun_s + 0.05 <= await asyncio.wait_for(rung.get(), 20) < begun_s + 20
-    alarm.set(begun_s + 0.2)  # its callback sets it anew, after the earlier time has passed
+    timer.set(begun_s + 0.2)  # its callback sets it anew, after the earlier time has passed
     assert await asyncio.wait_for(rung.get(), 20) >= begun_s + 0.2
-    alarm.set(begun_s)
+    timer.set(begun_s)
     await asyncio.wait_for(rung.get(), 20)
 
 
@@ -29,7 +29,7 @@ async def test_a_loop_that_stood_still_reads_before_it_rings() -> None:
         events.append("rung")
         rung.set()
 
-    alarm = Alarm(ring, time.monotonic)
+    timer = LoopTimer(ring, time.monotonic)
 
     async def message() -> None:
         for _ in range(20):  # as a call goes through the loop several times before it is heard
@@ -37,7 +37,7 @@ async def test_a_loop_that_stood_still_reads_before_it_rings() -> None:
         events.append("read")
 
     begun_s = time.monotonic()
-    alarm.set(begun_s + 0.05)
+    timer.set(begun_s + 0.05)
     task = asyncio.create_task(message())
     while time.monotonic() < begun_s + 0.1 + 2 * LATE_S:
         pass

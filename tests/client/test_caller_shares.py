@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from quire._serving.places import Places
+from quire._serving.caller_shares import CallerShares
 
 
 @pytest.mark.parametrize(("callers", "each"), [(1, 30), (2, 20), (3, 15), (5, 10)])
 def test_callers_that_want_all_have_equal_parts_and_leave_one_part_free(callers: int, each: int) -> None:
-    places = Places(30)
+    places = CallerShares(30)
     is_wanted = True
     while is_wanted:
         is_wanted = sum(places.take(caller) for caller in range(callers)) > 0
@@ -18,7 +18,7 @@ def test_callers_that_want_all_have_equal_parts_and_leave_one_part_free(callers:
 
 
 def test_as_many_callers_as_places_have_one_each() -> None:
-    places = Places(2)
+    places = CallerShares(2)
     assert all(places.take(caller) for caller in range(4))
     assert not places.take(4)
     places.leave(0)
@@ -26,7 +26,7 @@ def test_as_many_callers_as_places_have_one_each() -> None:
 
 
 def test_several_are_taken_together_or_not_at_all() -> None:
-    places = Places(4)
+    places = CallerShares(4)
     assert not places.take("a", 5)
     assert places.count == 0
     assert places.take("a", 4)

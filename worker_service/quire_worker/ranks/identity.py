@@ -27,8 +27,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One rank's place in its crew.
+class RankIdentity:
+    """One rank's number in its crew, and where the ranks meet.
 
     Attributes:
         rank: from 0, which holds session and server.
@@ -56,8 +56,8 @@ class Place:
         return store
 
 
-def place_of(environment: Mapping[str, str], *, size: int | None, may_leave_machine: bool) -> Place:
-    """Finds this process' place.
+def identity_of(environment: Mapping[str, str], *, size: int | None, may_leave_machine: bool) -> RankIdentity:
+    """Finds which rank this process is.
 
     Args:
         environment: of the process.
@@ -72,9 +72,9 @@ def place_of(environment: Mapping[str, str], *, size: int | None, may_leave_mach
     """
     if RENDEZVOUS in environment:
         rank, found = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        return Place(rank, found, rank, found, Path(environment[RENDEZVOUS]))
+        return RankIdentity(rank, found, rank, found, Path(environment[RENDEZVOUS]))
     if any(name not in environment for name in _TORCHRUN):
-        return Place(size=size or 1, local_size=size or 1)
+        return RankIdentity(size=size or 1, local_size=size or 1)
     found, address = int(environment["WORLD_SIZE"]), environment["MASTER_ADDR"]
     if size is not None and size != found:
         raise UsageError(f"--tensor-parallel {size}: torchrun has started {found} ranks; leave the option away")
@@ -87,7 +87,7 @@ def place_of(environment: Mapping[str, str], *, size: int | None, may_leave_mach
     rank = int(environment["RANK"])
     local_rank = int(environment.get("LOCAL_RANK", rank))
     local_size = int(environment.get("LOCAL_WORLD_SIZE", found))
-    return Place(rank, found, local_rank, local_size, is_by_torchrun=True, is_on_loopback=is_on_loopback)
+    return RankIdentity(rank, found, local_rank, local_size, is_by_torchrun=True, is_on_loopback=is_on_loopback)
 
 
 def loopback_interface() -> str | None:

@@ -1,4 +1,4 @@
-"""An alarm of an event loop: rings at the earliest of the times that it was set to."""
+"""A timer of an event loop: rings at the earliest of the times that it was set to."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final
 LATE_S: Final = 0.1  # from which on a loop counts as one that stood still
 
 
-class Alarm:
-    """An alarm that rings once for all times that it was set to. `ring` has to set it to the next time.
+class LoopTimer:
+    """A timer that rings once for all times that it was set to. `ring` has to set it to the next time.
 
     A loop that stood still (a process that was stopped, a machine that is overloaded) has timers that are due and
-    messages that came in time but were not read. An alarm that is late rings `LATE_S` later still, so that they are
+    messages that came in time but were not read. A timer that is late rings `LATE_S` later still, so that they are
     read first: what such a message renews must not have ended.
 
     Args:

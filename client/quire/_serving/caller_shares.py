@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Hashable
 
 
-class Places:
+class CallerShares:
     """Places that callers take and leave. A caller may have as many as are left free: alone it gets half of them, and
     of n callers that want all, each gets one of n + 1 parts. So there is a place for a caller who has none.
 

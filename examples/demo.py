@@ -1,7 +1,8 @@
-"""Demo of what paging as a service saves, on a model of 3.5 million parameters.
+"""Demo of what paging as a service saves. Needs a clone, and what `make demo` installs.
 
 Starts an allocator and a worker as separate processes. Streams four prompts that share a long prefix, and one prompt
-sampled four ways. Prints a table of cached tokens and saved blocks; the servers count everything in it.
+sampled four ways. Draws which tokens were not computed again and which text holds which block, and prints a table of
+what that saved. All of it is what the servers answered.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire import AsyncAllocator, AsyncClient, Usage
 from quire.local import LocalStack
+from quire.views import PoolBlocks
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,6 +27,12 @@ from rich.table import Table
 from rich.text import Text
 
 MODEL = Path(__file__).parent.parent / "models" / "demo"
+POOL = "default"
+LOAD_S_MAX = 1800.0  # of a real model from a slow disk
+GIBBERISH = (
+    "This model has 3.5 million parameters, so that it fits into the repository: it writes gibberish. "
+    "Look at the blocks, not at the texts. --model FOLDER takes a real one."
+)
 
 PREFIX = """The if statement is used for conditional execution. It selects exactly one of the suites by evaluating the
 expressions one by one until one is found to be true; then that suite is executed (and no other part of the if statement
@@ -35,6 +45,8 @@ present, is executed and the loop terminates.
 """
 ENDINGS = ["The for statement ", "The try statement ", "The with statement ", "A function definition "]
 FORKED = "The import statement "
+FREE_TRIES, FREE_POLL_S = 500, 0.02
+CELLS_MAX = 50  # of the picture of a prompt
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,50 @@ async def samples(client: AsyncClient, console: Console, max_tokens: int) -> Out
     return Outcome("1 prompt, 4 samples", time.perf_counter() - started, (usage,))
 
 
+def reuse(outcomes: Sequence[Outcome], block_size: int) -> Table:
+    """Draws the prompt of each request, a cell per block: found in the cache, or computed."""
+    caption = f"#: from the cache; +: computed; {block_size} tokens each"
+    table = Table(title="What was not computed again", caption=caption, box=None)
+    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("from the cache", justify="right")
+    for outcome in outcomes:
+        for number, usage in enumerate(outcome.usages, 1):
+            cached = usage.cached_token_count // block_size
+            computed = -(-usage.prompt_token_count // block_size) - cached
+            bar = Text.assemble(("#" * cached, "bold green"), ("+" * computed, "yellow"))
+            bar.truncate(CELLS_MAX, overflow="ellipsis")
+            name = f"{outcome.name}: {number}" if len(outcome.usages) > 1 else outcome.name
+            table.add_row(name, bar, f"{usage.cached_token_count} of {usage.prompt_token_count} tokens")
+    return table
+
+
+async def holders(client: AsyncClient, blocks: AsyncAllocator, max_tokens: int) -> PoolBlocks:
+    """Holds the four prompts and a text for each as branches, and returns which blocks are in their tables."""
+    async with AsyncExitStack() as held:
+        for ending in ENDINGS:  # one after the other: sequences have the order of the prompts then
+            branch = await held.enter_async_context(await client.prefill(PREFIX + ending))
+            await branch.generate(max_tokens=max_tokens, ignore_eos=True)
+        return await blocks.get_pool_blocks(POOL)
+
+
+def block_tables(pool: PoolBlocks) -> Table:
+    """Draws the block table of each text, the blocks that several texts hold in green."""
+    tables = [[block for block in each.tables[0] if block is not None] for each in pool.sequences]
+    holder_counts = Counter(block for row in tables for block in row)
+    title = f"Who holds which block: {sum(map(len, tables))} places in tables, {len(holder_counts)} blocks"
+    picture = Table(title=title, caption="=n: block n, which several texts hold; n: a block of one text", box=None)
+    picture.add_column("text", no_wrap=True)
+    picture.add_column("its blocks, from the first token on")
+    for ending, row in zip(ENDINGS, tables, strict=True):
+        cells = Text()
+        for block in row:
+            is_shared = holder_counts[block] > 1
+            cells.append(f"{'=' if is_shared else ''}{block}".rjust(5), style="bold green" if is_shared else "cyan")
+        picture.add_row(ending.strip(), cells)
+    return picture
+
+
 def summary(outcomes: Sequence[Outcome]) -> Table:
     """Returns the short table that the demo ends with."""
     table = Table(title="What was shared")
@@ -140,9 +196,17 @@ async def run(worker: str, allocator: str, console: Console, max_tokens: int) ->
             await shared_prefix(client, console, max_tokens),
             await samples(client, console, max_tokens),
         ]
+        held = await holders(client, blocks, max_tokens)
+        console.print(reuse(outcomes, held.summary.spec.groups[0].block_size), "")
+        console.print(block_tables(held), "")
         console.print(summary(outcomes))
         console.print("Blocks used: granted by the allocator, copies included. Separate caches: one per text.")
-        (pool,) = await blocks.list_pools()
+        pool = await blocks.get_pool(POOL)
+        for _ in range(FREE_TRIES):  # what has ended is freed with the worker's next step
+            if pool.held_block_count == 0:
+                break
+            await asyncio.sleep(FREE_POLL_S)
+            pool = await blocks.get_pool(POOL)
         console.print(
             f"Pool {pool.pool!r} now: {pool.held_block_count} blocks held, {pool.cached_block_count} cached "
             f"for the next prompt, {pool.empty_block_count} empty."
@@ -152,13 +216,26 @@ async def run(worker: str, allocator: str, console: Console, max_tokens: int) ->
 def main() -> None:
     """Command line of the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(MODEL), help="folder of the model (default: %(default)s)")
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=48, help="tokens per text (default: %(default)s)")
     options = parser.parse_args()
     console = Console(width=None if Console().is_terminal else 100)
-    with LocalStack(options.model, on_progress=lambda line: console.print(line, style="dim")) as stack:
+    if options.model.resolve() == MODEL.resolve():
+        console.print(GIBBERISH, style="bold yellow")
+    else:
+        console.print(f"loading {options.model}: a large model takes minutes", style="dim")
+
+    def progress(line: str) -> None:
+        console.print(line, style="dim")
+
+    stack = LocalStack(options.model, start_timeout_s=LOAD_S_MAX, on_progress=progress)
+    try:
+        with console.status("waiting for the servers; a first start compiles kernels, for a minute or less"):
+            stack.start()
         asyncio.run(run(stack.worker_address, stack.allocator_address, console, options.max_tokens))
         console.print("stopping", style="dim")
+    finally:
+        stack.stop()
     console.print("done", style="dim")
 
 

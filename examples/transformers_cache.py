@@ -43,7 +43,7 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         self.ids, self.sequences, self.committed = itertools.count(1), dict[str, int](), dict[str, int]()
         self.matched = (0, 0, list[int]())  # a sequence without a request yet, its matched tokens and its table
         self.free, self.hit_token_count = blocks, 0
-        # Transformers gives sectors to its types of attention; here is one type, which has them all.
+        # transformers divides memory among types of attention by sectors; there is only one type here.
         pool.free_sectors, pool.reset, pool.try_to_free_sectors = [], _nothing, _nothing
         pool.count_free_blocks = lambda _index: self.free
 

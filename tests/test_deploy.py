@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,15 @@ from scripts.list_requirements import requirements
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
-DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 PINNED_IMAGE = re.compile(r":v?\d+\.\d+\.\d+(@sha256:[0-9a-f]{64})?$")
 DOCKERFILES = [
     ROOT / "allocator_service" / "Dockerfile",
+    ROOT / "client" / "Dockerfile",
     ROOT / "gateway_service" / "Dockerfile",
     ROOT / "worker_service" / "Dockerfile",
     ROOT / "integrations" / "vllm" / "Dockerfile",
 ]
-SERVICES_OF_OURS = ("allocator", "worker")
+SERVICES_OF_OURS = ("allocator", "worker", "worker2")
 CLIENT_FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
 ONE_SHOT = ("certs", "quire")
 # Prometheus stores three series of a histogram under the family's name.
@@ -44,18 +43,6 @@ def compose() -> dict[str, Any]:
     return project
 
 
-def panels_of(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for panel in board["panels"]:
-        yield panel
-        yield from panel.get("panels", [])
-
-
-def queries_of(board: dict[str, Any]) -> Iterator[str]:
-    for panel in panels_of(board):
-        yield from (target["expr"] for target in panel.get("targets", []))
-    yield from (variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query")
-
-
 def exported_names() -> frozenset[str]:
     modules = (
         "quire._serving.process_series",
@@ -66,51 +53,6 @@ def exported_names() -> frozenset[str]:
     return frozenset().union(*(importlib.import_module(module).METRIC_NAMES for module in modules))
 
 
-@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-class TestDashboard:
-    def test_every_series_it_names_is_one_that_a_service_exports(self, path: Path) -> None:
-        exported = exported_names()
-        named = {
-            name
-            for query in queries_of(json.loads(path.read_text(encoding="utf-8")))
-            for name in re.findall(r"\bquire_\w+", query)
-        }
-        assert named
-        assert {
-            name for name in named if name not in exported and HISTOGRAM_SUFFIX.sub("", name) not in exported
-        } == set()
-
-    def test_every_panel_says_what_it_shows_and_in_which_unit(self, path: Path) -> None:
-        for panel in panels_of(json.loads(path.read_text(encoding="utf-8"))):
-            if panel["type"] == "row":
-                continue
-            assert panel["title"]
-            assert len(panel["description"]) > 20, panel["title"]
-            assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-            assert panel["targets"], panel["title"]
-
-    def test_panels_have_their_own_id_and_do_not_overlap(self, path: Path) -> None:
-        panels = list(panels_of(json.loads(path.read_text(encoding="utf-8"))))
-        assert len({panel["id"] for panel in panels}) == len(panels)
-        taken: dict[tuple[int, int], str] = {}
-        for panel in panels:
-            place = panel["gridPos"]
-            assert place["x"] + place["w"] <= 24, panel["title"]
-            for x in range(place["x"], place["x"] + place["w"]):
-                for y in range(place["y"], place["y"] + place["h"]):
-                    assert taken.setdefault((x, y), panel["title"]) == panel["title"]
-
-    def test_every_query_asks_the_chosen_data_source(self, path: Path) -> None:
-        board = json.loads(path.read_text(encoding="utf-8"))
-        variables = {variable["name"]: variable for variable in board["templating"]["list"]}
-        assert variables["datasource"]["query"] == "prometheus"
-        for panel in panels_of(board):
-            for target in panel.get("targets", []):
-                assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-                used = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
-                assert used <= set(variables), panel["title"]
-
-
 def test_grafana_is_pointed_at_the_prometheus_of_the_compose_file(compose: dict[str, Any]) -> None:
     provisioning = DEPLOY / "grafana" / "provisioning"
     (source,) = load_yaml(provisioning / "datasources" / "prometheus.yaml")["datasources"]
@@ -119,6 +61,8 @@ def test_grafana_is_pointed_at_the_prometheus_of_the_compose_file(compose: dict[
     (provider,) = load_yaml(provisioning / "dashboards" / "quire.yaml")["providers"]
     mounts = compose["services"]["grafana"]["volumes"]
     assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in mounts
+    home = compose["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (DEPLOY / "grafana" / "dashboards" / home.removeprefix(f"{provider['options']['path']}/")).exists()
 
 
 def test_prometheus_scrapes_each_service_over_https_at_its_metrics_address_with_its_certificate(
@@ -127,8 +71,8 @@ def test_prometheus_scrapes_each_service_over_https_at_its_metrics_address_with_
     jobs = {job["job_name"]: job for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}
     for name in SERVICES_OF_OURS:
         flags = dict(flag.removeprefix("--").split("=", 1) for flag in compose["services"][name]["command"])
-        job = jobs[f"quire-{name}"]
-        assert job["static_configs"][0]["targets"] == [flags["metrics"].replace("0.0.0.0", name)]
+        job = jobs[f"quire-{name.removesuffix('2')}"]
+        assert flags["metrics"].replace("0.0.0.0", name) in job["static_configs"][0]["targets"]
         assert "token-file" not in flags
         assert job["scheme"] == "https"
         shown = {f"{kind}_file": f"/run/quire/{file}" for kind, file in CLIENT_FILES.items()}
@@ -150,7 +94,7 @@ def test_the_gateway_starts_as_it_is_composed_and_is_scraped_with_the_token(
     assert shown == "a-token-of-the-metrics"
     assert keys.named(b"Bearer a-key-of-the-compose-file").namespace == ""
     assert keys.named(f"Bearer {shown}".encode()) is None
-    assert (options.worker, options.allocator) == (["worker:7071"], ["allocator:7070"])
+    assert (options.worker, options.allocator) == (["worker:7071", "worker2:7071"], ["allocator:7070"])
     assert options.worker_ca == service["environment"]["QUIRE_TLS_CA"]
     jobs = {job["job_name"]: job for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}
     assert jobs["quire-gateway"]["static_configs"][0]["targets"] == [options.listen.replace("0.0.0.0", "gateway")]
@@ -186,8 +130,8 @@ def test_the_liveness_of_every_process_that_is_scraped_is_asked_for_beside(compo
     alive = jobs["quire-alive"]
     assert alive["metrics_path"] == "/healthz"
     asked = [target for each in alive["static_configs"] for target in each["targets"]]
-    scraped = [jobs[f"quire-{name}"]["static_configs"][0]["targets"][0] for name in (*SERVICES_OF_OURS, "gateway")]
-    assert asked == scraped
+    ours = ("allocator", "worker", "gateway")
+    assert asked == [target for name in ours for target in jobs[f"quire-{name}"]["static_configs"][0]["targets"]]
 
 
 def test_every_alert_says_how_bad_it_is_and_what_it_means_and_has_a_test() -> None:
@@ -215,9 +159,9 @@ def test_prometheus_itself_takes_the_configuration_and_fires_the_alerts(argument
 
 def test_ports_are_published_on_the_loopback_address_only(compose: dict[str, Any]) -> None:
     published = [port for service in compose["services"].values() for port in service.get("ports", [])]
-    assert len(published) == 7
+    assert len(published) == 8
     for port in published:
-        assert re.fullmatch(r"127\.0\.0\.1:\$\{QUIRE_[A-Z]+_PORT:-\d+\}:\d+", port)
+        assert re.fullmatch(r"127\.0\.0\.1:\$\{QUIRE_[A-Z0-9]+_PORT:-\d+\}:\d+", port)
 
 
 def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str, Any]) -> None:
@@ -228,8 +172,9 @@ def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str
         assert service["init"] is True, name
         assert "mem_limit" in service, name
         assert "max-size" in service["logging"]["options"], name
-        if "build" in service:
-            dockerfile = (ROOT / service["build"]["dockerfile"]).read_text(encoding="utf-8")
+        if "build" in service or name == "worker2":
+            build = service.get("build", compose["services"]["worker"]["build"])
+            dockerfile = (ROOT / build["dockerfile"]).read_text(encoding="utf-8")
             asks = r'"python", "-c", "import urllib' if name == "vllm" else r'"quire", "health", "--live"'
             assert re.search(rf"^HEALTHCHECK .*CMD \[{asks}", dockerfile, re.M), name
         else:
@@ -252,7 +197,9 @@ def test_every_image_is_built_on_one_image_of_python_that_is_named_by_its_digest
     for path in DOCKERFILES:
         text = path.read_text(encoding="utf-8")
         bases |= set(re.findall(r"^ARG QUIRE_PYTHON_IMAGE=(.+)$", text, re.M))
-        assert {line.split()[1] for line in re.findall(r"^FROM .+$", text, re.M)} == {"${QUIRE_PYTHON_IMAGE}"}, path
+        stages = [line.split() for line in re.findall(r"^FROM .+$", text, re.M)]
+        own = {stage[3] for stage in stages if len(stage) > 2}
+        assert {stage[1] for stage in stages} - own == {"${QUIRE_PYTHON_IMAGE}"}, path
     (base,) = bases
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
     for name, service in compose["services"].items():
@@ -286,11 +233,55 @@ def test_no_service_keeps_a_capability_or_can_write_to_its_image(compose: dict[s
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
 def test_images_run_as_a_user_of_their_own_and_start_the_service_without_a_shell(path: Path) -> None:
-    instructions = path.read_text(encoding="utf-8").splitlines()
-    final_stage = instructions[max(i for i, line in enumerate(instructions) if line.startswith("FROM ")) :]
-    assert "USER 10001:10001" in final_stage
-    entrypoint = json.loads(next(line for line in final_stage if line.startswith("ENTRYPOINT"))[len("ENTRYPOINT ") :])
-    assert entrypoint[0] in {"quire-allocator", "quire-gateway", "quire-worker", "python"}
+    stages = re.split(r"^(?=FROM )", path.read_text(encoding="utf-8"), flags=re.M)
+    started = [stage.splitlines() for stage in stages if "\nENTRYPOINT" in stage]
+    assert started[-1] == stages[-1].splitlines()
+    for stage in started:
+        assert "USER 10001:10001" in stage
+        entrypoint = json.loads(next(line for line in stage if line.startswith("ENTRYPOINT"))[len("ENTRYPOINT ") :])
+        assert entrypoint[0] in {"quire", "quire-allocator", "quire-gateway", "quire-worker", "python"}
+
+
+def test_the_gpu_file_reserves_a_gpu_for_the_worker_and_names_what_it_may_write_to() -> None:
+    """It is laid over docker-compose.yml, which has the rest: a read-only root, /tmp in memory, no capability."""
+    project = load_yaml(ROOT / "docker-compose.gpu.yml")
+    (name,) = project["services"]
+    worker = project["services"][name]
+    assert name == "worker"
+    stage = (
+        (ROOT / "worker_service" / "Dockerfile").read_text(encoding="utf-8").split(" AS gpu\n")[1].split("\nFROM ")[0]
+    )
+    assert worker["build"]["target"] == "gpu"
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    (cache,) = json.loads(re.findall(r"^VOLUME (.+)$", stage, re.M)[0])
+    assert f"worker-cache:{cache}" in worker["volumes"]
+    assert set(project["volumes"]) == {"worker-cache"}
+    written = re.findall(r"(?:_DIR|_PATH|_HOME)=(\S+)", stage)
+    assert len(written) == 3
+    assert all(folder == cache or folder.startswith(f"{cache}/") for folder in written)
+    assert "gcc" in stage
+    assert '"--device=cuda"' in stage
+
+
+def test_the_gpu_file_starts_the_worker_with_the_flags_of_the_other_but_for_its_model(compose: dict[str, Any]) -> None:
+    worker = load_yaml(ROOT / "docker-compose.gpu.yml")["services"]["worker"]
+    assert worker["command"][1:] == compose["services"]["worker"]["command"][1:]
+    folder = worker["command"][0].removeprefix("--model=")
+    assert any(volume.endswith(f":{folder}:ro") for volume in worker["volumes"])
+
+
+def test_every_image_has_a_target_of_the_makefile_and_is_released() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    listed = re.search(r"^images: (.+) ##", makefile, re.M)
+    assert listed is not None
+    targets = [name.removeprefix("image-") for name in listed[1].split()]
+    job = load_yaml(ROOT / ".github" / "workflows" / "release.yml")["jobs"]["images"]
+    assert [entry["service"] for entry in job["strategy"]["matrix"]["include"]] == targets
+    for entry in job["strategy"]["matrix"]["include"]:
+        assert (
+            f" -f {entry['file']} " in re.split(rf"^image-{entry['service']}:", makefile, flags=re.M)[1].splitlines()[1]
+        )
 
 
 def test_requirements_are_listed_once_and_the_allocators_are_without_torch() -> None:

@@ -19,6 +19,7 @@ FOLDERS = (
     "tests",
     "benchmarks",
     "examples",
+    "conformance",
     "scripts",
     "docs",
 )
@@ -26,7 +27,11 @@ SOURCES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT 
 OF_OTHERS = {"_call.py", "mla/_batch_mla/_wrapper.py"}  # files of gRPC and FlashInfer
 DOCUMENTS = [
     *ROOT.glob("*.md"),
-    *(path for folder in ("docs", "benchmarks", "integrations", "tests") for path in (ROOT / folder).rglob("*.md")),
+    *(
+        path
+        for folder in ("docs", "benchmarks", "conformance", "examples", "integrations", "tests")
+        for path in (ROOT / folder).rglob("*.md")
+    ),
 ]
 
 

@@ -21,7 +21,7 @@ LINES_MAX = {"README.md": 110, "ARCHITECTURE.md": 120}
 DECISION_LINES_MAX = 40
 PAGES_WORDS_MAX = 20_000  # of docs/ without tables, decisions and what is looked up, as `wc -w` counts
 SUBJECT_CHARACTERS_MAX = 72
-SUBJECTS_AFTER = "7e723954ef84b51f4dc586a74a69bc7546cd894d"  # earlier subjects are as long as they are
+SUBJECTS_AFTER = "7e723954ef84b51f4dc586a74a69bc7546cd894d"  # the rule holds for later commits
 
 
 def name_of(path: Path) -> str:
@@ -60,7 +60,7 @@ def test_decisions_are_short(path: Path) -> None:
 
 
 def test_the_pages_of_the_documents_do_not_grow_again() -> None:
-    looked_up = {"alerts", "bugs", "metrics"}  # of which nobody reads more than a row
+    looked_up = {"alerts", "bugs", "metrics"}  # nobody reads more than a row of these
     pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions"]
     pages = [path for path in pages if path.stem not in looked_up]
     assert len(pages) > 20

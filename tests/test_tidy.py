@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("client", "allocator_service", "gateway_service", "worker_service")
-FOLDERS = (*PACKAGES, "scripts", "benchmarks", "examples", "integrations", "tests")
+FOLDERS = (*PACKAGES, "scripts", "benchmarks", "examples", "conformance", "integrations", "tests")
 GENERATED = ROOT / "client" / "quire" / "v1"
 PROTOS = sorted((ROOT / "protos").rglob("*.proto"))
 PYTHON = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if GENERATED not in path.parents)

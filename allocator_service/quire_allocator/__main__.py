@@ -1,12 +1,13 @@
 """Runs the allocator as `python -m quire_allocator` and `quire-allocator`."""
 
-from quire._descriptors import open_missing
+from quire._descriptors import open_missing, require_open_files
 from quire._extras import require_extra_or_exit
 
 
 def main() -> None:
     """Is the entry point."""
     open_missing()
+    require_open_files("quire-allocator")
     require_extra_or_exit("allocator")
     from quire_allocator.server import main as serve
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import structlog
 import uvloop
 from quire._serving import logs
+from quire._serving.command_line import Parser
 from quire._serving.process import collect_garbage_rarely, stop_event, take_cpu
 from quire._serving.server import Server, add_arguments
 from quire.errors import UsageError
@@ -39,11 +40,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="quire-allocator", description="Serve block tables of paged KV caches over gRPC."
-    )
+    parser = Parser(prog="quire-allocator", description="Serve block tables of paged KV caches over gRPC.")
     add_arguments(parser, listen="127.0.0.1:7070", metrics="127.0.0.1:9470")
     parser.add_argument(
         "--lease",

@@ -2,8 +2,7 @@
 
 A policy that knows ages keeps a block for a time after it was touched, and no longer; how long is its choice, once for
 all blocks or once for each class of texts. With `turn_count` and length as classes it may tell a session's first prompt
-from its second, and short texts from long ones. The blocks that such a policy keeps on average have to fit into the
-pool:
+from its second, and short texts from long ones. On average the blocks that it keeps have to fit into the pool:
 
     sum over blocks of weight * min(age, time kept)   <=   requests * (pool - what running requests hold on average)
 

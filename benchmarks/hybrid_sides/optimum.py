@@ -155,5 +155,5 @@ def _equal_prices(reuses: Reuses, room: Floats) -> Floats:
 
 
 def _bids(reuses: Reuses) -> Floats:
-    """Returns per interval the tokens that it hits for each byte that it keeps at one moment."""
+    """Returns for each interval its hit tokens, divided by the bytes that it keeps and by its duration."""
     return reuses.token_count / (reuses.weight * (reuses.end - reuses.first))

@@ -91,7 +91,7 @@ def measure(
             yield from step()
         except TimeoutError:  # nothing that follows would come in time
             raise
-        except Exception as error:  # the others' rows are worth having
+        except Exception as error:  # one failed part must not lose the rows of the others
             yield {"measured": "nothing", "passed": False, "why": f"{type(error).__name__}: {error}"[:1000]}
 
 

@@ -54,7 +54,7 @@ class Stream:
         return times
 
     async def flood(self, requests: Sequence[bytes], window: int) -> None:
-        """Sends all, with so many outstanding."""
+        """Sends all messages. At most `window` of them are unanswered at a time."""
         call, room = self._call, asyncio.Semaphore(window)
 
         async def read() -> None:

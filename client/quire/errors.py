@@ -291,7 +291,7 @@ _CODE_OF: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.TOKENIZER_FAILED: grpc.StatusCode.INTERNAL,
 }
 
-# Where waiting helps, and nobody else has to be asked first. Callers add jitter, or all of them come back at once.
+# Errors that go away by waiting alone. Callers add jitter, so that they do not all come back at once.
 _RETRY_AFTER_S: Final[dict[Reason, float]] = {
     Reason.LIMIT: 1.0,  # somebody has to leave
     Reason.REPORT_ADMISSION: 0.25,  # a report of 100,000 blocks takes about as long

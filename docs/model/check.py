@@ -78,7 +78,7 @@ class Result(NamedTuple):
 
 
 def limit() -> None:
-    """Of every process that is started: memory and CPU. A search that needs more ends by itself."""
+    """Limits memory and CPU of every process that is started. A search that needs more ends by itself."""
     resource.setrlimit(resource.RLIMIT_AS, (2 * MEMORY_MB << 20,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S_MAX,) * 2)
 

@@ -1,12 +1,13 @@
 """Runs the gateway as `python -m quire_gateway` and `quire-gateway`."""
 
-from quire._descriptors import open_missing
+from quire._descriptors import open_missing, require_open_files
 from quire._extras import require_extra_or_exit
 
 
 def main() -> None:
     """Is the entry point."""
     open_missing()
+    require_open_files("quire-gateway")
     require_extra_or_exit("gateway")
     from quire_gateway.server import main as serve
 

@@ -31,9 +31,9 @@ def bounded(ask: Ask, prompts: Sequence[Sequence[int]]) -> Ask:
     count = 0 if of_prompt is None else _tellings(ask) * (1 + of_prompt) * sum(map(len, prompts))
     if count > LOGPROB_VALUES_MAX:
         raise _too_many(ask, ask.names["prompt_logprobs"], count)
-    if ask.top_logprob_count is None or ask.is_streamed:
+    if ask.top_logprob_count is None or _is_told_at_once(ask):
         return ask
-    of_token = len(prompts) * ask.choice_count * (1 + ask.top_logprob_count)
+    of_token = len(prompts) * ask.choice_count * (1 + ask.top_logprob_count) * ask.logprob_tellings
     room = (LOGPROB_VALUES_MAX - count) // of_token
     if room and (ask.max_tokens is None or ask.is_cut_to_fit):
         return ask._replace(max_tokens=min(ask.max_tokens or room, room), is_cut_to_fit=True)
@@ -44,10 +44,19 @@ def bounded(ask: Ask, prompts: Sequence[Sequence[int]]) -> Ask:
 
 def bytes_of(ask: Ask, chunk: Chunk) -> int:
     """Returns what a chunk takes until it is told: of a stream its logprobs, else all of it."""
-    values = _value_count(chunk.logprobs) + _tellings(ask) * _value_count(chunk.prompt_logprobs)
+    values = ask.logprob_tellings * _value_count(chunk.logprobs) + _tellings(ask) * _value_count(chunk.prompt_logprobs)
     if ask.is_streamed:
         return VALUE_BYTES * values
     return VALUE_BYTES * values + TOKEN_BYTES * len(chunk.token_ids) + CHARACTER_BYTES * len(chunk.text)
+
+
+def told_bytes_of(ask: Ask, chunk: Chunk) -> int:
+    """Returns what of that a chunk takes no more once it is told: what is told once, in a stream."""
+    return VALUE_BYTES * _value_count(chunk.logprobs) if _is_told_at_once(ask) else 0
+
+
+def _is_told_at_once(ask: Ask) -> bool:
+    return ask.is_streamed and ask.logprob_tellings == 1
 
 
 def _tellings(ask: Ask) -> int:

@@ -74,7 +74,7 @@ class Ask(NamedTuple):
     """One request of a caller.
 
     Attributes:
-        model: that it names, if it does.
+        model: the name in the request, if it has one.
         prompts: one, but for batches of completions.
         options: of every prompt, but for how many tokens.
         max_tokens: None where as many are wanted as there is room for.
@@ -88,13 +88,14 @@ class Ask(NamedTuple):
         with_usage_so_far: whether each piece tells what its choice took so far.
         with_token_ids: whether tokens are told beside their text.
         is_echo_alone: whether nothing but the prompt is wanted; workers compute a token behind it, which is not told.
-        tools: that can be called; None where the answer is text.
+        tools: what the model may call; None where the answer is text.
         tells_reasoning: whether reasoning is wanted; None where nothing is a part of the answer but its text.
-        service_tier: that is asked for, which changes nothing.
+        service_tier: the caller's; it changes nothing.
         add_special_tokens: whether a prompt has the tokens that the checkpoint puts around a text; None for its way.
         is_cut_to_fit: whether an answer may have fewer tokens than `max_tokens`, which its caller did not ask for.
-        cache_salt: that the caller's prefixes are kept apart by.
+        cache_salt: prefixes are shared only between requests with the same salt.
         prompt_tokens_max: tokens of a prompt's end that are kept; 0 for as many as fit, None for all.
+        logprob_tellings: how often an answer tells its logprobs; those of a stream are kept where that is not once.
     """
 
     model: str | None
@@ -118,6 +119,7 @@ class Ask(NamedTuple):
     add_special_tokens: bool | None = None
     cache_salt: str = ""
     is_cut_to_fit: bool = False
+    logprob_tellings: int = 1
 
     @property
     def prompt_param(self) -> str:

@@ -16,7 +16,7 @@ class Entry:
         namespace: of its key.
         route: path that was called.
         came_s: when it came, on the scale of `time.monotonic`.
-        model: that answers; empty before it is known.
+        model: name of the model that answers; empty before it is known.
         workers: addresses of those that were asked, one for each prompt and each retry.
         retry_count: workers that were asked after another one had refused.
         prompt_tokens, cached_tokens, output_tokens: of the prompts that have ended.

@@ -156,6 +156,7 @@ class Fleet:
 
     Attributes:
         spelled: bytes of the tokens of each model, as far as requested; at most the whole vocabulary.
+        turn: held by the one answer that reads its next chunk after a large one.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class Fleet:
         self._tasks: list[asyncio.Task[None]] = []
         self._created_s: dict[str, int] = {}
         self.spelled: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
+        self.turn = asyncio.Lock()
 
     async def open(self) -> None:
         """Asks each worker once, then goes on asking in the background."""

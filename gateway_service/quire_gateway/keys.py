@@ -40,7 +40,7 @@ class ApiKey:
 
     Attributes:
         digest: SHA-256 of it.
-        namespace: that it opens.
+        namespace: the namespace of its requests.
         name: for logs and metrics; several keys may have one.
         requests_per_minute, tokens_per_minute, concurrent_max: limits; None where there is none.
         expires_s: when it ends, in seconds since 1970; None where it does not.

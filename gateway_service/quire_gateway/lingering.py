@@ -18,8 +18,8 @@ class Lingering:
     drops what still arrives until its other end closes, too, or time or bytes are spent.
 
     Args:
-        transport: that it stands for, whose other methods are its own.
-        loop: that it runs in.
+        transport: the wrapped transport; all other methods are its own.
+        loop: the event loop of the transport.
 
     Attributes:
         is_unread: whether there may be something that nobody reads.

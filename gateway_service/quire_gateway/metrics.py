@@ -33,6 +33,7 @@ METRIC_NAMES: Final = frozenset(
         "quire_gateway_worker_watched",
         "quire_gateway_key_requests_total",
         "quire_gateway_key_tokens_total",
+        "quire_gateway_key_errors_total",
         "quire_gateway_retries_total",
         "quire_gateway_log_lines_dropped_total",
     }
@@ -56,11 +57,12 @@ class Telemetry:
         taken: tokens of all answers.
         entries: requests that are being answered, in the order in which they came.
         by_key: requests and tokens of each kind, by model and by name of the key.
+        errors_by_key: requests that ended with an error, by name of the key and code of the error.
         retry_count: workers that were asked after another one had refused.
         continued: responses that continue another one, by whether they computed their own tail alone, and at most a
             block before it, or more.
         stored_count: responses that are kept.
-        stored_bytes: that they take.
+        stored_bytes: their bytes.
     """
 
     def __init__(self) -> None:
@@ -75,6 +77,7 @@ class Telemetry:
         self.stored_bytes = 0
         self.entries: dict[Entry, None] = {}
         self.by_key: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * (1 + len(_KINDS)))
+        self.errors_by_key: Counter[tuple[str, str]] = Counter()
         self.retry_count = 0
 
     def note(self, entry: Entry) -> None:
@@ -83,6 +86,8 @@ class Telemetry:
             counts = self.by_key[entry.model, entry.key]
             for place, count in enumerate((1, entry.prompt_tokens, entry.cached_tokens, entry.output_tokens)):
                 counts[place] += count
+        if entry.error:
+            self.errors_by_key[entry.key, entry.error] += 1
         self.retry_count += entry.retry_count
 
 
@@ -111,6 +116,7 @@ class GatewayCollector(Collector):
             tokens.add_metric((kind,), count)
         yield tokens
         yield from self._by_key()
+        yield self._errors_by_key()
         yield CounterMetricFamily(
             "quire_gateway_retries", "Workers that were asked after another had refused.", numbers.retry_count
         )
@@ -125,7 +131,9 @@ class GatewayCollector(Collector):
         ready = GaugeMetricFamily("quire_gateway_worker_ready", "Whether a worker answers.", labels=("worker",))
         chosen = CounterMetricFamily("quire_gateway_worker_requests", "Prompts sent to a worker.", labels=("worker",))
         watched = GaugeMetricFamily(
-            "quire_gateway_worker_watched", "Whether it is known what a worker's pool has.", labels=("worker",)
+            "quire_gateway_worker_watched",
+            "Whether the gateway knows what a worker's pool has cached.",
+            labels=("worker",),
         )
         load = GaugeMetricFamily("quire_gateway_worker_load", "Requests that a worker has.", labels=("worker",))
         for backend in self._fleet.backends:
@@ -159,6 +167,25 @@ class GatewayCollector(Collector):
             for kind, token_count in zip(_KINDS, of_kinds, strict=True):
                 tokens.add_metric((*label, kind), token_count)
         yield from (requests, tokens)
+
+    def _errors_by_key(self) -> Metric:
+        """Returns errors of the `KEYS_SHOWN` names with most of them, and of all others together."""
+        counts = self._telemetry.errors_by_key
+        of_name = Counter[str]()
+        for (name, _), count in counts.items():
+            of_name[name] += count
+        shown = {name for name, _ in of_name.most_common(KEYS_SHOWN)}
+        added = Counter[tuple[str, str]]()
+        for (name, error), count in counts.items():
+            added[name if name in shown else OTHER, error] += count
+        errors = CounterMetricFamily(
+            "quire_gateway_key_errors",
+            "Requests that ended with an error, by name of their key and code of the error.",
+            labels=("key", "error"),
+        )
+        for label, count in sorted(added.items()):
+            errors.add_metric(label, count)
+        return errors
 
 
 def _of_responses(numbers: Telemetry) -> Iterator[Metric]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from quire._serving import request_log
+from quire._serving.command_line import Parser
 
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS
 from quire_gateway.calls.recognition import AUTO, NONE, Named
@@ -51,9 +52,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Makes what reads it."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="quire-gateway", description="Serve OpenAI's endpoints (completions, chat, models) from Quire's workers."
     )
     parser.add_argument("--listen", default=LISTEN, help="host:port; port 0 takes any free one (default: %(default)s)")
@@ -111,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--log-level",
         choices=["debug", "info", "warning", "error"],
         default="info",
-        help="the least that is logged (default: %(default)s)",
+        help="lowest level that is logged (default: %(default)s)",
     )
     return parser
 
@@ -170,7 +171,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         " without a dot, because a page can rebind its own name to this machine; elsewhere: any)",
     )
     limits.add_argument(
-        "--body-bytes-max", type=int, default=BODY_BYTES_MAX, help="of a request (default: %(default)s)"
+        "--body-bytes-max", type=int, default=BODY_BYTES_MAX, help="largest body of a request (default: %(default)s)"
     )
     limits.add_argument(
         "--in-flight-max",
@@ -183,7 +184,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--responses-bytes-max",
         type=int,
         default=RESPONSES_BYTES_MAX,
-        help="of all responses that are kept to be asked for and continued; 0 keeps none, and where API keys have"
+        help="bytes of all responses that are kept; 0 keeps none, and where API keys have"
         " several namespaces, one has as much as is left for others (default: %(default)s)",
     )
     limits.add_argument(
@@ -191,21 +192,21 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         default=RESPONSES_LIFETIME_S,
-        help="that a response is kept (default: %(default)g)",
+        help="how long a response is kept (default: %(default)g)",
     )
     limits.add_argument(
         "--request-timeout",
         type=float,
         metavar="SECONDS",
         default=REQUEST_TIMEOUT_S,
-        help="for a whole answer (default: %(default)g)",
+        help="deadline of a whole answer (default: %(default)g)",
     )
     limits.add_argument(
         "--sse-keep-alive",
         type=float,
         metavar="SECONDS",
         default=KEEP_ALIVE_S,
-        help="of a stream's silence, after which it gets a comment, so that no proxy ends it; 0 for none"
+        help="a stream that is silent this long gets a comment, so that no proxy ends it; 0 for none"
         " (default: %(default)g)",
     )
     limits.add_argument(
@@ -213,7 +214,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         default=DRAIN_S,
-        help="for answers that are under way when it is told to stop (default: %(default)g)",
+        help="how long running answers may continue after SIGTERM (default: %(default)g)",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 from quire.sampling import TokenLogprobs
 
-SLICE_TOKENS: Final = 128  # whose logprobs are put into words at a time, some milliseconds
+SLICE_TOKENS: Final = 32  # whose logprobs are put into words at a time, about a millisecond
 LOGPROB_MIN: Final = -9999.0  # for -inf, which JSON cannot say; as OpenAI has it
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"

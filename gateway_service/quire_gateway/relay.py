@@ -17,7 +17,7 @@ from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
 from quire.streams import AsyncChunkStream
 
-from quire_gateway.answer_sizes import bounded, bytes_of
+from quire_gateway.answer_sizes import VALUE_BYTES, bounded, bytes_of, told_bytes_of
 from quire_gateway.asks import Ask, with_defaults
 from quire_gateway.calls.plans import TAIL_TOKENS, Plan, ends_behind_reasoning, ends_in_reasoning, plan_of
 from quire_gateway.continuing import Said, continued
@@ -31,6 +31,7 @@ log = structlog.get_logger()
 
 REQUEST_ID_MAX: Final = 64
 WHOLE_INTERVAL_S: Final = 1.0  # between pieces of an answer that goes out as a whole: each costs the worker something
+LARGE_BYTES: Final = 1_000 * VALUE_BYTES  # of a chunk whose reading takes the event loop some milliseconds
 QUEUED_MAX: Final = 64  # pieces of several prompts that nobody has read yet
 
 
@@ -53,7 +54,7 @@ class Call(NamedTuple):
 
     Attributes:
         ask: what is asked.
-        model: that answers.
+        model: name of the model that answers.
         tokens: of each prompt.
         namespace: in which prefixes are shared.
         request_id: which logs of gateway and workers name.
@@ -153,7 +154,7 @@ async def _planned(fleet: Fleet, call: Call) -> Call:
 async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Piece, None]:
     """Yields what workers answer, as it comes; leaving it cancels what is not finished.
 
-    Pieces of a stream are charged until the next one is asked for, others until the charge ends.
+    Logprobs of a piece of a stream are charged until the next one is asked for, the rest until the charge ends.
 
     Raises:
         ApiError: a worker failed, or none is left; the answer takes too much memory.
@@ -162,10 +163,9 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Pie
         answers = _answers(fleet, call, 0) if call.held is None else _of_branch(call, call.held)
         async with aclosing(answers) as chunks:
             async for chunk in chunks:
-                byte_count = _charged(memory, call, chunk)
+                await _charged(fleet, memory, call, chunk)
                 yield Piece(0, chunk)
-                if call.ask.is_streamed:
-                    memory.give_back(byte_count)
+                memory.give_back(told_bytes_of(call.ask, chunk))
         return
     queue: asyncio.Queue[Piece | None] = asyncio.Queue()
     room = asyncio.Semaphore(QUEUED_MAX)
@@ -173,7 +173,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Pie
     async def read(number: int) -> None:
         async with aclosing(_answers(fleet, call, number)) as chunks:
             async for chunk in chunks:
-                _charged(memory, call, chunk)
+                await _charged(fleet, memory, call, chunk)
                 await room.acquire()
                 queue.put_nowait(Piece(number, chunk))
 
@@ -183,6 +183,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Pie
                 for number in range(len(call.tokens)):
                     group.create_task(read(number))
         except* ApiError as errors:
+            _clear(queue)  # nothing of it is charged any more
             raise errors.exceptions[0] from None
         finally:
             queue.put_nowait(None)
@@ -192,19 +193,22 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Pie
         while (piece := await queue.get()) is not None:
             yield piece
             room.release()
-            if call.ask.is_streamed:
-                memory.give_back(bytes_of(call.ask, piece.chunk))
+            memory.give_back(told_bytes_of(call.ask, piece.chunk))
         await reading
     finally:
         reading.cancel()
         await asyncio.wait((reading,))
-        while not queue.empty():
-            queue.get_nowait()
+        _clear(queue)
         del reading  # an error refers to this frame, and would to itself
 
 
-def _charged(memory: Charge, call: Call, chunk: Chunk) -> int:
-    """Charges what a chunk takes until it is told, and returns how much that is.
+def _clear(queue: asyncio.Queue[Piece | None]) -> None:
+    while not queue.empty():
+        queue.get_nowait()
+
+
+async def _charged(fleet: Fleet, memory: Charge, call: Call, chunk: Chunk) -> None:
+    """Charges what a chunk takes until it is told. The next one is read when no other large one is about to be.
 
     Raises:
         ApiError: there is no room for it.
@@ -213,7 +217,9 @@ def _charged(memory: Charge, call: Call, chunk: Chunk) -> int:
     if byte_count and not memory.add(byte_count):
         memory.end()  # at once: others that come to their limit in the same moment have room then
         raise full_of_answers()
-    return byte_count
+    if byte_count > LARGE_BYTES:
+        async with fleet.turn:
+            await asyncio.sleep(0)
 
 
 async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chunk, None]:

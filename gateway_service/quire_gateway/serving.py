@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import string
 import time
+from array import array
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,8 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     told: Columns = field(default_factory=Columns)  # that the caller has not been told
     places: Places = field(default_factory=Places)
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("I"))  # not of a stream whose reasoning nobody counts
+    token_count: int = 0
     reader: AnswerReader | None = None  # None: all of it is text
     deltas: list[Delta] = field(default_factory=list)  # that it has read, of an answer that goes out as a whole
     finish_reason: FinishReason | None = None
@@ -136,7 +138,7 @@ class Served(Response):
                 choice.texts.append(chunk.text)
                 if choice.reader is not None:
                     choice.deltas.append(choice.read(chunk))
-                choice.token_ids += chunk.token_ids
+                choice.token_ids.extend(chunk.token_ids)
                 self._tell(number, chunk, choice)
                 choice.is_opened = True
                 choice.finish_reason = chunk.finish_reason or choice.finish_reason
@@ -147,7 +149,8 @@ class Served(Response):
         of_prompts = [await self._prompt_logprobs(number) for number in range(len(self._call.tokens))]
         for index, choice in enumerate(choices):
             number = index // self._call.ask.choice_count
-            beside = self._beside(number, choice.token_ids, await self._logprobs(choice, "".join(choice.texts)))
+            logprobs = await self._logprobs(choice, "".join(choice.texts))
+            beside = self._beside(number, choice.token_ids.tolist(), logprobs)
             answers.append(self._answer(choice, beside, of_prompts[number]))
         await self._count_reasoning(choices)
         body = self._form.whole(answers, self._taken)
@@ -158,7 +161,8 @@ class Served(Response):
     async def _stream(self, send: Send) -> None:
         """Sends each piece as it comes. What fails after the first one is told as the stream's last event."""
         form, has_echo = self._form, bool(self._call.ask.options.get("echo"))
-        top_count = self._call.ask.top_logprob_count
+        top_count, plan = self._call.ask.top_logprob_count, self._call.plan
+        counts_reasoning = plan is not None and plan.has_reasoning and self._call.ask.with_usage
         choices = self._new_choices()
         head = StreamHead(send, self._keep_alive_s)
         try:
@@ -170,13 +174,15 @@ class Served(Response):
                     self._tell(number, chunk, choice)
                     data = b"" if choice.is_opened else form.opening(index, self._beside(number, (), None, 0))
                     choice.is_opened = True
-                    choice.token_ids += chunk.token_ids
+                    choice.token_count += len(chunk.token_ids)
+                    if counts_reasoning:
+                        choice.token_ids.extend(chunk.token_ids)
                     choice.finish_reason = chunk.finish_reason or choice.finish_reason
                     ids = chunk.token_ids if self._call.ask.with_token_ids else ()
                     delta = self._told_of(choice.read(chunk))
                     if delta or chunk.finish_reason is not None or ids or len(choice.told):
                         logprobs = None if top_count is None else await self._logprobs(choice, chunk.text)
-                        beside = self._beside(number, ids, logprobs, len(choice.token_ids))
+                        beside = self._beside(number, ids, logprobs, choice.token_count)
                         beside = beside._replace(prompt_token_ids=None) if choice.has_piece else beside
                         if chunk.stop_reason is not None:
                             beside = beside._replace(stop_reason=chunk.stop_reason)
@@ -297,7 +303,7 @@ class Served(Response):
         return told
 
     async def _prompt_logprobs(self, number: int) -> Sequence[Any] | None:
-        """Returns what the caller is told of a prompt's tokens apart from those of the text.
+        """Returns the logprobs of a prompt's tokens in the form that the caller gets.
 
         Raises:
             ApiError: no worker says what they are.
@@ -310,7 +316,7 @@ class Served(Response):
         return [each async for part in in_slices(told) for each in of_prompt(part, spelled)]
 
     async def _logprobs(self, choice: _Choice, text: str) -> Mapping[str, Any] | None:
-        """Returns what the caller is told of the tokens that a choice has and has not told, which come with this text.
+        """Returns the logprobs of a choice's undelivered tokens, in the form that the caller gets with this text.
 
         Raises:
             ApiError: no worker says what they are.

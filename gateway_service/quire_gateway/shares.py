@@ -1,4 +1,4 @@
-"""So much of something, dealt to callers so that there is always some left for another one: pure."""
+"""Divides an amount among callers so that some is always left for another caller: pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ class Shares:
     """A caller may have as much as is free when it takes it: alone half of it, one of three greedy ones a quarter.
 
     Args:
-        total: that there is.
+        total: the amount that is divided.
         is_for_several: whether there are several callers; a single one may have all.
     """
 
@@ -39,11 +39,11 @@ class Charge:
     """The amount that one request takes of its caller's share, until it ends.
 
     Args:
-        shares: that it takes from.
+        shares: the shares that it takes from.
         caller: of the request.
 
     Attributes:
-        amount: that it has taken.
+        amount: what it has taken so far.
     """
 
     def __init__(self, shares: Shares, caller: str) -> None:
@@ -63,12 +63,12 @@ class Charge:
         return True
 
     def give_back(self, amount: int) -> None:
-        """Frees a part of what was taken."""
-        self._shares.give_back(self._caller, amount)
-        self.amount -= amount
+        """Frees a part of what was taken, unless the end has."""
+        if not self._has_ended:
+            self._shares.give_back(self._caller, amount)
+            self.amount -= amount
 
     def end(self) -> None:
         """Frees all of it; no more can be taken."""
+        self.give_back(self.amount)
         self._has_ended = True
-        if self.amount:
-            self.give_back(self.amount)

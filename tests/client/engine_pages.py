@@ -35,7 +35,7 @@ class PretendedEngine:
     forked: list[tuple[EngineSequence, int]] = field(default_factory=list)
 
     async def admit(self, tokens: list[int], **options: Any) -> EngineSequence | None:
-        """Lets a prompt in; where it may not, frees whom the allocator names."""
+        """Admits a prompt. If it is refused, frees the victim that the allocator names."""
         try:
             admitted = await self.engine.admit(tokens, **options)
         except NotAdmittedError as error:

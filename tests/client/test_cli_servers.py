@@ -78,8 +78,8 @@ def copy_of_demo(folder: Path, *without: str) -> Path:
         (["config.json"], "no config.json in {}"),
         (
             ["tokenizer.json"],
-            "no usable tokenizer in {}: tokenizer_config.json is there, and no tokenizer.json; get it, too, or take the"
-            " other one away, and prompts are token ids",
+            "no usable tokenizer in {}: it has tokenizer_config.json, but no tokenizer.json; add that, or remove"
+            " tokenizer_config.json to serve token ids alone",
         ),
         (
             ["*.safetensors"],

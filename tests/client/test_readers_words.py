@@ -36,7 +36,7 @@ ARGUMENT = re.compile(rf"\b(?:{'|'.join(sorted(NAMES))})\b|\b[a-z]\w*=(?!\S*\.pe
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
-    """The text of every raised error and returned sentence: what is no docstring."""
+    """Yields every string of a file that is no docstring, such as the text of an error, with its line."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docstrings = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
     for node in ast.walk(tree):
@@ -96,7 +96,7 @@ def test_no_text_that_reaches_a_servers_callers_names_an_option(service: str) ->
 
 @contextmanager
 def listener(answer: bytes) -> Iterator[str]:
-    """The address of something that says the same to all, and hangs up."""
+    """Yields the address of a server that sends each caller the same answer and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:

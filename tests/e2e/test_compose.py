@@ -25,9 +25,9 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.e2e.composed import Deployment, eventually
+from tests.e2e.composed import ROOT, Deployment, eventually
 
-LASTING_SERVICES = ("allocator", "worker", "gateway", "prometheus", "alertmanager", "grafana")
+LASTING_SERVICES = ("allocator", "worker", "worker2", "gateway", "prometheus", "alertmanager", "grafana")
 PROFILED_SERVICES = ("vllm",)
 # Grafana's values: everything for the variables that choose, four scrapes for the shortest range.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
@@ -87,7 +87,7 @@ def long_text(token_count: int) -> tuple[str, ...]:
 
 
 def empty_queries(deployment: Deployment, board: dict[str, Any]) -> list[str]:
-    """Queries of a dashboard that draw nothing now."""
+    """Queries of a dashboard that draw nothing now; one that Prometheus refuses fails the test."""
     empty = []
     for panel in board["panels"]:
         for target in panel.get("targets", []):
@@ -148,7 +148,14 @@ def test_prometheus_scrapes_all_services_and_itself(deployment: Deployment) -> N
         targets = deployment.get_json("prometheus", "/api/v1/targets")["data"]["activeTargets"]
         return sorted((target["labels"]["job"], target["health"]) for target in targets)
 
-    jobs = ["alertmanager", "prometheus", *["quire-alive"] * 3, "quire-allocator", "quire-gateway", "quire-worker"]
+    jobs = [
+        "alertmanager",
+        "prometheus",
+        *["quire-alive"] * 4,
+        "quire-allocator",
+        "quire-gateway",
+        *["quire-worker"] * 2,
+    ]
     eventually(lambda: healths() == [(job, "up") for job in jobs], "every target is up")
 
 
@@ -190,13 +197,16 @@ def test_what_was_generated_shows_up_in_prometheus(deployment: Deployment) -> No
     assert blocks == deployment.query("sum(quire_worker_blocks)")
 
 
-def test_grafana_is_provisioned_and_every_panel_of_its_dashboard_has_something_to_draw(deployment: Deployment) -> None:
+def test_grafana_has_every_dashboard_and_prometheus_takes_each_of_their_queries(deployment: Deployment) -> None:
     health = deployment.get_json("grafana", "/api/health")
     assert health["database"] == "ok"
     if re.match(r"\d", health["version"]):  # not an image that only takes Grafana's place where there is no registry
         assert deployment.get_json("grafana", "/api/datasources/uid/prometheus/health")["status"] == "OK"
-    assert "quire" in [board["uid"] for board in deployment.get_json("grafana", "/api/search?type=dash-db")]
-    board = deployment.get_json("grafana", "/api/dashboards/uid/quire")["dashboard"]
+    uids = {board["uid"] for board in deployment.get_json("grafana", "/api/search?type=dash-db")}
+    assert uids == {f"quire-{path.stem}" for path in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")}
+    for uid in uids:
+        empty_queries(deployment, deployment.get_json("grafana", f"/api/dashboards/uid/{uid}")["dashboard"])
+    board = deployment.get_json("grafana", "/api/dashboards/uid/quire-now")["dashboard"]
     empty: list[str] = []
 
     def nothing_is_empty() -> bool:

@@ -285,6 +285,17 @@ def test_the_demo_runs_and_prints_what_sharing_saved() -> None:
         assert 0 < int(cached) < int(prompt)
         assert 0 < int(used) < int(separate)
     assert "0 blocks held" in done.stdout
+    assert "it writes gibberish" in done.stdout.replace("\n", " ")
+    samples = re.search(r"1 prompt, 4 samples +(#+)\++ +\d+ of \d+ tokens", done.stdout)
+    assert samples is not None, "its prefix is in the cache, from the first part"
+    drawn = re.findall(r"^ *(?:The|A) \w+ \w+ ((?: +=?\d+)+) *$", done.stdout, re.MULTILINE)
+    assert len(drawn) == 4
+    shared = [re.findall(r"=(\d+)", row) for row in drawn]
+    assert shared[0]
+    assert all(row == shared[0] for row in shared)
+    own = [set(re.findall(r" (\d+)", row)) for row in drawn]
+    assert all(own)
+    assert len(set.union(*own)) == sum(map(len, own))
 
 
 def allocator_process(folder: Path) -> ServerProcess:

@@ -1,5 +1,5 @@
 """The fault table under a worker that streams: the text is that of an undisturbed run, both sides' states are the same
-while it goes on, and in the end every block is free. Which test answers which row is written in `docs/session.md`."""
+while it goes on, and in the end every block is free. README.md says which test answers which fault."""
 
 from __future__ import annotations
 

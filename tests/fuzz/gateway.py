@@ -136,7 +136,7 @@ class FuzzedGateway:
 
 
 def continued(request: worker_pb.GenerateRequest, _context: object) -> Iterator[worker_pb.GenerateResponse]:
-    """A token for each sample that is wanted."""
+    """Yields one token for each sample that the request wants."""
     count = max(1, request.sampling.n)
     for sample in range(count):
         yield worker_pb.GenerateResponse(

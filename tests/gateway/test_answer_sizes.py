@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from quire.sampling import Chunk, TokenLogprobs
 from quire_gateway import asks
-from quire_gateway.answer_sizes import LOGPROB_VALUES_MAX, VALUE_BYTES, bounded, bytes_of
+from quire_gateway.answer_sizes import LOGPROB_VALUES_MAX, VALUE_BYTES, bounded, bytes_of, told_bytes_of
 from quire_gateway.bodies import ChatBody, CompletionBody
 from quire_gateway.failures import ApiError
 from quire_gateway.probabilities import Columns, Told
+from quire_gateway.responses.bodies import LOGPROBS, ResponseBody
+from quire_gateway.responses.requests import STREAM_TELLINGS, of_response
 from quire_gateway.shares import Charge, Shares
 
 PROMPT = (1,) * 1_000
@@ -67,6 +69,26 @@ def test_a_stream_holds_the_logprobs_of_its_prompts_alone() -> None:
     assert "stream" not in str(refused.value)
 
 
+def test_a_streamed_response_holds_all_its_logprobs_as_often_as_its_last_events_tell_them() -> None:
+    body = {"input": "p", "include": [LOGPROBS], "top_logprobs": TOP, "max_output_tokens": 7_000}
+    whole, streamed = (of_response(ResponseBody(**body, stream=each), ()).ask for each in (False, True))  # type: ignore[arg-type]
+    assert bounded(whole, (PROMPT,)) is whole
+    with pytest.raises(ApiError) as refused:
+        bounded(streamed, (PROMPT,))
+    assert f"{7_000 * 21 * STREAM_TELLINGS:,} values" in str(refused.value)
+    chunk = Chunk(0, (1,), "a", None, None, logprobs=(TokenLogprobs(1, -1.0, ((1, -1.0), (2, -2.0))),))
+    assert bytes_of(streamed, chunk) == VALUE_BYTES * 3 * STREAM_TELLINGS
+    assert told_bytes_of(streamed, chunk) == 0
+
+
+def test_a_piece_of_a_stream_that_is_told_takes_only_the_logprobs_of_its_prompt() -> None:
+    tokens = (TokenLogprobs(1, -1.0, ((1, -1.0), (2, -2.0))),) * 10
+    chunk = Chunk(0, (1,) * 10, "a" * 20, None, None, logprobs=tokens, prompt_logprobs=tokens[:4])
+    streamed, whole = completion(logprobs=2, echo=True, stream=True), completion(logprobs=2, echo=True)
+    assert bytes_of(streamed, chunk) - told_bytes_of(streamed, chunk) == VALUE_BYTES * 4 * 3
+    assert told_bytes_of(whole, chunk) == 0
+
+
 def test_an_answer_whose_length_was_left_open_is_cut_to_fit() -> None:
     cut = bounded(chat(n=2), (PROMPT,))
     assert (cut.max_tokens, cut.is_cut_to_fit) == (LOGPROB_VALUES_MAX // 42, True)
@@ -95,8 +117,10 @@ def test_a_charge_that_has_ended_takes_no_more() -> None:
     assert charge.add(41)
     charge.end()
     charge.end()
+    charge.give_back(10)
     assert not charge.add(1)
     assert charge.another().add(100)
+    assert not charge.another().add(1), "what was given back twice is there once"
 
 
 def test_columns_have_what_was_put_into_them() -> None:

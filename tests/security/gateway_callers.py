@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tests.client.servers import two_samples
 
 HONEST, HOSTILE = "sk-honest-0123456789", "sk-hostile-0123456789"
 GROWTH_BYTES_MAX = 256 << 20
+LIVENESS_S_MAX = 1.0
 NEEDED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "p"},
     "/v1/chat/completions": {"messages": [{"role": "user"}]},
@@ -72,6 +75,33 @@ def first_token_s(served: ServerProcess, key: str) -> float:
 def rss(served: ServerProcess) -> int:
     found: int = psutil.Process(served.process.pid).memory_info().rss
     return found
+
+
+def liveness_s(served: ServerProcess) -> float:
+    started_s = time.monotonic()
+    with closing(connect(served)) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(64).startswith(b"HTTP/1.1 200")
+    return time.monotonic() - started_s
+
+
+@contextmanager
+def liveness_bounded(served: ServerProcess) -> Iterator[None]:
+    """Asks whether the gateway lives, again and again, as long as the block lasts, and once more."""
+    ended = threading.Event()
+
+    def asked() -> Iterator[float]:
+        while not ended.wait(0.02):
+            yield liveness_s(served)
+        yield liveness_s(served)
+
+    with ThreadPoolExecutor(1) as beside:
+        longest = beside.submit(lambda: max(asked()))
+        try:
+            yield
+        finally:
+            ended.set()
+    assert longest.result() < LIVENESS_S_MAX
 
 
 @contextmanager

@@ -37,13 +37,15 @@ EVERYTHING = {"quire://pool/*", "quire://observe/*", "quire://namespace/*"}
 PERMISSIONS = {
     "allocator": set[str](),
     "worker": {"quire://pool/default", "quire://namespace/*"},
-    "gateway": {"quire://observe/default", "quire://namespace/*"},
+    "worker2": {"quire://pool/worker2", "quire://namespace/*"},
+    "gateway": {"quire://observe/default", "quire://observe/worker2", "quire://namespace/*"},
     "vllm": {"quire://pool/vllm", "quire://namespace/"},
     "prometheus": {"quire://observe/*"},
     "operator": EVERYTHING,
+    "load": {"quire://namespace/acme", "quire://namespace/beta"},
 }
 SECRETS = {"gateway": {"api-keys", METRICS_TOKEN}, "prometheus": {METRICS_TOKEN}}
-SERVERS = {"allocator", "worker"}
+SERVERS = {"allocator", "worker", "worker2"}
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +119,7 @@ def test_each_volume_of_credentials_is_read_by_one_service_and_the_authoritys_by
 
 def test_volumes_begin_as_folders_that_their_maker_may_write_to(compose: dict[str, Any]) -> None:
     dockerfile = (ROOT / "allocator_service" / "Dockerfile").read_text(encoding="utf-8")
-    (names,) = re.findall(r"for service in ([a-z ]+);", dockerfile)
+    (names,) = re.findall(r"for service in ([a-z0-9 ]+);", dockerfile)
     mounts = compose["services"]["certs"]["volumes"]
     assert names.split() == [mount.split(":")[1].rpartition("/")[2] for mount in mounts[1:]]
 
@@ -224,6 +226,7 @@ def running(compose: dict[str, Any], aged: Path, tmp_path_factory: pytest.TempPa
                 command.append("--blocks=64")
             for other, process in known.items():
                 command = [re.sub(rf"={other}:\d+$", f"={here(process.address)}", each) for each in command]
+            command = [each for each in command if each != "--worker=worker2:7071"]
             command = [each.replace("/models/demo", str(DEMO)) for each in command]
             command = [each.replace(FOLDER, str(aged / name)) for each in command]
             environment = {

@@ -1,4 +1,4 @@
-"""One caller has a gateway hold as much of answers as it can. The memory of the process stays within its bound."""
+"""One caller has a gateway hold as much of answers as it can. It answers probes, and its memory has a bound."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.security.gateway_callers import (
     as_many,
     connect,
     first_token_s,
+    liveness_bounded,
     memory_bounded,
     request,
     warm_up,
@@ -110,6 +111,7 @@ LARGEST: dict[str, tuple[str, dict[str, Any]]] = {
     "choices of a chat": ("/v1/chat/completions", {"n": CHOICES, "max_tokens": TOKENS, "top_logprobs": TOP}),
     "choices of a completion": ("/v1/completions", {"n": CHOICES, "max_tokens": TOKENS}),
     "prompts": ("/v1/completions", {"prompt": [[1, 2]] * 4, "n": CHOICES // 4, "max_tokens": TOKENS}),
+    "more prompts": ("/v1/completions", {"prompt": [[1, 2]] * 16, "n": CHOICES // 16, "max_tokens": TOKENS}),
     "prompts of a stream": (
         "/v1/completions",
         {"prompt": [[1, 2]] * 16, "n": CHOICES, "max_tokens": TOKENS, "stream": True},
@@ -117,6 +119,16 @@ LARGEST: dict[str, tuple[str, dict[str, Any]]] = {
     "echoes": (
         "/v1/completions",
         {"prompt": list(range(1, TOKENS + 2)), "n": CHOICES // 2, "max_tokens": TOKENS - 1, "echo": True},
+    ),
+    "echoes of a stream": (
+        "/v1/completions",
+        {
+            "prompt": list(range(1, TOKENS + 2)),
+            "n": CHOICES // 2,
+            "max_tokens": TOKENS - 1,
+            "echo": True,
+            "stream": True,
+        },
     ),
     "prompt logprobs": (
         "/v1/chat/completions",
@@ -129,13 +141,13 @@ LARGEST: dict[str, tuple[str, dict[str, Any]]] = {
 def test_answers_full_of_logprobs_take_a_bounded_memory(
     long_served: ServerProcess, long_worker: ScriptedServer, name: str
 ) -> None:
-    """One caller asks for several of the largest answers at a time. Those that are refused get 429."""
+    """One caller asks for several of the largest answers at a time, streams too. Those that are refused get 429."""
     path, body = LARGEST[name]
     body = {**NEEDED[path], "logprobs": True if "chat" in path else TOP, **body}
     long_worker.answers["Generate"] = answers = LongAnswers()
     try:
-        with memory_bounded(long_served), ExitStack() as cleanup:
-            asked = [cleanup.enter_context(closing(connect(long_served))) for _ in range(1 if "stream" in body else 6)]
+        with memory_bounded(long_served), liveness_bounded(long_served), ExitStack() as cleanup:
+            asked = [cleanup.enter_context(closing(connect(long_served))) for _ in range(6)]
             for connection in asked:
                 connection.sendall(request(HOSTILE, path, json.dumps(body).encode()))
             answers.wait_for_much()

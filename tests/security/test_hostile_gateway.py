@@ -10,7 +10,6 @@ import json
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -31,16 +30,18 @@ from tests.security.gateway_callers import (
     GROWTH_BYTES_MAX,
     HONEST,
     HOSTILE,
+    LIVENESS_S_MAX,
     NEEDED,
     as_many,
     connect,
     first_token_s,
+    liveness_s,
     request,
     rss,
     warm_up,
 )
 
-FIRST_TOKEN_S_MAX, LIVENESS_S_MAX = 2.0, 1.0
+FIRST_TOKEN_S_MAX = 2.0
 BODY_BYTES = 8 << 20
 ITEMS = (1, -1.5, "a", "", None, True, [], {}, [[]], {"a": 1})
 
@@ -59,14 +60,6 @@ def served(worker: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> 
     with gateway(folder, "--worker", worker.address, "--in-flight-max", "32", QUIRE_API_KEYS=keys) as process:
         warm_up(process)
         yield process
-
-
-def liveness_s(served: ServerProcess) -> float:
-    started_s = time.monotonic()
-    with closing(connect(served)) as connection:
-        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert connection.recv(64).startswith(b"HTTP/1.1 200")
-    return time.monotonic() - started_s
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def get_status(scene: Scene, who: str) -> Any:
 
 
 def get_server_info(scene: Scene, who: str) -> Any:
-    """Of both servers."""
+    """Returns the answer of the allocator. The worker's must have the same version."""
     request = server_pb2.GetServerInfoRequest()
     told = [
         pb_grpc.AllocatorServiceStub(scene.channel(who)),

@@ -114,7 +114,7 @@ def without(option: str) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         for kind in (TorchAttentionPlan, CpuAttentionPlan):
             monkeypatch.setattr(kind, "attend", forgetful(kind.attend))
-        if option in NOTHING:  # layers that run in one call ask for their arguments alone
+        if option in NOTHING:  # layers in one call never call `attend`: they only take its arguments
             arguments_of = CpuAttentionPlan.arguments_of
             monkeypatch.setattr(
                 CpuAttentionPlan,

@@ -34,7 +34,7 @@ THREE_TO_ONE: dict[str, Any] = {
     "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
 }
 
-# By the start of the classes' names, the changes of the common shape.
+# Prefix of the class names -> what differs from the common configuration.
 SERVED: dict[str, dict[str, Any]] = {
     "Apertus": {},
     "Arcee": {},

@@ -160,7 +160,7 @@ async def test_a_prompt_finds_only_keys_that_are_rotated_as_its_own(
 
 
 async def texts_of(folder: Path) -> list[tuple[int, ...]]:
-    """Requests with the same start, short and long, some of them once more."""
+    """Returns the texts of short and long requests that begin alike; some are sent twice."""
     tokens = prompt(90, seed=3)
     async with running(folder) as harness:
         outputs = await asyncio.gather(

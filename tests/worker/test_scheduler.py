@@ -235,7 +235,7 @@ def test_after_the_allocator_forgot_everything_the_same_text_comes() -> None:
     worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=16)
     requests = [worker.submit(numbers(9, seed=i), max_tokens=20, n=2) for i in range(3)]
     worker.turn()
-    while not worker.scheduler.plan().has_to_be_sent:  # ends with one that was planned, sent, and never answered
+    while not worker.scheduler.plan().has_to_be_sent:  # the last plan counts as sent, and gets no answer
         worker.turn()
     worker.pool = Pool(worker.pool.spec)
     worker.scheduler.forget_blocks()

@@ -7,7 +7,7 @@ takes seconds.
 import os
 import sys
 
-from quire._descriptors import open_missing
+from quire._descriptors import open_missing, require_open_files
 from quire._extras import require_extra_or_exit
 from quire.errors import UsageError
 
@@ -15,6 +15,7 @@ from quire.errors import UsageError
 def main() -> None:
     """Is the entry point."""
     open_missing()
+    require_open_files("quire-worker")
     require_extra_or_exit("worker")
     from quire_worker.process import preflight
     from quire_worker.process.options import parse_arguments

@@ -94,7 +94,7 @@ class Engine:
         self._sent_s = 0.0
         self._plans_beside = model.device.type != "cpu"  # and asks, also beside a pass for first tokens alone
         self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, propose=propose)
-        self._passes = deque[Pass]()  # the one that is computed, and the one behind it
+        self._passes = deque[Pass]()  # the pass on the device, and the one launched after it
         self.outbox = Outbox(stream_interval_s, self._not_delivered)
         self._intake = TokenIntake(
             scheduler, self.outbox, telemetry=telemetry, clock=clock, eos_token_ids=model.eos_token_ids,
@@ -173,7 +173,7 @@ class Engine:
             sampling: how it is continued.
             namespace: inside which prefixes are shared.
             echo: what each sample's text begins with.
-            adapter: that changes the model for it.
+            adapter: LoRA adapter of the request.
             matcher: of what each text has to be, where `sampling` has a structure.
             priority: in its namespace.
             time_left_s: to its caller's deadline, if there is one.

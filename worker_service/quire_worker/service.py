@@ -49,13 +49,13 @@ class WorkerService(AdapterCalls, RequestCalls):
     """Serves one engine.
 
     Args:
-        engine: that computes.
+        engine: computes the requests.
         pool: name of its pool.
-        model_name: that callers know, and answers have.
-        model_aliases: further names that callers may say.
-        memory: that the pool was sized from.
-        authorize: says what the caller of a call may do.
-        sampling_defaults: of the checkpoint, for who asks.
+        model_name: the name in requests and answers.
+        model_aliases: further names that requests may have.
+        memory: figures that the pool was sized from.
+        authorize: returns what a caller may do.
+        sampling_defaults: the checkpoint's, for requests that want them.
         trusts_templates: whether conversations may bring chat templates.
     """
 
@@ -122,11 +122,11 @@ class WorkerService(AdapterCalls, RequestCalls):
         return await self._answer(context, "ScoreBranch", request, self._branch_calls.score)
 
     async def RenewBranches(self, request: pb.RenewBranchesRequest, context: Context) -> pb.RenewBranchesResponse:
-        """Begins the time of branches anew."""
+        """Restarts the time to live of branches."""
         return await self._answer(context, "RenewBranches", request, self._branch_calls.renew)
 
     async def ReleaseBranches(self, request: pb.ReleaseBranchesRequest, context: Context) -> pb.ReleaseBranchesResponse:
-        """Ends branches that nobody wants any more."""
+        """Ends branches and frees their blocks."""
         return await self._answer(context, "ReleaseBranches", request, self._branch_calls.release)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -149,7 +149,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         self._checks.draining = True
 
     async def warm(self) -> None:
-        """Starts what the first conversation would wait for."""
+        """Starts the process that renders chat templates, before the first conversation needs it."""
         await self._checks.warm()
 
     def close(self) -> None:

@@ -33,12 +33,9 @@ class Blocks:
         self._top = 0
         self.cached_count = 0
         self.evicted_count = self.dropped_count = 0
-        self.quota_evicted_count = self.foreign_evicted_count = (
-            0  # of the evicted: beyond a quota, for another namespace
-        )
-        self.foreign_evictions: dict[
-            tuple[str, str], int
-        ] = {}  # the latter by victim and taker, until metrics take them
+        # Evictions by a quota, and those for another namespace, also by (victim, taker) until metrics take them.
+        self.quota_evicted_count = self.foreign_evicted_count = 0
+        self.foreign_evictions: dict[tuple[str, str], int] = {}
         self.taker: Namespace | None = None  # the namespace that `take` grants to
         self.policy = POLICIES[policy or DEFAULT_POLICY](block_count)
         self.queue = EvictionQueue(self.policy)

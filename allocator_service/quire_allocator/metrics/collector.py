@@ -16,13 +16,14 @@ from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.readers import retention, usage
 from quire_allocator.core.spec import Result
 from quire_allocator.metrics.block_sample import OUTCOMES, SIZES
-from quire_allocator.metrics.counters import Counters, PoolCounters
+from quire_allocator.metrics.counters import OTHER, Counters, PoolCounters
 
 METRIC_NAMES = frozenset(
     {
         "quire_allocator_blocks",
         "quire_allocator_group_blocks",
         "quire_allocator_group_bytes",
+        "quire_allocator_namespace_blocks",
         "quire_allocator_sequences",
         "quire_allocator_pools",
         "quire_allocator_sessions",
@@ -69,6 +70,7 @@ class AllocatorCollector(Collector):
         """Yields every metric, as Prometheus' client asks for them at a scrape."""
         yield from self._process()
         yield from self._pool_gauges()
+        yield from self._namespaces()
         yield from self._pool_counters()
         yield from self._evictions()
         yield from self._recoveries()
@@ -140,6 +142,25 @@ class AllocatorCollector(Collector):
         yield group_bytes
         yield sequences
         yield saved
+
+    def _namespaces(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "quire_allocator_namespace_blocks",
+            "Blocks that sequences of a namespace hold, and blocks cached for it.",
+            labels=["pool", "namespace", "state"],
+        )
+        for owner in self._directory.open_pools():
+            blocks = owner.pool.blocks
+            held, cached = blocks.block_count - blocks.free_count, blocks.cached_count
+            for name in self._counters.namespaces:
+                space = blocks.namespaces.get(name)
+                own_held, own_cached = (0, 0) if space is None else (space.held_count, space.cached_count)
+                family.add_metric([owner.name, name, "held"], own_held)
+                family.add_metric([owner.name, name, "cached"], own_cached)
+                held, cached = held - own_held, cached - own_cached
+            family.add_metric([owner.name, OTHER, "held"], max(0, held))  # the pool changes while this adds up
+            family.add_metric([owner.name, OTHER, "cached"], max(0, cached))
+        yield family
 
     def _pool_counters(self) -> Iterator[Metric]:
         operations = CounterMetricFamily(
@@ -245,7 +266,7 @@ class AllocatorCollector(Collector):
         )
         lifetimes, idles, gaps = (
             HistogramMetricFamily(
-                f"quire_allocator_block_{name}_seconds", f"Of sampled blocks: {text}.", labels=["pool"]
+                f"quire_allocator_block_{name}_seconds", f"Time of sampled blocks {text}.", labels=["pool"]
             )
             for name, text in (
                 ("lifetime", "from their publication to their eviction"),

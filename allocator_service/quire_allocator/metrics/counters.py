@@ -117,12 +117,16 @@ class Counters:
 
     Args:
         namespaces: those that labels may name.
+
+    Attributes:
+        namespaces: the same in order, without the label of all others.
     """
 
     def __init__(self, namespaces: Collection[str] = ()) -> None:
         self.rpcs: Counter[tuple[str, str]] = Counter()  # (method, code)
         self.quarantine_count = 0
         self.refused_pool_count: Callable[[], int] = lambda: 0  # `AllocatorService` sets it
+        self.namespaces = sorted({*namespaces} - {OTHER})
         self._pools: defaultdict[str, PoolCounters] = defaultdict(lambda: PoolCounters(namespaces))
 
     def count_rpc(self, method: str, code: str) -> None:

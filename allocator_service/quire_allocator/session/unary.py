@@ -72,7 +72,7 @@ class UnarySessions:
         return owner
 
     def apply(self, step: packed.Step, permissions: Permissions, now: float) -> packed.StepReply:
-        """Applies a step to the session that it names, or returns the kept reply to the last one, repeated.
+        """Applies a step to the session that it names. A repeat of the last step gets the kept reply.
 
         Raises:
             Refusal: those of `find` and of `answer_step`; NAMESPACE_FORBIDDEN, also where a live sequence, of another

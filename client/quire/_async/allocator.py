@@ -171,8 +171,8 @@ class AsyncAllocator(AsyncConnected):
             **options: over "stream" `window` (steps that may be unanswered at a time, 1 to 8), `on_wait` (gets the
                 reason whenever attaching has to be tried again) and, for asyncio only, `ahead_tokens` (room that a
                 decoding sequence should have beyond its next token). Over "calls" `keep_alive` (renews the lease in
-                the background; else only steps renew it) and `request_id` (of the opening: repeated with the same one
-                it takes the same session again).
+                the background; without it only steps do) and `request_id` (opening again with the same id takes the
+                same session again).
 
         Raises:
             ValueError, TypeError: there is no such transport, or it has no such option.

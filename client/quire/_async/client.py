@@ -251,7 +251,7 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
 
         Args:
             prompt: the text, or the messages.
-            tools: that the model may call, for the template.
+            tools: functions that the model may call, for the template.
             variables: further ones of the template.
             with_generation_prompt: whether the text goes on to where the assistant's answer begins.
             continue_final_message: whether the text ends with the last message's content, for an answer that goes on

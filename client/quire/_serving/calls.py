@@ -48,7 +48,7 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
       MALFORMED. Streams of requests are left to their handlers, which read them one by one.
 
     Args:
-        token: that callers must show; None admits every caller.
+        token: bearer token that callers must show; None admits every caller.
         calls_max: calls at a time, those to health apart. One caller may have as many as are left free.
     """
 

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
         type=_seconds,
         metavar="SECONDS",
         default=DRAIN_S,
-        help="for calls that are under way when it is told to stop (default: %(default)g)",
+        help="how long running calls may continue after SIGTERM (default: %(default)g)",
     )
     parser.add_argument("--ready-file", help="write addresses and pid there, as JSON, once serving")
     parser.add_argument(

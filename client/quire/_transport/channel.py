@@ -90,6 +90,7 @@ OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.enable_http_proxy", 0),
+    ("grpc.http2.bdp_probe", 0),  # which lets each call receive megabytes that nobody has asked for
     # A connection that has died is left after 10 s of a call; TCP would keep it for a quarter of an hour.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -205,7 +206,7 @@ class Link:
 
         Args:
             error: of a call.
-            timeout_s: that the call had, where it is known.
+            timeout_s: deadline of the call, where it is known.
             looks: whether to look what is at the address.
         """
         if error.reason is not None or not error.is_grpcs_own:

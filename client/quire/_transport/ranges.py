@@ -69,7 +69,7 @@ def check(
     """Refuses what is not a number of a range.
 
     Raises:
-        TypeError: it is no number, or no whole one where that is needed. True and False are no numbers.
+        TypeError: it is no number, or no integer where one is needed. True and False are no numbers.
         InvalidArgumentError: it is out of the range, or not finite.
     """
     if not _is_number(value, allowed):

@@ -82,14 +82,14 @@ def bench(
         Workload,
         typer.Option(help="Prompts that begin alike, have nothing in common, or are turns of chats."),
     ] = Workload.SHARED,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt; of chats: that a turn adds.")] = 256,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, or of a turn of a chat.")] = 256,
     shared_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Of these, tokens that all have in common. Default: three quarters.")
+        int | None, typer.Option(min=0, help="Tokens that all prompts share. Default: three quarters.")
     ] = None,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
     turns: Annotated[int, typer.Option(min=2, max=1_000, help="Turns of a chat.")] = 4,
     file: Annotated[str | None, typer.Option(metavar="PATH", help="Prompts to send instead, over and over.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of everything that is drawn.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of all random choices.")] = 1,
     namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
     adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
     worker: options.Worker = options.WORKER,

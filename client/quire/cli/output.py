@@ -99,6 +99,8 @@ def end_with(error: QuireError | typer.TyperException | OSError) -> None:
     """Says what went wrong on standard error, as JSON where the command line asks for JSON, and exits."""
     if isinstance(error, OSError) and not isinstance(error, QuireError):
         _drop_output()
+    if isinstance(error, BrokenPipeError):  # its reader has read enough, as `head` does
+        sys.exit(FAILED)
     if is_json_asked_for():
         print(json.dumps({"error": _fields(error)}), file=sys.stderr)
     else:

@@ -47,17 +47,17 @@ ModelOrConfig: TypeAlias = Annotated[
 ]
 CheckpointTokens: TypeAlias = Annotated[
     int | None,
-    typer.Option(min=1, metavar="TOKENS", help="States may be kept at multiples of it. Without it, 256 to 4,096."),
+    typer.Option(min=1, metavar="TOKENS", help="States are kept at multiples of this. Default: 256 to 4,096."),
 ]
 AllWeights: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Of the whole model; each rank holds its share. Without it: of the folder's files, or an estimate.",
+        help="Bytes of the whole model's weights. Default: those of the folder's files, or an estimate.",
     ),
 ]
 AsWorker: TypeAlias = Annotated[
-    bool, typer.Option("--worker", help="As a worker lays it out: blocks of --block-size, pages of even parts.")
+    bool, typer.Option("--worker", help="Show a worker's layout: blocks of --block-size, pages of even parts.")
 ]
 Lengths: TypeAlias = Annotated[
     list[str] | None, typer.Option(metavar="TOKENS", help="A length to show, too; may be repeated.")
@@ -77,17 +77,17 @@ def plan(
     model: ModelOrConfig,
     *,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of one device: 80GiB, 80GB. Without it, only the layout.")
+        str | None, typer.Option(metavar="SIZE", help="Memory of one device: 80GiB, 80GB. Without it, only the layout.")
     ] = None,
-    utilization: Annotated[float, _share("Of the memory, that may be used; above 0.")] = 0.9,
+    utilization: Annotated[float, _share("Share of the memory that may be used; above 0.")] = 0.9,
     weights: AllWeights = None,
     used: Annotated[str | None, typer.Option(metavar="SIZE", help="What else one device holds.")] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, metavar="RANKS", help="Devices that share the heads.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of keys and values: auto, bf16, fp16, fp32, fp8.")] = "auto",
-    state_dtype: Annotated[str, typer.Option(help="Of recurrent states: auto, bf16, fp32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype of keys and values: auto, bf16, fp16, fp32, fp8.")] = "auto",
+    state_dtype: Annotated[str, typer.Option(help="Dtype of recurrent states: auto, bf16, fp32.")] = "auto",
     max_len: Tokens = None,
-    block_size: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Of the smallest blocks.")] = 16,
-    group_cost: Annotated[float, _share("Of a sequence's bytes, that one group less is worth.")] = 0.005,
+    block_size: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens of the smallest blocks.")] = 16,
+    group_cost: Annotated[float, _share("Price of a group, as a share of a sequence's bytes.")] = 0.005,
     checkpoint_tokens: CheckpointTokens = None,
     worker: AsWorker = False,
     length: Lengths = None,

@@ -10,6 +10,7 @@ from typing import Any, Final
 import typer
 from typer.core import CompletionItem, TyperCommand
 
+from quire._descriptors import require_open_files
 from quire._extras import require_extra
 from quire.errors import UsageError
 
@@ -52,11 +53,13 @@ def register(app: typer.Typer) -> None:
 
 def allocator(context: typer.Context) -> None:
     """Hands over to `quire_allocator.server.main`."""
+    require_open_files("quire allocator")
     _hand_over("quire_allocator.server", context.args)
 
 
 def worker(context: typer.Context) -> None:
     """Hands over to `quire_worker.process.server.main`."""
+    require_open_files("quire worker")
     # Before torch is loaded: its threads sleep between two forward passes instead of spinning on the server's cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Help, wrong options, missing files and taken ports are answered before torch is loaded, which takes seconds.
@@ -66,6 +69,7 @@ def worker(context: typer.Context) -> None:
 
 def gateway(context: typer.Context) -> None:
     """Hands over to `quire_gateway.server.main`."""
+    require_open_files("quire gateway")
     _hand_over("quire_gateway.server", context.args)
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 from rich.console import Console
 
+from quire._descriptors import require_open_files
 from quire._distribution import how_to_install
 from quire._extras import PACKAGES, require_extra
 from quire._secret_files import read_token
@@ -52,7 +53,7 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 def _metrics(server: str) -> Any:
-    return typer.Option(metavar="ADDRESS", help=f"Of the {server}'s /metrics.")
+    return typer.Option(metavar="ADDRESS", help=f"Address of the {server}'s /metrics.")
 
 
 def _seconds(least: float, text: str) -> Any:
@@ -99,6 +100,7 @@ def up(
     of_worker = [*common, *ranks, *worker_arguments]
     of_gateway = [*common, *gateway_arguments]
     # What cannot go well is said before anything is started.
+    require_open_files("quire up")
     require_extra("allocator")
     read_token(token_file)
     check_worker(["--model", str(model), *of_worker], are_ports_ours=False)

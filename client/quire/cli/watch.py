@@ -40,7 +40,7 @@ def watch(
     session: Annotated[
         str, typer.Option(metavar="HEX", help="With --cursor: go on after an event that was printed after a snapshot.")
     ] = "",
-    cursor: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of that event.")] = 0,
+    cursor: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Cursor of that event.")] = 0,
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:

@@ -137,7 +137,7 @@ class Agenda:
             self._admissions.remove(admission)
 
     def fork(self, parent: EngineSequence) -> EngineSequence:
-        """Returns a child, which the allocator is told of in the next step that can tell.
+        """Returns a child. The next step that can hold the fork sends it to the allocator.
 
         Raises:
             ValueError: nothing of the parent is computed, and the pool keeps states: there is none to share.

@@ -81,7 +81,7 @@ def read_config(
         state_dtype: of recurrent states; "auto" is float32 unless the configuration says otherwise.
         state_ranks: ranks that divide the heads of states; 1 where each keeps them whole, as Quire's worker does. All
             of them, if nothing is said.
-        model_dtype: that it is computed in, which states have that name none; its own, if nothing is said.
+        model_dtype: dtype of the computation, and of states that name none; by default the checkpoint's own.
 
     Raises:
         ConfigError: a field is missing, is not understood, or does not divide by the ranks.
@@ -93,7 +93,7 @@ def read_config(
     fields = Fields.of(config)
     for name, what in REFUSED.items():
         if fields.has(name):
-            raise ConfigError(f"model type {fields.model_type!r:.80} has {what} ({name}), which is not planned")
+            raise ConfigError(f"model type {fields.model_type!r:.80} has {what} ({name}), which is not supported")
     kinds = layer_kinds(fields)
     own_dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if own_dtype.lower() not in ELEMENT_BYTES and (dtype == "auto" or model_dtype is None):

@@ -86,7 +86,7 @@ class Fields:
         if not isinstance(model_type, str):
             raise ConfigError("the configuration lacks 'model_type'; is it the config.json of a model?")
         if config.get("is_encoder_decoder"):
-            raise ConfigError(f"model type {model_type!r:.80} is an encoder-decoder, which is not planned")
+            raise ConfigError(f"model type {model_type!r:.80} is an encoder-decoder, which is not supported")
         outer = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
         given = {key: value for key, value in text.items() if value is not None or key in NONE_MEANS_NONE}
         values = {**DEFAULTS.get(model_type, {}), **outer, **given}

@@ -86,8 +86,8 @@ class StepBuilder:
         return self
 
     def fork(self, parent_id: int, child_id: int) -> Self:
-        """Creates a sequence that shares what its parent has committed; ids only rise. It may grow in the same step, or
-        once it was answered that it exists; a grow of what could not be forked answers NOT_FOUND."""
+        """Creates a sequence that shares what its parent has committed. Ids only rise. The child may grow in the same
+        step, or after the answer. If the fork was refused, its grow answers NOT_FOUND."""
         self._parents.append(parent_id)
         self._children.append(child_id)
         return self

@@ -89,7 +89,7 @@ class Increment(NamedTuple):
         return sum(-(-token_count // size) for size in self.sizes)
 
     def full(self, token_count: int) -> int:
-        """Counts those that so many tokens fill. One more may be shared, and is copied when the sequence grows."""
+        """Counts the blocks that so many tokens fill. One more may be shared, and is copied when the sequence grows."""
         return sum(token_count // size for size in self.sizes)
 
 
@@ -126,7 +126,7 @@ class RoomAhead:
         Args:
             step: of the engine.
             decoding: oldest first: live sequences, by their ids.
-            free_block_count: that may be taken; by default all that were free after the last answer. Pass fewer
+            free_block_count: blocks it may take; by default all that were free after the last answer. Pass fewer
                 if this step also admits prompts, or chunks of some are left. With 0, it asks for next tokens alone.
         """
         free = self._owner.ledger.free_block_count if free_block_count is None else free_block_count
@@ -139,7 +139,7 @@ class RoomAhead:
         """Chooses who gives back so many blocks, or all there are, with the `keep_token_count` for the commit of each.
 
         Args:
-            block_count: that are missing.
+            block_count: how many blocks are missing.
             holders: oldest first: id of a live sequence, tokens of room that it was granted, and those that it needs.
         """
         return give_back(holders, block_count, self._increment)
@@ -155,7 +155,7 @@ def needs_of(
 
     Args:
         decoding: oldest first.
-        free_block_count: that nobody else is to get.
+        free_block_count: blocks that nobody else needs.
         ahead_tokens: of room beyond the next token.
         increment: by what tables grow.
     """
@@ -197,7 +197,7 @@ def give_back(holders: Sequence[tuple[K, int, int]], block_count: int, increment
 
     Args:
         holders: oldest first: sequence, tokens of room that it was granted, and those that it needs.
-        block_count: that are missing.
+        block_count: how many blocks are missing.
         increment: by what tables grow.
     """
     kept: dict[K, int] = {}

@@ -243,8 +243,8 @@ class PoolOwner:
         return number
 
     def _check_ids(self, operations: StepBuilder) -> None:
-        """Refuses ids that are not new, or not known. On the wire an id alone says which: one that was meant to be new,
-        and is not, would be given another one's blocks; one that was meant to live would be made, and never freed."""
+        """Refuses ids that are not new, or not known. The wire has nothing but the id: a reused id would get another
+        sequence's blocks, and an unknown one would create a sequence that nobody frees."""
         created = self.ledger.last_sequence_id
         if operations.names_no_newer(created):  # decoding, most of the time
             return

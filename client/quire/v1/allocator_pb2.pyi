@@ -62,10 +62,13 @@ class _GroupKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupKind.V
     """Every token attends to every earlier one; blocks are given back when the sequence ends, not before."""
     GROUP_KIND_SLIDING_WINDOW: _GroupKind.ValueType  # 2
     """Tokens attend to the last `window` tokens, themselves included; blocks that fell out of every later token's window
-    are given back when the tokens after them are committed, and their table entries are null from then on.
+    are given back when the tokens after them are committed, and their table entries are null from then on. The reply
+    does not name them: after `t` committed tokens they are the blocks with no token from `t - window + 1` on.
     """
     GROUP_KIND_CHUNKED_LOCAL: _GroupKind.ValueType  # 3
-    """Tokens attend inside their own chunk of `window` tokens; blocks of earlier chunks are given back."""
+    """Tokens attend inside their own chunk of `window` tokens; blocks of earlier chunks are given back likewise, those
+    with no token from the last multiple of `window` on that is not above `t`.
+    """
     GROUP_KIND_STATE: _GroupKind.ValueType  # 4
     """Recurrent state (mamba, linear attention): a block holds a state instead of tokens. A table has one entry, the
     running block, which every forward pass overwrites. A commit that leaves no granted token to compute publishes the
@@ -87,10 +90,13 @@ GROUP_KIND_FULL_ATTENTION: GroupKind.ValueType  # 1
 """Every token attends to every earlier one; blocks are given back when the sequence ends, not before."""
 GROUP_KIND_SLIDING_WINDOW: GroupKind.ValueType  # 2
 """Tokens attend to the last `window` tokens, themselves included; blocks that fell out of every later token's window
-are given back when the tokens after them are committed, and their table entries are null from then on.
+are given back when the tokens after them are committed, and their table entries are null from then on. The reply
+does not name them: after `t` committed tokens they are the blocks with no token from `t - window + 1` on.
 """
 GROUP_KIND_CHUNKED_LOCAL: GroupKind.ValueType  # 3
-"""Tokens attend inside their own chunk of `window` tokens; blocks of earlier chunks are given back."""
+"""Tokens attend inside their own chunk of `window` tokens; blocks of earlier chunks are given back likewise, those
+with no token from the last multiple of `window` on that is not above `t`.
+"""
 GROUP_KIND_STATE: GroupKind.ValueType  # 4
 """Recurrent state (mamba, linear attention): a block holds a state instead of tokens. A table has one entry, the
 running block, which every forward pass overwrites. A commit that leaves no granted token to compute publishes the
@@ -1733,8 +1739,9 @@ class StepReply(_message.Message):
     @_builtins.property
     def granted_grows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices of the grows that changed a table, rising. `block_counts` says for each of them, group after group, how
-        many of the ids in `blocks` belong to it. They are the *last* entries of the sequence's table and replace what
-        stood there; of a new sequence they are the whole table.
+        many of the ids in `blocks` belong to it. They are the *last* entries of the sequence's table, whose very last one
+        holds token `token_counts - 1` of the grow (of STATE, the only one), and replace what stood there; of a new sequence
+        they are the whole table.
         """
 
     @_builtins.property

@@ -28,9 +28,9 @@ class Branch:
 
     Attributes:
         held: the client's handle, and the worker.
-        model: that computes it.
+        model: name of the model that computes it.
         namespace: of its caller.
-        ttl_s: that it lives after the last call that named it.
+        ttl_s: how long it lives after the last call that named it.
         identity: by which callers know it.
     """
 
@@ -41,7 +41,7 @@ class Branch:
         self.timer: asyncio.TimerHandle | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what callers are told of it."""
+        """Returns the branch as callers see it."""
         return {
             "id": self.identity,
             "object": "branch",

@@ -61,7 +61,7 @@ def grammar_of(form: Format, functions: Sequence[Function], tokens: Mapping[str,
 
     Args:
         form: the notation of the model.
-        functions: that can be called.
+        functions: what the model may call.
         tokens: ids of the texts of the format that are single tokens.
         held: further constraints on the answer.
     """

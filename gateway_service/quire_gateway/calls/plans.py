@@ -126,7 +126,7 @@ def plan_of(
     """Returns the plan for an answer; None if all of it is text.
 
     Args:
-        tools: that can be called.
+        tools: what the model may call.
         content: the schema of its content; None for free text.
         notation: of the model.
         is_reasoning: whether it begins within its reasoning.

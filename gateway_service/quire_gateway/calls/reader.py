@@ -57,7 +57,7 @@ class AnswerReader:
 
     Args:
         form: of what is no plain text.
-        functions: that can be called.
+        functions: what the model may call.
         new_id: returns so many random characters.
         is_reasoning: whether the answer begins within its reasoning.
 

@@ -25,7 +25,7 @@ Includable: TypeAlias = Literal[
 
 
 class Reasoning(BaseModel):
-    """How much the model thinks, and what is told of it."""
+    """How much the model thinks, and which summary of it is answered."""
 
     model_config = ConfigDict(extra="forbid")
 

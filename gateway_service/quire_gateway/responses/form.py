@@ -78,6 +78,7 @@ class ResponseForm(Form):
         self._prompt: Sequence[int] = ()
         self._tokens: list[int] = []
         self._logprobs: list[Any] = []  # of tokens that no message has yet
+        self._is_whole = False  # nobody reads its events
 
     def logprobs(
         self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]
@@ -86,6 +87,7 @@ class ResponseForm(Form):
 
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
         (answer,) = answers
+        self._is_whole = True
         self._prompt = answer.beside.prompt_token_ids or ()
         calls = tuple(
             CallDelta(number, call.arguments, call.call_id, call.function) for number, call in enumerate(answer.calls)
@@ -187,6 +189,8 @@ class ResponseForm(Form):
         return {**where, "content_index": 0} if has_content else where
 
     def _event(self, kind: str, **fields: Any) -> bytes:
+        if self._is_whole:
+            return b""
         body = {"type": kind, "sequence_number": self._event_count, **fields}
         self._event_count += 1
         return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(body) + b"\n\n"

@@ -17,6 +17,7 @@ from quire_gateway.responses.bodies import LOGPROBS, ResponseBody
 from quire_gateway.responses.items import items_of, messages_of
 
 # What no part of a response is, and values of it that change nothing.
+STREAM_TELLINGS: Final = 4  # of logprobs: the ends of a text, of its part and of its item have them, and the whole
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "n": (1,),
     "response_format": (),
@@ -97,7 +98,8 @@ def of_response(
         raise renamed(error) from None
     names = {name: _renamed(theirs) for name, theirs in ask.names.items()}
     # A stream's last event has what it took, and what is kept are the tokens themselves.
-    ask = ask._replace(names=names, with_usage=True, with_token_ids=True)
+    tellings = STREAM_TELLINGS if ask.is_streamed else 1
+    ask = ask._replace(names=names, with_usage=True, with_token_ids=True, logprob_tellings=tellings)
     is_stored = body.store is not False
     items = (*earlier, *map(orjson.dumps, new))
     return Asked(ask, items, _head(body, ask, is_stored=is_stored), is_stored, body.background is True)

@@ -74,7 +74,7 @@ class Store:
 
     Args:
         telemetry: counts them.
-        bytes_max: that all may take; 0 keeps none.
+        bytes_max: limit for all responses together; 0 keeps none.
         lifetime_s: of each.
         are_several: whether there are several namespaces. One then has as much as is left for another one.
         clock: seconds.

@@ -75,6 +75,25 @@ async def test_only_namespaces_that_the_operator_named_are_labels() -> None:
         assert allocator.service.directory.pool("a").pool.blocks.foreign_evictions == {}
 
 
+async def test_blocks_are_counted_by_namespace_and_those_of_namespaces_without_a_label_together() -> None:
+    async with running_allocator() as allocator:
+        allocator.service.counters.namespaces = Counters({"blue", "never seen", "other"}).namespaces
+        owner = await StreamOwner.ready(allocator)
+        await in_namespaces(owner, (1, 12, d("abc"), "blue"), (2, 8, d("ef"), "secret"))
+        await owner.step(commits=commits((1, 12, d("abc")), (2, 8, d("ef"))))
+        await owner.step(frees=pb.FreePhase(sequences=[1]))
+        samples = scraped(allocator)
+        counted = {key[1:]: value for key, value in samples.items() if key[0] == "namespace_blocks"}
+        assert counted == {
+            ("blue", "held"): 0,
+            ("blue", "cached"): 3,
+            ("never seen", "held"): 0,
+            ("never seen", "cached"): 0,
+            ("other", "held"): 2,
+            ("other", "cached"): 0,
+        }
+
+
 async def test_shared_blocks_are_saved_once_for_each_further_holder(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 9, d("ab"))))

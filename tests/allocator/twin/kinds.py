@@ -35,11 +35,11 @@ class Kind:
         return self.name in ("sliding_window", "chunked_local")
 
     def takes(self, length: int) -> list[int]:
-        """Positions that a hit of so many tokens takes."""
+        """Returns the positions of the blocks that a hit of so many tokens needs."""
         return [p for p in range(length // self.block_size) if not self.has_fallen_out(p, length)]
 
     def reads(self, token: int, earlier: int) -> bool:
-        """Whether attention of one token looks at another one, itself included."""
+        """Returns whether a token attends to another token, or to itself."""
         if self.name == "sliding_window":
             return token - earlier < self.window
         if self.name == "chunked_local":
@@ -47,11 +47,11 @@ class Kind:
         return True
 
     def entries(self, token_count: int) -> int:
-        """Entries of a table for so many tokens."""
+        """Returns the number of table entries for so many tokens."""
         return 1 if self.name == "state" else len(range(0, token_count, self.block_size))
 
     def written_next(self, token_count: int) -> int | None:
-        """Entry of the table that the token after so many others is written into; None if it begins a block."""
+        """Returns the table entry of the next token after so many; None if that token begins a block."""
         if self.name == "state":
             return 0
         position, offset = divmod(token_count, self.block_size)

@@ -44,7 +44,7 @@ class TwinRetention:
     # -- what is worth how much ----------------------------------------------------------------------------------------
 
     def worth(self, slot: Slot) -> int:
-        """Of a cached slot; what is worth least leaves first."""
+        """Returns the worth of a cached slot. The slot worth least is evicted first."""
         kind = self.pool.kinds[slot.kind]
         if self.pool.is_dense:
             return RANKED
@@ -187,7 +187,7 @@ class TwinRetention:
         sequence.needed = [slot for slot in sequence.needed if slot.kind != number]
 
     def unpublish(self, slot: Slot) -> None:
-        """It is not worth its blocks any more."""
+        """Evicts a slot: it is no longer published."""
         if self.pool.leaving is not None:
             assert slot.key is not None
             assert self.pool.leaving.popleft() == (*slot.key[:3], slot.key[3][-1])
@@ -198,7 +198,7 @@ class TwinRetention:
         return [(number, kind) for number, kind in enumerate(self.pool.kinds) if kind.name != "state"]
 
     def _checkpoints(self, sequence: TwinSequence) -> list[Slot]:
-        """Of the first kind of state: what a sequence made or hit last, if it is still there."""
+        """Returns the state of the first kind that a sequence made or hit last, if it is still there."""
         number = next(number for number, kind in enumerate(self.pool.kinds) if kind.name == "state")
         slot = sequence.last.get(number)
         return [slot] if slot is not None and slot.key is not None else []

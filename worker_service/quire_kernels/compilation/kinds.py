@@ -20,6 +20,7 @@ from quire_kernels.ops.copy_blocks import copy_blocks
 from quire_kernels.ops.pack_mask import segment_packbits
 from quire_kernels.ops.swap_blocks import gather_blocks, scatter_blocks
 from quire_kernels.shared.fp8 import is_fp8
+from quire_kernels.shared.numbers import require_finite, require_integer, require_sizes
 
 PROMPT_ROWS = (8, 40, 200)  # query rows of a request, one for each size of block
 CALLS = ("append", "decode", "prefill", "ragged", "cascade", "copy")
@@ -36,7 +37,8 @@ class AttentionKind:
     "copy" is `copy_blocks`, `gather_blocks` and `scatter_blocks` of 5-D caches.
 
     Raises:
-        ValueError: `calls` or `custom_mask` has a name that does not exist.
+        TypeError: a number is none.
+        ValueError: a number is out of range, or `calls` or `custom_mask` has a name that does not exist.
     """
 
     num_qo_heads: int
@@ -58,6 +60,14 @@ class AttentionKind:
     calls: tuple[str, ...] = ("append", "decode", "prefill")
 
     def __post_init__(self) -> None:
+        require_sizes(
+            num_qo_heads=self.num_qo_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+            page_size=self.page_size, v_head_dim=1 if self.v_head_dim is None else self.v_head_dim,
+        )  # fmt: skip
+        require_integer("window_left", self.window_left, -1)
+        require_integer("chunk_size", self.chunk_size, 0)
+        if require_finite("logits_soft_cap", self.logits_soft_cap) < 0:
+            raise ValueError(f"logits_soft_cap must be at least 0, not {self.logits_soft_cap}")
         for call in self.calls:
             if call not in CALLS:
                 raise ValueError(f"calls must be of {CALLS}, not {call!r}")
@@ -72,7 +82,12 @@ class AttentionKind:
 
 @dataclass(frozen=True, slots=True)
 class LatentKind:
-    """Layers of latent attention, for `BatchMLAPagedAttentionWrapper`."""
+    """Layers of latent attention, for `BatchMLAPagedAttentionWrapper`.
+
+    Raises:
+        TypeError: a number is none.
+        ValueError: a number is out of range.
+    """
 
     num_heads: int
     head_dim_ckv: int
@@ -80,6 +95,12 @@ class LatentKind:
     page_size: int
     dtype: torch.dtype
     causal: bool = True
+
+    def __post_init__(self) -> None:
+        require_sizes(
+            num_heads=self.num_heads, head_dim_ckv=self.head_dim_ckv, head_dim_kpe=self.head_dim_kpe,
+            page_size=self.page_size,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,6 +21,7 @@ from quire_kernels.flashinfer.common import DType, planned_dtypes, planned_optio
 from quire_kernels.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire_kernels.flashinfer.prefill_plan import MaskRequest, PrefillShape
 from quire_kernels.ops.merge_states import merge_state_in_place
+from quire_kernels.shared.numbers import require_integer, require_sizes
 from quire_kernels.shared.options import Scale
 from quire_kernels.shared.paged_cache import PagedKVCache
 
@@ -59,8 +60,7 @@ class MultiLevelCascadeAttentionWrapper:
         Raises:
             ValueError: no level, unknown layout, a buffer is missing or elsewhere, or the workspace is not of bytes.
         """
-        if num_levels < 1:
-            raise ValueError(f"num_levels must be at least 1, not {num_levels}")
+        (num_levels,) = require_sizes(num_levels=num_levels)
         buffers = {
             "qo_indptr_buf_arr": qo_indptr_buf_arr,
             "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
@@ -128,7 +128,10 @@ class MultiLevelCascadeAttentionWrapper:
             ValueError: a window or an encoding of positions, a differing number of levels or of queries between levels,
                 or a refusal of a level's wrapper. Names the argument; nothing was changed.
         """
-        if window_left != -1:
+        num_qo_heads, num_kv_heads, head_dim, page_size = require_sizes(
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size
+        )
+        if require_integer("window_left", window_left, -1) != -1:
             raise ValueError(f"window_left must be -1: a window would apply per level, not {window_left}")
         if pos_encoding_mode != "NONE":
             raise ValueError(f'pos_encoding_mode must be "NONE": a level has no positions, not {pos_encoding_mode!r}')

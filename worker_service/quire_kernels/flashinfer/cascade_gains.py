@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 import triton
 
+from quire_kernels.shared.numbers import require_integer, require_sizes
 from quire_kernels.shared.prefill_rows import prefill_tiling
 
 # Bytes that a multiprocessor reads during a launch: 3 us at 4.8 TB/s over 132, an H200's by its data sheet, rounded.
@@ -59,16 +60,12 @@ def cascade_gains(
     Raises:
         ValueError: a length is negative, or a size below 1; names the argument.
     """
-    if prefix_length < 0 or any(length < 0 for length in suffix_lengths):
-        name = "prefix_length" if prefix_length < 0 else "suffix_lengths"
-        raise ValueError(f"{name} must be at least 0")
-    sizes = {
-        "group": group, "kv_heads": kv_heads, "head_dim": head_dim, "multiprocessors": multiprocessors,
-        "element_bytes": element_bytes,
-    }  # fmt: skip
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, not {size}")
+    prefix_length = require_integer("prefix_length", prefix_length, 0)
+    suffix_lengths = [require_integer("suffix_lengths", length, 0) for length in suffix_lengths]
+    group, kv_heads, head_dim, multiprocessors, element_bytes = require_sizes(
+        group=group, kv_heads=kv_heads, head_dim=head_dim, multiprocessors=multiprocessors,
+        element_bytes=element_bytes,
+    )  # fmt: skip
     requests = len(suffix_lengths)
     if requests == 0:
         return False

@@ -10,6 +10,7 @@ import torch
 
 from quire_kernels.shared.fp8 import FP8_NAMES, is_fp8
 from quire_kernels.shared.launch import QUERY_DTYPES, check_runnable
+from quire_kernels.shared.numbers import require_finite
 from quire_kernels.shared.options import AttentionOptions, Scale, scale_per_head
 from quire_kernels.shared.paged_cache import check_page_table
 from quire_kernels.shared.upload import upload_tensor
@@ -60,7 +61,7 @@ def standard_alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-# Buffers of a graph that may be larger than the plan needs. All others are of the batch, to the entry.
+# Buffers of a graph that may be larger than the plan needs. Every other buffer must fit the batch exactly.
 ROOMY_BUFFERS = ("paged_kv_indices_buffer", "paged_kv_indices_buf", "kv_indices", "custom_mask_buf")
 
 
@@ -280,7 +281,7 @@ def run_options(
             per_head = scale_per_head(name, scale, kv_heads, device)
             key_scale = per_head if key_scale is None or per_head is None else key_scale * per_head
         elif scale is not None:
-            sm_scale *= scale
+            sm_scale *= require_finite(name, scale)
     return replace(
         planned,
         sm_scale=sm_scale,

@@ -24,6 +24,7 @@ from quire_kernels.flashinfer.common import (
 from quire_kernels.ops.decode_paged import decode_paged
 from quire_kernels.shared.decode_work import DecodeWork, divide_decode
 from quire_kernels.shared.fp8 import is_fp8
+from quire_kernels.shared.numbers import require_integer, require_sizes
 from quire_kernels.shared.options import AttentionOptions, Scale
 from quire_kernels.shared.paged_cache import PagedKVCache, check_kv_layout, unpack_paged_cache
 
@@ -135,6 +136,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
             ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
         """
         check_others("plan", DECODE_PLAN, others)
+        num_qo_heads, num_kv_heads, head_dim, page_size = require_sizes(
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size
+        )
         device = self._workspace.device
         q_dtype, kv_dtype = planned_dtypes(
             q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type
@@ -216,7 +220,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             (plan.page_size, kv_heads, head_dim, head_dim),
         )
         if window_left is not None:
-            check_planned("window_left", window_left, plan.options.window_left)
+            check_planned("window_left", require_integer("window_left", window_left, -1), plan.options.window_left)
         plan.table.check_pool("indices", cache.page_count)
         options = run_options(
             plan.options, kv_heads, q.device, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks

@@ -21,6 +21,7 @@ from quire_kernels.flashinfer.common import (
 )
 from quire_kernels.ops.mla_paged import mla_paged
 from quire_kernels.shared.mla_work import MlaWork, divide_mla
+from quire_kernels.shared.numbers import require_finite, require_sizes
 from quire_kernels.shared.paged_cache import check_index_tensor, check_page_table
 
 # Latents and their positional part: in one tensor, one after the other in its last dimension, or in two.
@@ -137,6 +138,10 @@ class BatchMLAPagedAttentionWrapper:
             ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
         """
         check_others("plan", MLA_PLAN, others)
+        num_heads, head_dim_ckv, head_dim_kpe, page_size = require_sizes(
+            num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe, page_size=page_size
+        )
+        sm_scale = require_finite("sm_scale", sm_scale)
         dtype, kv_dtype = planned_dtypes(q_data_type, kv_data_type)
         check_planned("kv_data_type", kv_dtype, dtype)
         if output_dtype is not None:
@@ -144,7 +149,7 @@ class BatchMLAPagedAttentionWrapper:
         check_index_tensor("kv_len_arr", kv_len_arr)
         check_index_tensor("qo_indptr", qo_indptr, length=kv_len_arr.shape[0] + 1)
         check_index_tensor("kv_indptr", kv_indptr, length=kv_len_arr.shape[0] + 1)
-        whole = torch.full_like(kv_len_arr, page_size)  # lengths are checked under the name that they have here
+        whole = torch.full_like(kv_len_arr, page_size)  # full pages pass; `_check_lengths` names kv_len_arr instead
         check_page_table(kv_indptr, kv_indices, whole, page_count=None, page_size=page_size, prefix="kv_")
         _check_lengths(kv_len_arr.tolist(), kv_indptr.diff().tolist(), page_size)
         is_decode = bool((qo_indptr.diff() == 1).all())
@@ -240,7 +245,7 @@ def _both(
     """Latents and their positional part, however they were given."""
     if together is not None:
         if any(part is not None for part in apart):
-            raise ValueError(f"{name} is given, and so are its parts")
+            raise ValueError(f"give {name} or its parts, not both")
         if isinstance(together, torch.Tensor):
             return together[..., :ckv_dim], together[..., ckv_dim:]
         if len(together) != 2:

@@ -24,6 +24,7 @@ from quire_kernels.flashinfer.common import (
 )
 from quire_kernels.flashinfer.prefill_plan import CheckedQueries, MaskRequest, PlannedQueries, PrefillShape, check_plan
 from quire_kernels.ops.prefill_paged import prefill_paged
+from quire_kernels.shared.numbers import require_sizes
 from quire_kernels.shared.options import AttentionOptions, Scale
 from quire_kernels.shared.paged_cache import PagedKVCache, check_kv_layout, kv_lengths, unpack_paged_cache
 
@@ -159,7 +160,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
         """
         check_others("plan", PREFILL_PLAN, others)
         dtypes = planned_dtypes(q_data_type, kv_data_type, o_data_type)
-        head_dim_vo = head_dim_vo or head_dim_qk
+        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size = require_sizes(
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_qk if head_dim_vo is None else head_dim_vo, page_size=page_size,
+        )  # fmt: skip
         shape = PrefillShape(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, *dtypes)
         options = planned_options(
             query_heads=num_qo_heads, kv_heads=num_kv_heads, head_dim=head_dim_qk, pos_encoding_mode=pos_encoding_mode,

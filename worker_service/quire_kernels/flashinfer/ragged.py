@@ -20,6 +20,7 @@ from quire_kernels.flashinfer.common import (
 )
 from quire_kernels.flashinfer.prefill_plan import MaskRequest, PlannedQueries, PrefillShape, check_plan
 from quire_kernels.ops.prefill_ragged import prefill_ragged
+from quire_kernels.shared.numbers import require_sizes
 from quire_kernels.shared.options import Scale
 from quire_kernels.shared.paged_cache import check_indptr, check_kv_layout
 
@@ -126,7 +127,11 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         """
         check_others("plan", RAGGED_PLAN, others)
         dtypes = planned_dtypes(q_data_type, kv_data_type, o_data_type)
-        shape = PrefillShape(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, 0, *dtypes)
+        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo = require_sizes(
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_qk if head_dim_vo is None else head_dim_vo,
+        )  # fmt: skip
+        shape = PrefillShape(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, 0, *dtypes)
         options = planned_options(
             query_heads=num_qo_heads, kv_heads=num_kv_heads, head_dim=head_dim_qk, pos_encoding_mode=pos_encoding_mode,
             window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, alibi_slopes=alibi_slopes,

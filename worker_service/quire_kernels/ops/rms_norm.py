@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from quire_kernels.shared.launch import QUERY_DTYPES, check_devices, device_of, output_like
+from quire_kernels.shared.numbers import require_finite
 
 SIZE_MAX = 32_768  # elements of a row that one program holds: 64 a thread
 ELEMENTS_PER_WARP = 1_024
@@ -52,7 +53,7 @@ def rmsnorm(
     Raises:
         ValueError: a shape, dtype or device does not fit; names the argument.
     """
-    return _normed(input, weight, eps, out, offset=0.0)
+    return _normed(input, weight, require_finite("eps", eps), out, offset=0.0)
 
 
 def gemma_rmsnorm(
@@ -62,7 +63,7 @@ def gemma_rmsnorm(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norms with weights that are counted from 1; else as `rmsnorm`."""
-    return _normed(input, weight, eps, out, offset=1.0)
+    return _normed(input, weight, require_finite("eps", eps), out, offset=1.0)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:

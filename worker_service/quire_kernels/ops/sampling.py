@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from quire_kernels.shared.launch import device_of
+from quire_kernels.shared.numbers import require_finite, require_integer
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BLOCK = 2048  # tokens of the vocabulary at a time
@@ -300,7 +301,7 @@ def _check_range(name: str, value: torch.Tensor | float, *, read: bool) -> None:
             return
         numbers = [float(number) for number in value.unique()]
     else:
-        numbers = [float(value)]
+        numbers = [require_integer(name, value, 0) if name == "top_k" else require_finite(name, value)]
     if name == "temperature":
         numbers = [number for number in numbers if number != 0]
     low, high, low_is_in, high_is_in = RANGES[name]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from quire_kernels.shared.launch import output_like
+from quire_kernels.shared.numbers import require_integer
 from quire_kernels.shared.paged_cache import check_index_tensor, kv_lengths
 
 
@@ -39,8 +40,7 @@ def get_batch_indices_positions(
     """
     check_index_tensor("append_indptr", append_indptr)
     device, batch = append_indptr.device, append_indptr.shape[0] - 1
-    if nnz < 0:
-        raise ValueError(f"nnz must be at least 0, not {nnz}")
+    nnz = require_integer("nnz", nnz, 0)
     if batch < 0:
         raise ValueError("append_indptr must have batch + 1 entries, not 0")
     if seq_lens.dtype not in (torch.int32, torch.int64) or tuple(seq_lens.shape) != (batch,):
@@ -75,6 +75,5 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     """
     check_index_tensor("kv_indptr", kv_indptr)
     check_index_tensor("kv_last_page_len", kv_last_page_len, length=kv_indptr.shape[0] - 1)
-    if page_size < 1:
-        raise ValueError(f"page_size must be at least 1, not {page_size}")
+    page_size = require_integer("page_size", page_size, 1)
     return kv_lengths(kv_indptr, kv_last_page_len, page_size)

@@ -25,6 +25,7 @@ from quire_kernels.shared.fp8 import (
     quantise_reference,
 )
 from quire_kernels.shared.launch import device_of
+from quire_kernels.shared.numbers import require_finite
 from quire_kernels.shared.paged_cache import PagedCache, PagedKVCache, unpack_paged_cache
 
 # Accepted scales: none, one for all heads, or fp32 `[num_kv_heads]` on the cache's device.
@@ -241,8 +242,8 @@ def _check_source(name: str, source: torch.Tensor, cache: PagedCache, head_dim: 
 def _scale_tensor(name: str, scale: Scale, cache: PagedCache) -> torch.Tensor:
     """A scale as fp32 `[num_kv_heads]`; one number for all heads is repeated by a stride of 0."""
     if not isinstance(scale, torch.Tensor):
-        value = 1.0 if scale is None else float(scale)
-        if not 0 < value < float("inf"):
+        value = 1.0 if scale is None else require_finite(name, scale)
+        if value <= 0:
             raise ValueError(f"{name} must be a positive number, not {scale!r}")
         return torch.full((1,), value, dtype=torch.float32, device=cache.device).expand(cache.num_kv_heads)
     if scale.dtype != torch.float32 or scale.device != cache.device:

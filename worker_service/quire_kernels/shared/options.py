@@ -16,10 +16,11 @@ is absent. A row that sees no key gives zeros; its lse is -inf, or that of its s
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
+
+from quire_kernels.shared.numbers import require_finite, require_integer
 
 Scale = float | torch.Tensor
 
@@ -29,6 +30,7 @@ class AttentionOptions:
     """See the top of the file.
 
     Raises:
+        TypeError: a number is none.
         ValueError: a number is not finite or out of range, a tensor is not a contiguous float32 vector; names it.
     """
 
@@ -41,12 +43,11 @@ class AttentionOptions:
     v_scale: torch.Tensor | None = None  # float32 [kv_heads]
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.sm_scale):
-            raise ValueError(f"sm_scale must be finite, not {self.sm_scale}")
-        if not math.isfinite(self.logits_soft_cap) or self.logits_soft_cap < 0:
+        object.__setattr__(self, "sm_scale", require_finite("sm_scale", self.sm_scale))
+        object.__setattr__(self, "logits_soft_cap", require_finite("logits_soft_cap", self.logits_soft_cap))
+        if self.logits_soft_cap < 0:
             raise ValueError(f"logits_soft_cap must be at least 0, not {self.logits_soft_cap}")
-        if self.window_left < -1:
-            raise ValueError(f"window_left must be at least -1, not {self.window_left}")
+        object.__setattr__(self, "window_left", require_integer("window_left", self.window_left, -1))
         for name in ("sinks", "alibi_slopes", "k_scale", "v_scale"):
             tensor = getattr(self, name)
             if tensor is not None and (
@@ -87,7 +88,8 @@ def scale_per_head(name: str, scale: Scale | None, kv_heads: int, device: torch.
         device: where the result lives.
 
     Raises:
-        ValueError: a tensor of another size.
+        TypeError: it is no number.
+        ValueError: a tensor of another size, or a number that is not finite.
     """
     if scale is None:
         return None
@@ -95,4 +97,4 @@ def scale_per_head(name: str, scale: Scale | None, kv_heads: int, device: torch.
         if scale.numel() not in (1, kv_heads):
             raise ValueError(f"{name} must have 1 or {kv_heads} entries, not {scale.numel()}")
         return scale.to(device=device, dtype=torch.float32).reshape(-1).expand(kv_heads).contiguous()
-    return torch.full((kv_heads,), scale, dtype=torch.float32, device=device)
+    return torch.full((kv_heads,), require_finite(name, scale), dtype=torch.float32, device=device)

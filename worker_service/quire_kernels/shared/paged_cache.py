@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire_kernels.shared.numbers import require_integer
+
 KV_LAYOUTS = ("NHD", "HND")
 KEY_AND_VALUE = 2
 
@@ -186,8 +188,7 @@ def check_page_table(
     Raises:
         ValueError: an entry is out of range, `indptr` falls, or a dtype, shape or device differs; names the argument.
     """
-    if page_size < 1:
-        raise ValueError(f"page_size must be at least 1, not {page_size}")
+    require_integer("page_size", page_size, 1)
     check_indptr(f"{prefix}indptr", indptr)
     batch = indptr.shape[0] - 1
     check_index_tensor(f"{prefix}indices", indices)

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from quire_kernels.shared.launch import Tiling, check_devices
+from quire_kernels.shared.numbers import require_integer
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import check_index_tensor
 from quire_kernels.shared.reference import attend, visible
@@ -129,8 +130,7 @@ class Masking:
     mask_indptr: torch.Tensor | None = None  # int64 [batch + 1], in entries or bytes of custom_mask
 
     def __post_init__(self) -> None:
-        if self.chunk_size < 0:
-            raise ValueError(f"chunk_size must be at least 0, not {self.chunk_size}")
+        object.__setattr__(self, "chunk_size", require_integer("chunk_size", self.chunk_size, 0))
         if self.custom_mask is None:
             return
         if self.causal:

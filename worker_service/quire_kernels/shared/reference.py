@@ -9,8 +9,8 @@ from quire_kernels.shared.paged_cache import PagedCache
 
 LOG2_E = 1.4426950408889634
 
-# Largest error that tests allow, absolute and relative, by the type of the queries; results are means of normal
-# numbers, so of size 1 at most a few. Half precision rounds results, and on a GPU weights before the second product.
+# Largest error that tests allow, absolute and relative, by the type of the queries. Results are means of normal
+# numbers, so they rarely exceed 3. Half precision rounds results, and on a GPU weights before the second product.
 # fp8 caches are compared with their own values, so their tolerance is that of the queries. Measured differences:
 # `docs/attention.md`.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -115,7 +115,7 @@ class RequestRecords:
 
 
 def _info_of(request: Request, now_s: float) -> pb.RequestInfo:
-    """Returns what is told of a request whether or not it has ended."""
+    """Returns the fields that running and ended requests have in common."""
     trace, usage, came_s = request.trace, request.usage, request.arrived_s
     info = pb.RequestInfo(
         request_id=request.request_id,

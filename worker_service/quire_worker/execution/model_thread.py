@@ -7,9 +7,9 @@ do without, and not between two passes, where the kernels would wait for it:
     model's thread   |  kernels of pass 1   | tokens of 1, begin 2 |  kernels of pass 2
     event loop         hand out 0, lay out 2                         hand out 1, lay out 3
 
-So a pass that has another one behind it is told of when the kernels of that one begin (`before_kernels`). The pipe is
-written to with the interpreter held, because a thread that lets go of it, if only for a system call or to destroy a
-tensor, gets it back when the event loop is done with its turn.
+So the end of a pass is reported when the kernels of the next one begin (`before_kernels`). The thread keeps the
+interpreter while it writes to the pipe: a thread that releases it, if only for a system call or to destroy a tensor,
+gets it back only when the event loop has finished its turn.
 
 The event loop gives way where somebody waits for a first token: a pass that comes to an idle thread begins before it
 plans the next one (`begun`). The model's thread gives way for the first tokens themselves: while a pass has brought

@@ -197,7 +197,7 @@ def layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
 
 
 def scored(parts: Sequence[Part], logits: torch.Tensor, are_finite: Sequence[int]) -> list[PromptLogprobs]:
-    """Returns what is told of each prompt's tokens that follow those of its part."""
+    """Returns the logprobs of each prompt's tokens that follow those of its part."""
     found, row = [], 0
     for part in parts:
         is_prompt = part.is_scored and part.sample.scored is None

@@ -46,7 +46,7 @@ class Chunk:
         needs_logits: whether the logits after the last token are wanted.
         is_scored: whether those after each of its tokens are.
         begun_with: tokens that the request began with; see `rotary.py`.
-        adapter: that the request has chosen.
+        adapter: LoRA adapter of the request.
     """
 
     tokens: Sequence[int]

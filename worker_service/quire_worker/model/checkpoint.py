@@ -56,8 +56,8 @@ def check_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder / _CONFIG} is no JSON object")
     if has_tokenizer(folder) and not any(any(folder.glob(name)) for name in _VOCABULARIES):
         raise CheckpointError(
-            f"no usable tokenizer in {folder}: {_TOKENIZERS[-1]} is there, and no {_TOKENIZERS[0]}; get it, too, or"
-            " take the other one away, and prompts are token ids"
+            f"no usable tokenizer in {folder}: it has {_TOKENIZERS[-1]}, but no {_TOKENIZERS[0]}; add that, or remove"
+            f" {_TOKENIZERS[-1]} to serve token ids alone"
         )
     weight_files(folder)
 

@@ -27,7 +27,7 @@ TOKENIZER_OPTIONS: Final = frozenset(
 )
 MESSAGE_COUNT_MAX: Final = 16_384  # a template may look at all of them for each of them
 TOOL_COUNT_MAX: Final = 4_096
-DEPTH_MAX: Final = 100  # of arrays and objects in one another: whatever is recursive has room for them
+DEPTH_MAX: Final = 100  # of nested arrays and objects, so that no recursive function reaches Python's limit
 SIGN: Final = "\U0010fff0"  # of private use, where a text is cut
 _PROBE: Final = "quireprobe"
 
@@ -140,9 +140,9 @@ class ChatTemplate:
     """The templates of one checkpoint, most often one.
 
     Attributes:
-        sources: of the templates, by name; `default`, and `tool_use` where tools have one of their own.
-        variables: that all of them see, the tokenizer's special tokens.
-        file: that they are in; empty where they are in none.
+        sources: texts of the templates, by name: `default`, and `tool_use` where tools have one of their own.
+        variables: the tokenizer's special tokens, which every template may use.
+        file: the file that has them; empty if none has.
         unreadable: what is wrong with files that may hold templates.
     """
 
@@ -319,5 +319,5 @@ def _sources(found: Any) -> dict[str, str]:
         return {"default": found} if found else {}
     sources = {each["name"]: each["template"] for each in found} if isinstance(found, list) else dict(found)
     if not all(isinstance(part, str) for item in sources.items() for part in item):
-        raise TypeError("a template is no text")
+        raise TypeError("a chat template must be a string")
     return sources

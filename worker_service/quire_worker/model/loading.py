@@ -181,7 +181,7 @@ def _prove(folder: Path, model: PagedModel, own: OwnLogits, kv_layout: str, crew
             f"rounding alone moves this model's logits by {own.rounding:.2g} of their norm, so that it must be"
             f" checked in float32, which takes {size(takes)}, and {size(room)} are there"
         )
-    _log.info("rounding alone moves logits: checked in float32", by=round(own.rounding, 3))
+    _log.info("rounding alone changes the logits: the check is repeated in float32", by=round(own.rounding, 3))
     load_model(
         folder, block_size=model.cache_spec.block_size, dtype="float32", device=model.device, kv_layout=kv_layout,
         crew=crew,

@@ -279,8 +279,8 @@ class StreamDecoder:
     A piece ends with a whole character: bytes that another token may complete are pending, at most three. Bytes that
     are no character, whatever follows, are U+FFFD at once. A push costs as much as its tokens alone.
 
-    Of a tokenizer with byte fallback, its library decodes each byte of a run to U+FFFD where one of them is no part of
-    a character. Here the characters of such a run are kept: a stream could not take them back.
+    With byte fallback, the library decodes a run of bytes to U+FFFD only if one of them belongs to no character. This
+    decoder keeps the valid characters of such a run, because a stream cannot take them back.
 
     `push` and `flush` raise TokenizerError where the tokenizer fails; the stream is over then.
 

@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from quire._serving import request_log
+from quire._serving.command_line import Parser
 from quire._serving.server import add_arguments
 from quire.session.lookahead import AHEAD_TOKENS
 
@@ -21,11 +22,11 @@ from quire_worker.scheduling.request import STREAM_INTERVAL_S
 from quire_worker.speculation.lookup import NGRAM_MAX as PROMPT_LOOKUP_MAX
 from quire_worker.speculation.lookup import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
 
-BLOCK_SIZE = 16  # tokens, if nothing is said
+BLOCK_SIZE = 16  # default, in tokens
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
-# If nothing is said. Hundreds of tokens take a GPU no longer than reading the weights does, and a prompt of 4 k tokens
+# Default. Hundreds of tokens take a GPU no longer than reading the weights does, and a prompt of 4 k tokens
 # in one pass has them read once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
@@ -39,17 +40,22 @@ VLLM_NAMES = {
     "tensor_parallel": ("-tp", "--tensor-parallel-size"),
 }
 DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_COUNTS = (
-    "block_size",
-    "blocks",
-    "max_batch_tokens",
-    "max_running",
-    "max_waiting",
-    "threads",
-    "tensor_parallel",
-    "max_adapters",
-    "max_adapter_rank",
-)
+COUNT_MAX = 2**31 - 1
+THREADS_MAX = 1_024
+_COUNTS = {  # the least and the most
+    "block_size": (1, COUNT_MAX),
+    "blocks": (1, COUNT_MAX),
+    "max_batch_tokens": (1, COUNT_MAX),
+    "max_running": (1, RUNNING_MAX),
+    "max_waiting": (1, COUNT_MAX),
+    "threads": (1, THREADS_MAX),
+    "tensor_parallel": (1, COUNT_MAX),
+    "max_adapters": (1, COUNT_MAX),
+    "max_adapter_rank": (1, COUNT_MAX),
+    "grant_ahead_tokens": (0, COUNT_MAX),
+    "cuda_graph_batch_max": (0, COUNT_MAX),
+    "watermark_blocks": (0, COUNT_MAX),
+}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -67,11 +73,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Makes what reads it."""
-    parser = argparse.ArgumentParser(
-        prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages."
-    )
+    parser = Parser(prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages.")
     _add_model(parser)
     parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
     parser.add_argument(
@@ -204,14 +208,11 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuses numbers that make no sense, alone or together."""
-    for name in _COUNTS:
+    for name, (least, most) in _COUNTS.items():
         value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if options.grant_ahead_tokens < 0:
-        parser.error(f"--grant-ahead-tokens must be at least 0, not {options.grant_ahead_tokens}")
-    if options.cuda_graph_batch_max < 0:
-        parser.error(f"--cuda-graph-batch-max must be at least 0, not {options.cuda_graph_batch_max}")
+        if value is not None and not least <= value <= most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            parser.error(f"--{name.replace('_', '-')} must be {bound}, not {value}")
     if not 0 <= options.stream_interval_ms <= STREAM_INTERVAL_MS_MAX:
         given = options.stream_interval_ms
         parser.error(f"--stream-interval-ms must be from 0 to {STREAM_INTERVAL_MS_MAX}, not {given}")
@@ -230,8 +231,6 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error(f"--rank-timeout must be at least 1 second, not {options.rank_timeout:g}")
     if isinstance(options.swap_memory, Fraction):
         parser.error("--swap-memory is a size, as 2GiB, and no share")
-    if options.max_running > RUNNING_MAX:
-        parser.error(f"--max-running must be at most {RUNNING_MAX}, not {options.max_running}")
 
 
 def _check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -284,15 +283,15 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
         type=lambda name: DTYPE_NICKNAMES.get(name, name),
         choices=["auto", *DTYPE_NICKNAMES.values()],
         default="auto",
-        help="of the weights; fp32, bf16 and fp16 are understood, too; auto: float32 on a CPU, and on a GPU that of the"
+        help="dtype of the weights, also as fp32, bf16 or fp16; auto: float32 on a CPU, and on a GPU that of the"
         " checkpoint (default: %(default)s)",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         choices=list(KV_CACHE_DTYPES),
         default="auto",
-        help="of keys and values in the pages: auto is that of the weights; fp8 divides by the checkpoint's k_scale and"
-        " v_scale, or 1 (default: %(default)s)",
+        help="dtype of keys and values in pages: auto is that of the weights; fp8 divides by the checkpoint's"
+        " k_scale and v_scale, or by 1 (default: %(default)s)",
     )
     parser.add_argument(
         "--kv-layout",
@@ -304,7 +303,7 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="of weights, pages and attention: cuda runs the Triton kernels, cpu kernels in C++, or plain torch where"
+        help="device of the model and its pages: cuda runs Triton kernels, cpu kernels in C++, or plain torch where"
         " there is no compiler for them (default: %(default)s)",
     )
     parser.add_argument(
@@ -342,7 +341,7 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
             type=int,
             default=5,
             metavar="COUNT",
-            help=f"{text} last tokens that are looked for before (default: %(default)s)",
+            help=f"{text} last tokens that must have occurred earlier in the text (default: %(default)s)",
         )
 
 
@@ -362,10 +361,10 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder below which `quire adapter load` may load others (default: none may be)",
     )
-    adapters.add_argument("--max-adapters", type=int, default=16, help="loaded at a time (default: %(default)s)")
-    adapters.add_argument("--max-adapter-rank", type=int, default=64, help="of each (default: %(default)s)")
+    adapters.add_argument("--max-adapters", type=int, default=16, help="most adapters at a time (default: %(default)s)")
+    adapters.add_argument("--max-adapter-rank", type=int, default=64, help="largest rank (default: %(default)s)")
     adapters.add_argument(
-        "--adapter-memory", type=memory_bytes, default=1 << 30, help="of all of them together (default: 1GiB)"
+        "--adapter-memory", type=memory_bytes, default=1 << 30, help="memory of all loaded adapters (default: 1GiB)"
     )
 
 

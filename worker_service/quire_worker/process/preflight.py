@@ -75,20 +75,21 @@ def check_model(folder: str | Path) -> None:
 
 
 def check_memory(options: argparse.Namespace) -> None:
-    """Refuses a pool that this machine cannot have; what a GPU has is known to torch alone.
+    """Refuses memory that this machine cannot have; what a GPU has is known to torch alone.
 
     Raises:
         UsageError: it is larger than the memory.
     """
     if options.device == "cpu":
         check_budget(options.kv_memory, host_bytes())
+    check_budget(options.swap_memory, host_bytes(), "--swap-memory")
 
 
-def check_budget(asked: int | Fraction | None, total: int) -> None:
-    """Refuses a pool of more bytes than there are; a share of them never is.
+def check_budget(asked: int | Fraction | None, total: int, option: str = "--kv-memory") -> None:
+    """Refuses more bytes than there are; a share of them never is more.
 
     Raises:
         UsageError: it is.
     """
     if isinstance(asked, int) and asked > total:
-        raise UsageError(f"--kv-memory: {size(asked)} are more than the {size(total)} that there are")
+        raise UsageError(f"{option}: {size(asked)} are more than the {size(total)} that there are")

@@ -50,7 +50,7 @@ from quire_worker.speculation.drafter import Drafter
 
 log = structlog.get_logger()
 
-SILENCE_S = 2.0  # after which rank 0 says that there is nothing to do, and notices ranks that do not hear it
+SILENCE_S = 2.0  # an idle rank 0 sends a message this often, and so notices ranks that are gone
 REASON_S = 5.0  # for rank 0's own loading to find the reason why another rank's has failed
 
 ResultT = TypeVar("ResultT")

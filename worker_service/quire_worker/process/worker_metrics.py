@@ -90,7 +90,7 @@ class WorkerCollector(Collector):
         yield tokens
         speculation = CounterMetricFamily(
             "quire_worker_speculation_tokens",
-            "Tokens that were drafted behind others, and of these the accepted ones.",
+            "Drafted tokens, and the accepted ones among them.",
             labels=["kind"],
         )
         speculation.add_metric(["drafted"], numbers.drafted_token_count)

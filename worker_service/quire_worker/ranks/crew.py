@@ -7,10 +7,10 @@ Lifecycle:
                  `timeout_s`; a rank 0 that has nothing to compute says so now and then
     3. lost      a rank is gone or silent: whatever is called raises RankLostError, and the process has to end
 
-A pass is computed by all ranks at the same moment, and has the same sums on all of them. One that fails on a rank, for
-want of memory or otherwise, would leave the others waiting in the next sum. So that rank adds zeros to the sums that
-are left (their sizes are known since the first pass), and at the end of each pass the ranks tell each other how it
-went: a pass has failed everywhere if it has failed anywhere, and everybody is ready for the next.
+All ranks compute a pass at the same moment, with the same sums. If the pass fails on one rank, the others would wait in
+the next sum for ever. So that rank adds zeros to the remaining sums (their sizes are known since the first pass). At
+the end of each pass the ranks exchange outcomes: a pass that failed on one rank has failed on all, and all are ready
+for the next.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Crew:
     def together(
         self, token_count: int, compute: Callable[[], ResultT], ending_of: Callable[[Exception], Ending]
     ) -> ResultT:
-        """Computes what all ranks compute at this moment, and returns its result once all have theirs.
+        """Computes this rank's part of a pass, and returns its result when all ranks have computed theirs.
 
         Args:
             token_count: of the pass; 0 where no sums belong to it.

@@ -41,7 +41,7 @@ class Adapters:
         """Begins without any.
 
         Args:
-            model: that they change.
+            model: the model that they change.
             limits: of all of them.
             root: folder from below which a call may load; None: no call may.
         """
@@ -88,7 +88,7 @@ class Adapters:
         """Loads an adapter while requests are computed. The same one under the same name is loaded already.
 
         Args:
-            name: that requests will say.
+            name: its name in requests.
             folder: below the root, relative to it or not.
 
         Raises:

@@ -45,9 +45,9 @@ class BeamTurns:
     """Takes the turns of all beam searches of one engine. For the event loop.
 
     Args:
-        scheduler: that the samples belong to.
-        on_tokens: told of a request and how many tokens its beams have become longer by.
-        on_failure: told of a request whose tokens the tokenizer cannot decode.
+        scheduler: scheduler of the samples.
+        on_tokens: called with a request and the number of tokens that its beams have grown by.
+        on_failure: called with a request whose tokens the tokenizer cannot decode.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ class Outbox:
     Args:
         interval_s: least time between two messages of one request, except for its first message and those that end a
             sample. A request may have a longer interval.
-        on_failure: told of a request whose tokens the tokenizer cannot decode, or whose caller does not read them; none
-            of its tokens are noted any more.
+        on_failure: called with a request whose tokens the tokenizer cannot decode, or whose caller does not read them;
+            its further tokens are dropped.
         unread_bytes_max: of one namespace.
     """
 

@@ -36,8 +36,8 @@ def begin_samples(
 
     Args:
         request: without samples.
-        model: that computes them.
-        tokenizer: that decodes them.
+        model: computes them.
+        tokenizer: decodes them.
         echo: what each one's text begins with.
         matcher: of what each text has to be; None if it may be anything.
     """
@@ -107,12 +107,12 @@ class TokenIntake:
     """Extends samples by the tokens that were drawn for them, and notes these for their callers. For the event loop.
 
     Args:
-        scheduler: that the samples belong to.
+        scheduler: scheduler of the samples.
         outbox: where tokens are noted.
         telemetry: where they are counted.
         clock: seconds.
-        eos_token_ids: that end a text, by the model.
-        on_failure: told of a request whose tokens the tokenizer cannot decode.
+        eos_token_ids: the model's tokens that end a text.
+        on_failure: called with a request whose tokens the tokenizer cannot decode.
     """
 
     def __init__(

@@ -76,8 +76,8 @@ def candidate_count(beam_count: int, end_token_ids: Collection[int]) -> int:
 
 
 def row_count(beam_count: int, end_token_ids: Collection[int]) -> int:
-    """Counts the likeliest tokens that have to be told of each beam: no more candidates can be of one, also where
-    those that end it are ruled out."""
+    """Counts the likeliest tokens that a search needs of each beam. All candidates may come from one beam, and the
+    tokens that end it may be ruled out."""
     return candidate_count(beam_count, end_token_ids) + len(end_token_ids)
 
 
@@ -92,8 +92,8 @@ class BeamSearch:
         self._length = 0
 
     def advance(self, told: Sequence[Likeliest]) -> list[Chosen]:
-        """Takes what is told of each beam, and returns the beams of the next turn, the best first; none when the search
-        is over. The first turn has one beam, every other one as many as were returned."""
+        """Takes the likeliest tokens of each beam, and returns the next turn's beams, the best first; none when the
+        search is over. The first turn has one beam, every other one as many as were returned."""
         rule = self.rule
         candidates = self._candidates(told)
         self._length += 1

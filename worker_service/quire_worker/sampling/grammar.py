@@ -178,7 +178,7 @@ class Grammars:
 
         Args:
             structure: what the text has to be.
-            byte_count: that it is known to take.
+            byte_count: memory that it is known to take.
 
         Raises:
             GrammarError: llguidance does not take it, or the model has no token to end a text with.

@@ -220,7 +220,7 @@ class SamplingParams:
 
 
 _DEFAULTS = SamplingParams()
-# What changes logits, or would have to be told of a text before it is known; what greedy choice ignores is ignored.
+# Parameters that change logits, or describe a text before it is known. Those that greedy choice ignores are ignored.
 _NOT_WITH_BEAMS = (
     *("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
     *("banned_token_ids", "bad_words", "stop", "logprobs", "prompt_logprobs", "best_of", "structure"),

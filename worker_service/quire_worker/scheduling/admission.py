@@ -38,7 +38,7 @@ class TurnLimits(NamedTuple):
 
     Attributes:
         tokens: of the forward pass.
-        samples: that may run at a time, less those that do.
+        samples: how many more may run.
         blocks: free ones at the allocator, and those that are held ahead; None if the allocator has not said.
         digest_bytes: of the step.
     """

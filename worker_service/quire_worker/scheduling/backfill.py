@@ -63,7 +63,7 @@ def reserve(
 
     Args:
         running: all samples that hold blocks.
-        blocks: that are free, or held ahead.
+        blocks: free blocks, and those held ahead.
         places: samples that may run beside these.
         needed: blocks of the head.
         needed_places: its samples.

@@ -101,12 +101,12 @@ class Request:
         sampling: how it is continued.
         root: digest that the prompt's chain starts from.
         rotation: how its keys follow its length; None where they do not.
-        adapter: that changes the model for it; None for the model as it is.
+        adapter: LoRA adapter of the request; None for the plain model.
         deliveries: what the caller reads; a `QuireError` ends the request.
         delivered_s: when the latest was put there, by the event loop's clock.
-        interval_s: that its caller wants between two of them, at least.
+        interval_s: least time that its caller wants between two deliveries.
         priority: of its caller, within its namespace; see `order.py`.
-        deadline_s: after which nobody wants it any more, by the clock of `arrived_s`.
+        deadline_s: when its caller gives up, by the clock of `arrived_s`.
         admitted_s: when it was first let in.
         prompt_logprobs: of its tokens from the second on, as far as they were computed, until they are delivered.
         is_read: whether the caller has taken the last delivery.

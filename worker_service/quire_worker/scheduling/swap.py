@@ -86,7 +86,7 @@ class SwapSpace:
         the sample keeps a note of it. None where it is computed again.
 
         Args:
-            sample: that is about to be preempted, with its blocks.
+            sample: the sample to be preempted, with its blocks.
             shared_tokens: of it that others who run hold, too.
             block_size: tokens per block.
         """

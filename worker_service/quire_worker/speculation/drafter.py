@@ -101,7 +101,7 @@ class Drafter:
         Args:
             copies: of blocks, that came before the pass.
             parts: of the pass, those that did not fail.
-            tokens: that were sampled after it.
+            tokens: the tokens sampled after it.
         """
         try:
             self._copy(copies)

@@ -172,7 +172,7 @@ def _values(hazards: list[float], edges: list[int]) -> list[float]:
         times.append(time)
         returns.append(back)
     values = [0.0] * _AGE_BITS
-    hull = [(time, back, 0.0)]  # from the right; each point with the slope to the one before it
+    hull = [(time, back, 0.0)]  # points from right to left: time, returns, slope to the previous point
     for age in range(len(hazards) - 1, -1, -1):
         time, back = times[age], returns[age]
         while True:

@@ -102,7 +102,7 @@ def check(pool: Pool, spaces: Sequence[Namespace]) -> None:
 
 
 def _check_stop(key: StopKey, stop: Stop) -> None:
-    """It is where it says, and everything that it needs is published."""
+    """Asserts that a stop is filed under its key and that everything it needs is published."""
     assert stop.key == key, "a stop is filed under another key than its own"
     assert not stop.is_gone, "a stop that is gone is still filed"
     assert stop.runs or stop.needed, "a stop that nothing ends"

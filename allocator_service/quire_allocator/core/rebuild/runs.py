@@ -26,7 +26,7 @@ class RebuiltRun(NamedTuple):
 
     Attributes:
         borrowed: the position that the first of those blocks is published as.
-        shares: that first block is half filled, and may be another sequence's too.
+        shares: whether the first block is half filled, so that another sequence may have it, too.
         owns: blocks of the tail, and kept ones, that are counted with this sequence.
         kept: its own blocks in place of published ones; None if there are none.
     """

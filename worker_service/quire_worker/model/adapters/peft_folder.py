@@ -86,7 +86,7 @@ def read_adapter(
     """Reads an adapter and compares it with the model that is to have it.
 
     Args:
-        name: that requests will say.
+        name: its name in requests.
         folder: where PEFT has saved it.
         sites: of the model.
         limits: rank and bytes are looked at before any tensor is read.

@@ -1,11 +1,10 @@
 """The loop over the layers, without the masks, caches and hooks that transformers' models prepare around it.
 
 Where every layer goes straight to the kernels, all run in one call of `quire_decoder`, each on the pages and the block
-tables of its group. That saves ten calls from Python a layer; more than that, while it runs the model's thread needs
-nothing of the interpreter, so that the event loop can hand out the last tokens meanwhile.
+tables of its group. That saves ten calls from Python a layer. More important: the model's thread runs without the
+interpreter meanwhile, so the event loop can hand out the last tokens.
 
-Of a prompt, logits are wanted after its last token alone. What the last layer would do to the others, after its
-attention, is for nobody, and left out.
+A prompt needs logits only after its last token. So after its attention, the last layer skips all other tokens.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class LayersInC:
 
 
 class DecoderRewrite(Rewrite):
-    """Knows a model of just these parts whose layers and last norm are rewritten already."""
+    """Rewrites a model that has these parts and no others. Its layers and last norm must be rewritten already."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if own_parameter_names(module) or child_names(module) != set(PARTS):

@@ -96,7 +96,7 @@ def _with_sinks(module: Any, split: Split, heads: Heads, query_heads: int) -> Sp
 
 
 def _with_numbers(module: Any, split: Split, heads: Heads, *, has_keys: bool) -> Split:
-    """Adds the counts of heads by which some models shape their tensors."""
+    """Adds a rank's counts of heads, because some models shape their tensors by these attributes."""
     numbers = dict.fromkeys(_QUERY_COUNTS, len(heads.query))
     if has_keys:
         numbers |= dict.fromkeys(_KV_COUNTS, len(heads.kv)) | {_RATIO: len(heads.query) // len(heads.kv)}

@@ -63,7 +63,7 @@ def wrap_mixers(module: torch.nn.Module, layers: Collection[int], library: Libra
 
     Args:
         module: of transformers.
-        layers: that keep states.
+        layers: the layers that keep states.
         library: the kernels of a CPU, where the model is to be computed with them.
 
     Raises:

@@ -6,10 +6,10 @@ next. So a pass is cut into segments. Each goes through a mixer as a batch of it
     chunks      A: 3 tokens from position 0     B: 1 token at 40     C: 1 token at 16     D: 2 tokens from 8
     segments    B and C as [2, 1, hidden]; A as [1, 3, hidden], which has no state before it; D as [1, 2, hidden]
 
-Single tokens of prompts go apart from those that were generated, which some mixers compute in another way.
+Prompt chunks of one token and generated tokens are in different segments: some mixers compute the latter differently.
 
-What mixers leave behind is written to the pages when the pass has ended. So a pass that fails midway leaves every state
-as it was, and can be computed again, in parts.
+New states are written to the pages when the pass has ended. So a pass that fails midway changes no state, and can be
+computed again, in parts.
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""The parser of a server's command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING, Final
+
+from quire._distribution import VERSION
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+FAILED: Final = 1
+
+
+class Parser(argparse.ArgumentParser):
+    """Parses a server's command line. Argparse alone hides that help or version could not be written."""
+
+    def __init__(self, *, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description)
+        self.add_argument("--version", action="version", version=f"{prog} {VERSION}")
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """Writes a message, to standard error by default.
+
+        Raises:
+            SystemExit: with 1, as help or version cannot be written; with no word where a pipe's reader has gone.
+        """
+        if file is not sys.stdout:
+            super()._print_message(message, file)
+            return
+        try:
+            print(message, end="", flush=True)  # noqa: T201 - help and version are output
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would write what is left again at the end
+            said = "" if isinstance(error, BrokenPipeError) else f"{self.prog}: standard output: {error.strerror}\n"
+            self.exit(FAILED, said)

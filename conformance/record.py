@@ -1,0 +1,188 @@
+"""Records what `run.py` asks of an owner: sessions of the simulation, and vectors of digests.
+
+    python conformance/record.py            # writes sessions/*.jsonl, hashes.json and states.json beside this file
+    python conformance/record.py --check    # compares instead; exit status 1 names the files that are not fresh
+
+A session is one owner's life among faults: every step with the answer that counted, the digest of the state after it,
+and the reports that allocators asked for. Needs a clone, since the simulation is part of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from array import array
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+from google.protobuf.json_format import MessageToDict
+from quire.protocol.outcomes import NULL_BLOCK
+from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
+from quire.session.block_report import report_chunks, report_end
+from quire.v1 import allocator_pb2 as pb
+
+HERE: Final = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from tests.client.test_hashing import VECTORS  # noqa: E402
+from tests.simulation.histories import APPEND_ONLY, GROUPS  # noqa: E402
+from tests.simulation.simulation import FAULTS, Simulation  # noqa: E402
+from tests.simulation.world import Worker  # noqa: E402
+
+EVENTS: Final = 50  # of a simulation, until a session has its steps
+STEPS: Final = 66  # of a session, so that the answer to step 64 has a digest
+REPORTS: Final = 2  # of a session, besides the first and empty one
+FAULT_RATE: Final = 0.12
+SEED: Final = 37
+LARGE: Final = 100  # sequences of a state of which a digest covers a part
+
+Line = dict[str, Any]
+
+
+class RecordedWorker(Worker):
+    """A worker that writes down what it took in.
+
+    Attributes:
+        lines: of its session so far.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.lines: list[Line] = []
+        self._reports = 0
+
+    def receive(self) -> None:
+        """Takes in the oldest message, and writes down a step that it answers or a report that it asks for."""
+        owner = self.owner
+        asked, answered, reported = list(owner._unanswered), self.answered, owner.report_count
+        message = self.link.to_client[0] if self.link is not None else None
+        super().receive()
+        if self.answered > answered and isinstance(message, bytes):
+            step = pb.Step.FromString(asked[0].step.SerializeToString())
+            reply = pb.SessionReply.FromString(message).step_reply
+            digest = owner.ledger.digest().hex()
+            self.lines.append({"step": MessageToDict(step), "reply": MessageToDict(reply), "digest": digest})
+        elif owner.report_count > reported and self.answered and self._reports < REPORTS:
+            self._reports += 1
+            self.lines.append({"report": _report(self)})
+
+
+def _report(worker: Worker) -> Line:
+    """Returns the report of a worker's ledger, in small chunks as everything of the simulation."""
+    owner, chunks = worker.owner, report_chunks(worker.owner.ledger)
+    end = report_end(chunks, last_step=owner.last_step, last_sequence_id=owner.ledger.last_sequence_id)
+    return {"chunks": [MessageToDict(chunk) for chunk in chunks], "end": MessageToDict(end)}
+
+
+class RecordedSimulation(Simulation):
+    """A simulation whose workers write down what they take in."""
+
+    def _new_worker(self) -> Worker:
+        return RecordedWorker(self.spec, self.rng, self.clock, self.outcome.counts, self.window)
+
+
+def session(kinds: str, seed: int) -> list[Line]:
+    """Returns a session of a pool of these groups, headed by its specification."""
+    with mock.patch.dict(FAULTS, {"worker crashes": 0}):  # one life
+        simulation = RecordedSimulation(seed, kinds=kinds, fault_rate=FAULT_RATE)
+        worker = simulation.worker
+        assert isinstance(worker, RecordedWorker)
+        steps: list[int] = []
+        while len(steps) < STEPS:
+            violation = simulation.run(EVENTS).violation
+            if violation:
+                raise RuntimeError(f"{kinds}, seed {seed}: {violation}")
+            steps = [index for index, line in enumerate(worker.lines) if "step" in line]
+    return [{"spec": MessageToDict(simulation.spec)}, *worker.lines[: steps[STEPS - 1] + 1]]
+
+
+def states() -> list[Line]:
+    """Returns states and their digests: whole ones, and the parts that the answers to some steps cover."""
+    rng, found = random.Random(SEED), []
+    for count, group_count, step in ((0, 1, 0), (1, 1, 0), (3, 2, 0), (5, 1, 64), (200, 1, 128), (200, 1, 6400)):
+        spread = 1 if count > LARGE else 2**40 + 1  # ids of several bytes
+        rows = [_row(rng, number, spread, group_count) for number in range(count)]
+        turn = [rows[at] for at in in_turn(range(count), step)] if step else rows
+        digest = state_digest(turn, STATE_DIGEST_ENTRIES_MAX if step else None)
+        names = ("id", "token_count", "committed_token_count", "namespace")
+        sequences = [
+            {**dict(zip(names, (str(row[0]), *row[1:4]), strict=True)), "tables": [table.tolist() for table in row[4]]}
+            for row in rows
+        ]
+        found.append({"sequences": sequences, "after_step": step, "digest": digest.hex()})
+    return found
+
+
+def _row(rng: random.Random, number: int, spread: int, group_count: int) -> SequenceRow:
+    """Returns a sequence with random numbers; every second one is in a namespace beyond ASCII."""
+    tables = [array("I", [rng.choice((NULL_BLOCK, rng.randrange(99)))] * rng.randrange(3)) for _ in range(group_count)]
+    namespace = "" if number % 2 else "équipe"
+    return (number + 1) * spread, rng.randrange(spread % 2**32 + 63), rng.randrange(64), namespace, tables
+
+
+def hashes() -> list[Line]:
+    """Returns the vectors of docs/hash.md, with their extra keys and digests as lists."""
+    found: list[Line] = []
+    for title, vector in VECTORS.items():
+        size, tokens = int(vector["block_size"]), [int(token) for token in vector["tokens"].split()]
+        keys = [
+            ["" if key == "(empty)" else key for key in block.split()]
+            for block in vector.get("extra_keys", "").split("|")
+        ]
+        blocks = len(tokens) // size
+        found.append(
+            {
+                "title": title,
+                **{name: vector[name] for name in ("fingerprint", "layout", "adapter", "namespace")},
+                "block_size": size,
+                "tokens": tokens,
+                "extra_keys": (keys + [[]] * blocks)[:blocks],
+                "root": vector["root"],
+                "digests": [vector[f"digest_{block}"] for block in range(blocks)],
+            }
+        )
+    return found
+
+
+def write(folder: Path) -> None:
+    """Writes every file of the recordings below a folder."""
+    (folder / "sessions").mkdir(exist_ok=True)
+    for seed, kinds in enumerate([*GROUPS, *APPEND_ONLY], SEED):
+        lines = [json.dumps(line, separators=(",", ":")) + "\n" for line in session(kinds, seed)]
+        (folder / "sessions" / f"{kinds.replace(' ', '-')}.jsonl").write_text("".join(lines))
+    for name, vectors in (("hashes", hashes()), ("states", states())):
+        rows = ",\n".join(json.dumps(vector, separators=(",", ":")) for vector in vectors)
+        (folder / f"{name}.json").write_text(f"[\n{rows}\n]\n")
+
+
+def stale(folder: Path) -> list[str]:
+    """Returns the names of the files beside this one that differ from those of a folder, or are in one of them only."""
+
+    def files(root: Path) -> dict[str, str]:
+        return {str(path.relative_to(root)): path.read_text() for path in root.rglob("*.json*")}
+
+    here, there = files(HERE), files(folder)
+    return sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+
+
+def main() -> int:
+    """Returns 1 if the files are compared, and one is not fresh."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not fresh")
+    if not parser.parse_args().check:
+        write(HERE)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder))
+        names = stale(Path(folder))
+    if names:
+        print(f"not fresh: {', '.join(names)}; run python conformance/record.py", file=sys.stderr)
+    return 1 if names else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

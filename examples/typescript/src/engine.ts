@@ -1,0 +1,190 @@
+// A toy engine on an owner. Its pages hold tokens in the place of keys and values, and its "model" reads every token
+// through the block table: a wrong table, a lost copy or a stale page changes the text.
+
+import { blockDigests, promptDigests, rootDigest } from "./hash.js";
+import { joined, type Grown, type Sequence } from "./ledger.js";
+import { PoolLostError, type Operations, type Outcome, type Owner } from "./owner.js";
+import { Result } from "./gen/quire/v1/allocator_pb.js";
+
+const VOCABULARY = 50_021;
+
+const NONE = 0n; // no sequence has this id
+
+interface Text {
+  number: number;
+  tokens: number[];
+  namespace: string;
+  sequence: bigint; // id at the allocator; another one after the pool was lost, and NONE in between
+  written: number; // tokens in the pages
+}
+
+/** The pool has no room; `shortfall` blocks are missing where that is why. */
+export class RefusedError extends Error {
+  constructor(readonly grown: Grown) {
+    super(`${Result[grown.result] ?? grown.result}, ${grown.shortfall} blocks are missing`);
+  }
+}
+
+export class Engine {
+  readonly texts = new Map<number, Text>();
+  readonly #pages: Int32Array;
+  readonly #blockSize: number;
+  #lastText = 0;
+
+  constructor(readonly owner: Owner) {
+    this.#blockSize = owner.spec.groups[0]!.blockSize;
+    this.#pages = new Int32Array(owner.spec.blockCount * this.#blockSize);
+  }
+
+  /** Begins a text: shares what is published of its prompt and computes the rest. Returns its number and that share. */
+  async admit(prompt: number[], namespace = ""): Promise<{ text: number; matched: number }> {
+    const text: Text = { number: this.#lastText + 1, tokens: [...prompt], namespace, sequence: NONE, written: 0 };
+    const matched = await this.#surviving(() => this.#begin(text));
+    this.texts.set(++this.#lastText, text);
+    return { text: text.number, matched };
+  }
+
+  /** Adds a token to every text that has all of its tokens in the pages, and computes it. */
+  async decode(): Promise<void> {
+    await this.#surviving(async () => undefined); // a text whose return was refused tries again
+    const texts = [...this.texts.values()];
+    for (const text of texts) if (text.written === text.tokens.length) text.tokens.push(this.#model(text));
+    await this.#surviving(() => this.#compute(texts));
+  }
+
+  /** Begins another text where one is; they share every block until one of them writes. */
+  async fork(of: number): Promise<number> {
+    const parent = this.#text(of);
+    const child: Text = { ...parent, number: ++this.#lastText, tokens: [...parent.tokens] };
+    await this.#surviving(async () => {
+      const id = this.owner.ledger.lastSequenceId + 1n;
+      const forks = { parents: [parent.sequence], children: [id] };
+      const { reply } = await this.#apply({ commits: this.#commits([parent]), forks });
+      if (reply.forkResults.some((result) => result !== Result.OK)) throw new Error(`the fork was refused`);
+      child.sequence = id;
+      child.written = this.#sequence(child).committedTokenCount;
+    });
+    this.texts.set(child.number, child);
+    return child.number;
+  }
+
+  async free(number: number): Promise<void> {
+    const text = this.#text(number);
+    await this.#surviving(() => this.#apply({ frees: { sequences: [text.sequence] } }));
+    this.texts.delete(number);
+  }
+
+  /** Returns the digests that a prompt is looked up by. */
+  digests(prompt: number[], namespace = ""): Uint8Array[] {
+    return promptDigests(this.#root(namespace), prompt, this.#blockSize);
+  }
+
+  /** Does some work, and again where the pool was lost. Texts without a sequence are admitted before, also anew. */
+  async #surviving<T>(work: () => Promise<T>): Promise<T> {
+    for (;;) {
+      try {
+        for (const text of this.texts.values()) if (text.sequence === NONE) await this.#begin(text);
+        return await work();
+      } catch (error) {
+        if (!(error instanceof PoolLostError)) throw error;
+        for (const text of this.texts.values()) text.sequence = NONE;
+      }
+    }
+  }
+
+  /** Admits a text under a new id, and computes what is not shared. Returns how many tokens are. */
+  async #begin(text: Text): Promise<number> {
+    const id = this.owner.ledger.lastSequenceId + 1n;
+    const digests = this.digests(text.tokens, text.namespace);
+    const { grows } = await this.#apply({
+      grows: {
+        sequences: [id],
+        tokenCounts: [text.tokens.length],
+        digestCounts: [digests.length],
+        digests: joined(digests),
+        namespaces: [text.namespace],
+      },
+    });
+    const grown = grows[0]!;
+    if (grown.result !== Result.OK) throw new RefusedError(grown);
+    [text.sequence, text.written] = [id, grown.matchedTokenCount];
+    this.#write(text);
+    await this.#apply({ commits: this.#commits([text]) }); // others can hit its prompt from now on
+    return grown.matchedTokenCount;
+  }
+
+  /** Commits what is in the pages and grows texts to all of their tokens, in one step; then writes those. */
+  async #compute(texts: Text[]): Promise<void> {
+    const growing = texts.filter((text) => text.tokens.length > this.#sequence(text).tokenCount);
+    const sequences = growing.map((text) => text.sequence);
+    const tokenCounts = growing.map((text) => text.tokens.length);
+    const { grows } = await this.#apply({ commits: this.#commits(texts), grows: { sequences, tokenCounts } });
+    for (const text of texts) if (this.#sequence(text).tokenCount >= text.tokens.length) this.#write(text);
+    const refused = grows.find((grown) => grown.result !== Result.OK);
+    if (refused) throw new RefusedError(refused);
+  }
+
+  /** Returns the commits of what is in the pages: of each text its tokens, and the digests of the blocks they fill. */
+  #commits(texts: Text[]): Operations["commits"] {
+    const ready = texts.filter((text) => text.written > this.#sequence(text).committedTokenCount);
+    const digests = ready.map((text) => {
+      const all = blockDigests(this.#root(text.namespace), text.tokens.slice(0, text.written), this.#blockSize);
+      return all.slice(Math.floor(this.#sequence(text).committedTokenCount / this.#blockSize));
+    });
+    return {
+      sequences: ready.map((text) => text.sequence),
+      tokenCounts: ready.map((text) => text.written),
+      digestCounts: digests.map((each) => each.length),
+      digests: joined(digests.flat()),
+    };
+  }
+
+  /** Applies a step and runs its copies, before anything is written. */
+  async #apply(operations: Operations): Promise<Outcome> {
+    const outcome = await this.owner.step(operations);
+    const copies = outcome.reply.copies;
+    copies?.sources.forEach((source, row) => {
+      const [from, to] = [this.#start(source), this.#start(copies.destinations[row]!)];
+      this.#pages.copyWithin(to, from, from + this.#blockSize);
+    });
+    return outcome;
+  }
+
+  /** The forward pass: tokens that are in no page yet are written to theirs. */
+  #write(text: Text): void {
+    for (; text.written < text.tokens.length; text.written++) {
+      this.#pages[this.#slot(text, text.written)] = text.tokens[text.written]!;
+    }
+  }
+
+  /** The next token, from the text's number and every token before it as the pages have it. */
+  #model(text: Text): number {
+    let state = text.number;
+    for (let at = 0; at < text.tokens.length; at++) state = (state * 31 + this.#pages[this.#slot(text, at)]!) % VOCABULARY;
+    return state;
+  }
+
+  #slot(text: Text, at: number): number {
+    const block = this.#sequence(text).tables[0]![Math.floor(at / this.#blockSize)]!;
+    return this.#start(block) + (at % this.#blockSize);
+  }
+
+  #start(block: number): number {
+    return (block - this.owner.spec.firstBlockId) * this.#blockSize;
+  }
+
+  #root(namespace: string): Uint8Array {
+    const { modelFingerprint, cacheLayout } = this.owner.spec;
+    return rootDigest({ fingerprint: modelFingerprint, layout: cacheLayout, namespace });
+  }
+
+  #sequence(text: Text): Sequence {
+    return this.owner.ledger.sequences.get(text.sequence)!;
+  }
+
+  #text(number: number): Text {
+    const text = this.texts.get(number);
+    if (!text) throw new Error(`there is no text ${number}`);
+    return text;
+  }
+}

@@ -1,0 +1,131 @@
+// An owner of level 1: one pool, by calls, without memory of what its pages carry.
+//
+// Lifecycle:
+//   1. open   OpenSession, as often as it takes: the allocator may be down, another owner's lease may live
+//   2. step   Apply, one at a time. Without an answer the same step goes again: its number makes it idempotent
+//   3. lost   the allocator does not know the session (it was started anew, the lease ended) or has another state: a new,
+//             empty session is opened, and PoolLostError tells the caller to admit its sequences again
+//   4. close  CloseSession: others can have the pool at once
+
+import { randomUUID } from "node:crypto";
+import { create, type MessageInitShape } from "@bufbuild/protobuf";
+import { CallError, type Calls } from "./calls.js";
+import { AllocatorService, StepSchema } from "./gen/quire/v1/allocator_pb.js";
+import type { OpenSessionResponse, PoolSpec, StepReply } from "./gen/quire/v1/allocator_pb.js";
+import { Ledger, type Grown } from "./ledger.js";
+
+const PROTOCOL_VERSION = 3;
+const RETRY_MS = 100;
+const LATER = new Set(["POOL_OWNED", "DRAINING", "LIMIT", "POOL_QUARANTINED"]); // of opening: may go through later
+const LOST = new Set(["SESSION_UNKNOWN", "STEP_MISMATCH", "STEP_GAP", "FENCED", "POOL_QUARANTINED"]); // of a step
+
+/** The pool was lost, and is open again and empty: every sequence is gone. */
+export class PoolLostError extends Error {}
+
+export type Operations = Omit<MessageInitShape<typeof StepSchema>, "$typeName" | "sessionId" | "number" | "ack">;
+
+/** What a step did: its reply, and its grows as they can be read by themselves. */
+export interface Outcome {
+  reply: StepReply;
+  grows: Grown[];
+}
+
+export class Owner {
+  ledger: Ledger;
+  openCount = 0; // sessions so far; each begins with an empty pool
+  #session!: OpenSessionResponse;
+  #number = 0n; // of the next step
+  #turn: Promise<unknown> = Promise.resolve(); // one call at a time, steps and renewals
+  #keepAlive?: NodeJS.Timeout;
+  #isClosed = false;
+
+  private constructor(
+    readonly calls: Calls,
+    readonly pool: string,
+    readonly spec: PoolSpec,
+  ) {
+    this.ledger = new Ledger(spec);
+  }
+
+  /** Takes a pool, waiting until it can be had. */
+  static async open(calls: Calls, pool: string, spec: PoolSpec): Promise<Owner> {
+    const owner = new Owner(calls, pool, spec);
+    await owner.#open();
+    return owner;
+  }
+
+  /** Applies a step exactly once. Rejects with PoolLostError if the pool was lost instead. */
+  step(operations: Operations): Promise<Outcome> {
+    return this.#inTurn(() => this.#apply(operations));
+  }
+
+  /** Gives the pool back. */
+  async close(): Promise<void> {
+    this.#isClosed = true;
+    clearInterval(this.#keepAlive);
+    await this.#inTurn(() => this.calls.unary(AllocatorService.method.closeSession, { sessionId: this.#session.sessionId }));
+  }
+
+  async #open(): Promise<void> {
+    const request = { requestId: randomUUID(), pool: this.pool, spec: this.spec, version: PROTOCOL_VERSION };
+    this.#session = await this.#answered((error) => LATER.has(error.reason), () =>
+      this.calls.unary(AllocatorService.method.openSession, request),
+    );
+    const missing = this.spec.features.filter((feature) => !this.#session.features.includes(feature));
+    if (missing.length) throw new Error(`the allocator does not know ${missing.join(", ")}`);
+    this.ledger = new Ledger(this.spec);
+    this.ledger.lastSequenceId = this.#session.lastSequenceId;
+    this.#number = this.#session.nextStep;
+    this.openCount++;
+    clearInterval(this.#keepAlive);
+    this.#keepAlive = setInterval(() => void this.#inTurn(() => this.#renew()), this.#session.leaseMs / 3).unref();
+  }
+
+  async #apply(operations: Operations): Promise<Outcome> {
+    const step = create(StepSchema, { ...operations, sessionId: this.#session.sessionId, number: this.#number });
+    let reply: StepReply;
+    try {
+      reply = await this.#answered(() => false, () => this.calls.unary(AllocatorService.method.apply, step));
+    } catch (error) {
+      if (!(error instanceof CallError && LOST.has(error.reason))) throw error; // refused: nothing changed
+      return this.#lose(error.reason);
+    }
+    this.#number++;
+    const grows = this.ledger.apply(step, reply);
+    const told = reply.stateDigest;
+    if (told.length && Buffer.compare(told, this.ledger.digestAfter(step.number))) return this.#lose("another state");
+    return { reply, grows };
+  }
+
+  async #lose(why: string): Promise<never> {
+    const sessionId = this.#session.sessionId;
+    await this.calls.unary(AllocatorService.method.closeSession, { sessionId }).catch(() => undefined); // if it is there
+    await this.#open();
+    throw new PoolLostError(`the pool was lost (${why}), and is open and empty again`);
+  }
+
+  /** Renews the lease. A failure is the next step's to find. */
+  async #renew(): Promise<void> {
+    const sessionId = this.#session.sessionId;
+    await this.calls.unary(AllocatorService.method.apply, { sessionId }).catch(() => undefined);
+  }
+
+  /** Makes a call until it is answered by other than an error that may pass. */
+  async #answered<T>(mayPass: (error: CallError) => boolean, call: () => Promise<T>): Promise<T> {
+    for (;;) {
+      try {
+        return await call();
+      } catch (error) {
+        const again = error instanceof CallError && (error.isUnanswered || mayPass(error));
+        if (!again || this.#isClosed) throw error;
+        await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+      }
+    }
+  }
+
+  #inTurn<T>(work: () => Promise<T>): Promise<T> {
+    const turn = this.#turn.then(work, work);
+    this.#turn = turn.catch(() => undefined);
+    return turn;
+  }
+}

@@ -1,0 +1,17 @@
+// What Grafana's server writes into its page; its packages read it while they are imported.
+window.grafanaBootData = {
+  settings: {
+    buildInfo: { version: '13.2.3', env: 'production', edition: 'OSS', commit: '' },
+    featureToggles: {}, theme: {}, appSubUrl: '', panels: {}, datasources: {}, defaultDatasource: 'prometheus',
+    licenseInfo: {}, unifiedAlerting: {},
+    dateFormats: {
+      fullDate: 'YYYY-MM-DD HH:mm:ss', useBrowserLocale: false, defaultTimezone: 'browser', defaultWeekStart: '',
+      interval: {
+        millisecond: 'HH:mm:ss.SSS', second: 'HH:mm:ss', minute: 'HH:mm', hour: 'MM/DD HH:mm', day: 'MM/DD',
+        month: 'YYYY-MM', year: 'YYYY',
+      },
+    },
+  },
+  user: { timezone: 'browser', locale: 'en-US', permissions: {} },
+  navTree: [],
+};

@@ -1,0 +1,72 @@
+"""Runs tests of client, allocator and gateway on every Python from 3.11 to 3.13 that is here: `make test-pythons`.
+
+    python -m scripts.pythons --jobs 2 --without tests/client/test_first_hour.py
+
+Each Python gets an environment in build/, without torch: tests that need a model are left out here. In CI, `make test`
+runs them on each Python. A Python that is not found is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Collection
+from typing import Final
+
+from scripts.release import PYTHONS, ROOT, Interpreter, interpreters, run
+
+PARTS: Final = ("tests/allocator", "tests/client", "tests/gateway")
+TOOLS: Final = (
+    *("hypothesis", "jsonschema", "openai", "psutil"),
+    *("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "pyyaml"),
+)
+MODEL: Final = re.compile(r"^ *(?:import|from) (?:torch|transformers|quire_worker|tests\.worker)\b|LocalStack", re.M)
+
+
+def with_a_model(without: Collection[str]) -> list[str]:
+    """Returns the files of tests that need a model, or import one that does, and those that are named."""
+    texts = {str(path.relative_to(ROOT)): path.read_text() for part in PARTS for path in (ROOT / part).rglob("*.py")}
+    found = {name for name, text in texts.items() if MODEL.search(text)}
+    while True:
+        modules = [re.escape(name.removesuffix(".py").replace("/", ".")) for name in sorted(found)]
+        importing = re.compile(rf"^ *from (?:{'|'.join(modules)}) import", re.M)
+        more = {name for name, text in texts.items() if name not in found and importing.search(text)}
+        if not more:
+            return sorted(found | {name for name in texts if name.startswith(tuple(without))})
+        found |= more
+
+
+def test_on(interpreter: Interpreter, ignored: list[str], jobs: int) -> bool:
+    """Returns whether the tests pass on one Python."""
+    folder = ROOT / "build" / f"python{interpreter.version}"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        run(interpreter.program, "-m", "venv", folder)
+    install = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", ROOT / "constraints.txt")
+    run(*install, "-e", ".[allocator,gateway,cli]", *TOOLS)
+    print(f"Python {interpreter.version}", flush=True)
+    options = ["-n", str(jobs), "--dist", "loadfile", *(f"--ignore={name}" for name in ignored)]
+    return not subprocess.run([python, "-m", "pytest", *options, *PARTS], cwd=ROOT, check=False).returncode
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=2, help="processes of tests (default: %(default)s)")
+    parser.add_argument("--without", action="append", default=[], help="a file or folder that is left out")
+    parser.add_argument("--only", choices=PYTHONS, action="append", help="a Python, instead of all")
+    options = parser.parse_args()
+    found = {each.version: each for each in interpreters()}
+    wanted = options.only or PYTHONS
+    ignored = with_a_model(options.without)
+    failed = [name for name in wanted if name in found and not test_on(found[name], ignored, options.jobs)]
+    for name in wanted:
+        if name not in found:
+            print(f"not run: Python {name}, which is not on PATH or has no headers")
+    if failed:
+        sys.exit(f"failed on Python {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The site of the documents: its sources, its links, and its pages on a phone. `make docs` builds all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts import site as build
+
+BROWSER = shutil.which("chromium")
+QUESTIONS = 15  # at least, of a first day
+
+
+def test_lists_and_tables_behind_a_paragraph_get_the_empty_line_that_they_need_and_code_gets_none() -> None:
+    text = "Such as:\n- one\n  more\n- two\n1. three\n\n```\na\n- b\n```\ntable:\n| a |\n| --- |\n"
+    read = "Such as:\n\n- one\n  more\n- two\n1. three\n\n```\na\n- b\n```\ntable:\n\n| a |\n| --- |\n"
+    assert build.as_markdown_reads_it(text) == read
+    assert build.as_markdown_reads_it(read) == read
+
+
+def test_every_page_of_the_documents_and_what_they_link_to_is_on_the_site(tmp_path: Path) -> None:
+    build.stage(tmp_path / "source")
+    staged = {str(path.relative_to(tmp_path / "source")) for path in (tmp_path / "source").rglob("*") if path.is_file()}
+    assert {str(path.relative_to(build.ROOT)) for path in (build.ROOT / "docs").glob("*.md")} <= staged
+    assert {"README.md", "ARCHITECTURE.md", "benchmarks/figures.md", "protos/quire/v1/files.md"} <= staged
+    commands = (tmp_path / "source" / "reference" / "commands.md").read_text()
+    for section in ("## quire pool list\n", "## quire-allocator\n", "## quire-gateway\n", "## quire-worker\n"):
+        assert section in commands
+    assert "`--kv-memory`" in commands
+
+
+def test_the_questions_of_a_first_day_have_a_row_with_a_page_each() -> None:
+    rows = [line for line in (build.ROOT / "docs" / "faq.md").read_text().splitlines() if "?" in line.partition("|")[2]]
+    assert len(rows) >= QUESTIONS
+    assert [row for row in rows if "](" not in row.rsplit("|", 2)[1]] == []
+
+
+def page(site: Path, name: str, body: str) -> None:
+    (site / name).write_text(f"<!doctype html><html><body>{body}</body></html>")
+
+
+def test_a_link_to_no_file_and_one_to_no_anchor_are_dead(tmp_path: Path) -> None:
+    page(
+        tmp_path, "a.html", '<h1 id="top"></h1><a href="b.html#there"></a><a href="#top"></a><a href="b.html#not"></a>'
+    )
+    page(tmp_path, "b.html", '<h1 id="there"></h1><img src="none.svg"><a href="https://example.com/x"></a>')
+    assert sorted(build.dead_links(tmp_path)) == ["a.html: b.html#not", "b.html: none.svg"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
+@pytest.mark.timeout(600)
+def test_a_page_that_a_phone_has_to_scroll_sideways_is_found(tmp_path: Path) -> None:
+    page(tmp_path, "narrow.html", "<p>one</p>")
+    page(tmp_path, "wide.html", '<div style="width: 900px">two</div>')
+    assert BROWSER is not None
+    assert build.wide_pages(tmp_path, BROWSER) == ["wide.html"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: make docs")
+@pytest.mark.timeout(600)
+def test_the_site_is_built_without_a_warning_and_has_no_dead_link(tmp_path: Path) -> None:
+    assert build.build(tmp_path / "source", tmp_path / "site") == []
+    client = (tmp_path / "site" / "reference" / "client.html").read_text()
+    assert 'id="quire.AsyncClient' in client or 'id="quire.Client' in client
+    loaded = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="?(https?:[^">]*)', client)
+    assert loaded == [], "nothing is fetched from elsewhere"

@@ -12,8 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from quire_gateway.calls.formats import AT_START, IN_REASONING, Element, Elements, Format, Mark, Maybe, Place, Run, Slot
 
-_HEAD: Final = """%llguidance {}
-TEXT: /(.|\\n)*/
+_HEAD: Final = """TEXT: /(.|\\n)*/
 SPACE: /[ \\t\\r\\n]{1,16}/
 PADDING: /[ \\t\\r\\n]{0,16}/
 """
@@ -105,7 +104,13 @@ class _Writer:
             if runs:
                 bodies.append(_sequence(_any([*marks, *runs], "*"), _any(runs)))
         start = _sequence(self._reasoned(), _any([*at_start, *bodies]))
-        return "\n".join((_HEAD.rstrip(), f"start: {start}", *self._rules, ""))
+        options = {} if self._is_due else {"x-free-until": self._openings()}
+        return "\n".join((f"%llguidance {json.dumps(options)}", _HEAD.rstrip(), f"start: {start}", *self._rules, ""))
+
+    def _openings(self) -> list[str]:
+        """Returns the texts before which nothing of an answer is held; workers do not ask the grammar until then."""
+        begun = [(run.opening or run.head)[0] for run in self._form.runs]
+        return sorted({first for first in begun if isinstance(first, str)})
 
     def _reasoned(self) -> str:
         """Returns the reasoning that an answer has before its content, or may have."""

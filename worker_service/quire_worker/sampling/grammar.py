@@ -3,7 +3,8 @@
     1. compiled   first in a process of its own, which measures its size (`calls/structures.py`), then on a thread. If
                   that fails, the caller gets the error
     2. begun      each sample of a request has a matcher, a copy of the compiled one
-    3. followed   a mask before each token, of all samples of a batch together, and the token after it
+    3. followed   a mask before each token, of all samples of a batch together, and the token after it; tokens of a text
+                  that the grammar leaves free wait until one comes that it has to judge (`openings.py`)
     4. ended      with an end-of-text token, which is allowed where the text is whole
 
 llguidance parses: an Earley parser over derivatives of regular expressions, in Rust. Its fuel bounds its steps: a
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from quire_worker.sampling.masks import contains
+from quire_worker.sampling.openings import Openings, openings_in
 from quire_worker.sampling.params import Structure, StructureKind
 from quire_worker.sampling.words import word_count
 
@@ -35,6 +37,7 @@ CACHED_GRAMMAR_COUNT_MAX = 64
 CACHED_BYTES_MAX = 64 << 20  # of these
 BYTES_MAX = 128 << 20  # of these and all that requests still use
 GRAMMAR_BYTES_MIN = 64 << 10  # that a small one counts for
+WAITING_MAX = 1024  # tokens of a free text: to follow them takes a millisecond or two, for which a pass waits
 INTEGER_MAX: Final = 1 << 53  # numbers are float64 at llguidance, which is silent about those that it rounds
 INT64_MAX: Final = (1 << 63) - 1  # a common bound, that rounds up and is cut off to itself
 # JSON without optional whitespace: a model that is not sure of itself can fill any number of tokens with it.
@@ -52,9 +55,20 @@ class GrammarError(ValueError):
 class Matcher:
     """Position of one sample's text in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: Collection[int]) -> None:
-        """Takes over a matcher of llguidance."""
+    def __init__(
+        self, matcher: LLMatcher, eos_token_ids: Collection[int], openings: Openings | None = None, begun: bytes = b""
+    ) -> None:
+        """Takes over a matcher of llguidance.
+
+        Args:
+            matcher: to be taken over.
+            eos_token_ids: of the model.
+            openings: before which the text is free; None where it is not, or has one of them.
+            begun: the end of the text that one of them may begin with.
+        """
         self._matcher = matcher
+        self._openings, self._begun = openings, begun
+        self._waiting: list[int] = []  # tokens of a free text that the matcher does not know yet
         self._whole: Matcher | None = None  # of a copy, the compiled one: it lives as long as any copy
         self._eos_token_ids = eos_token_ids
         self.has_ended = False
@@ -66,9 +80,18 @@ class Matcher:
 
     def take(self, token: int) -> None:
         """Follows the text by a token that its mask allowed; what comes after its end is not looked at."""
-        if not self.has_ended:
-            self._matcher.consume_token(token)
-            self.has_ended = token in self._eos_token_ids
+        if self.has_ended:
+            return
+        if self._is_free(token):
+            self._waiting.append(token)
+            if len(self._waiting) >= WAITING_MAX:
+                self._up_to_date()
+            return
+        self._up_to_date().consume_token(token)
+        self.has_ended = token in self._eos_token_ids
+        if self._openings is not None:
+            begun = self._openings.begun(self._begun, token)
+            self._openings, self._begun = (None, b"") if begun is None else (self._openings, begun)
 
     def allows(self, token: int, vocabulary: int) -> bool:
         """Tells whether a token of so many may follow. It may say no where the mask says yes: of an end of the text.
@@ -77,11 +100,12 @@ class Matcher:
         lets go of the interpreter. It is only made where the bytes that follow are known: of all their spellings, the
         mask has one.
         """
-        if self.has_ended:
+        if self.has_ended or self._is_free(token):
             return True
-        if self._matcher.validate_tokens([token]) != 1 or self._matcher.is_error():
+        matcher = self._up_to_date()
+        if matcher.validate_tokens([token]) != 1 or matcher.is_error():
             return False
-        return not self._matcher.compute_ff_bytes() or contains(masks_of([self], vocabulary)[0], token)
+        return not matcher.compute_ff_bytes() or contains(masks_of([self], vocabulary)[0], token)
 
     def fill(self, words: np.ndarray) -> None:
         """Writes which tokens may follow.
@@ -91,18 +115,27 @@ class Matcher:
         """
         if self.has_ended:
             words.fill(-1)
-        elif self._matcher.is_error():
+            return
+        matcher = self._up_to_date()
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
             words.fill(0)
-        else:
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if self._matcher.is_error():
-                words.fill(0)
 
     def copy(self) -> Matcher:
         """Returns the same for a text that goes on from here by itself."""
-        twin = Matcher(self._matcher.deep_copy(), self._eos_token_ids)
-        twin.has_ended, twin._whole = self.has_ended, self._whole or self
+        twin = Matcher(self._matcher.deep_copy(), self._eos_token_ids, self._openings, self._begun)
+        twin.has_ended, twin._whole, twin._waiting = self.has_ended, self._whole or self, self._waiting[:]
         return twin
+
+    def _is_free(self, token: int) -> bool:
+        return self._openings is not None and not self._begun and self._openings.is_free(token)
+
+    def _up_to_date(self) -> LLMatcher:
+        if self._waiting:
+            self._matcher.consume_tokens(self._waiting)
+            self._waiting = []
+        return self._matcher
 
 
 def masks_of(matchers: Sequence[Matcher], vocabulary: int) -> np.ndarray:
@@ -172,20 +205,19 @@ class Grammars:
         Raises:
             GrammarError: as of `compile`.
         """
-        name = structure.kind.value
         if not self._eos_token_ids:
-            raise GrammarError(f"{name} needs a model with an end-of-text token")
-        return self._new_matcher(name, _grammar_of(structure))
+            raise GrammarError(f"{structure.kind.value} needs a model with an end-of-text token")
+        return self._new_matcher(structure)
 
     def _let_go(self, byte_count: int) -> None:
         with self._lock:
             self._byte_count -= byte_count
 
-    def _new_matcher(self, name: str, grammar: str) -> Matcher:
+    def _new_matcher(self, structure: Structure) -> Matcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self.prepare(), grammar, log_level=0, limits=limits)
+        name, limits = structure.kind.value, LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self.prepare(), _grammar_of(structure), log_level=0, limits=limits)
         if matcher.is_error():
             what = " ".join(matcher.get_error().split())  # one line of its several
             raise GrammarError(f"{name} cannot be used: {what[:ERROR_CHARACTERS_MAX]}")
@@ -194,7 +226,19 @@ class Grammars:
         ready.fill(words)  # the first mask may take long, and is kept; no pass should wait for it
         if not words.any():
             raise GrammarError(f"{name} cannot be used: no text fits it, or it is too complex to tell")
-        return ready
+        if structure.kind is not StructureKind.GRAMMAR:
+            return ready
+        try:
+            texts = openings_in(structure.texts[0])
+        except ValueError as error:
+            raise GrammarError(f"{name} cannot be used: {error}") from None
+        tokenizer, ends = self.prepare(), self._eos_token_ids
+
+        def is_text(token: int) -> bool:
+            return contains(words, token) and token not in ends and not tokenizer.is_special_token(token)
+
+        openings = Openings(texts, lambda token: tokenizer.decode_bytes([token]), is_text) if texts else None
+        return Matcher(matcher, ends, openings)
 
     def prepare(self) -> LLTokenizer:
         """Reads the tokenizer, if that was not done before, and returns it."""

@@ -22,13 +22,21 @@ TOOLS: Final = (
     *("hypothesis", "jsonschema", "openai", "psutil"),
     *("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "pyyaml"),
 )
+# Their tests start a worker, or ask for a model, by a command line.
+BY_COMMAND: Final = (
+    "tests/client/test_cli_plan.py",
+    "tests/client/test_cli_prompts.py",
+    "tests/client/test_cli_surroundings.py",
+    "tests/client/test_readers_words.py",
+    "tests/client/test_serving.py",
+)
 MODEL: Final = re.compile(r"^ *(?:import|from) (?:torch|transformers|quire_worker|tests\.worker)\b|LocalStack", re.M)
 
 
 def with_a_model(without: Collection[str]) -> list[str]:
     """Returns the files of tests that need a model, or import one that does, and those that are named."""
     texts = {str(path.relative_to(ROOT)): path.read_text() for part in PARTS for path in (ROOT / part).rglob("*.py")}
-    found = {name for name, text in texts.items() if MODEL.search(text)}
+    found = {name for name, text in texts.items() if name in BY_COMMAND or MODEL.search(text)}
     while True:
         modules = [re.escape(name.removesuffix(".py").replace("/", ".")) for name in sorted(found)]
         importing = re.compile(rf"^ *from (?:{'|'.join(modules)}) import", re.M)

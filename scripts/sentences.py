@@ -49,7 +49,8 @@ def docstrings(path: str, tree: ast.Module) -> Iterator[Sentence]:
     """Yields the sentences of all docstrings of a file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
+            docstring = ast.get_docstring(node)
+            for paragraph in docstring.split("\n\n") if docstring else ():
                 if not paragraph.startswith("    "):  # code
                     yield from split(path, node.body[0].lineno, paragraph)
 

@@ -60,6 +60,7 @@ OF_A_START = {
     "UsageError",
     "UnsupportedModelError",
     "CheckpointError",
+    "check_budget",
     "require_free",
     "tls_of",
     "error",

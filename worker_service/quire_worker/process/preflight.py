@@ -81,11 +81,11 @@ def check_memory(options: argparse.Namespace) -> None:
         UsageError: it is larger than the memory.
     """
     if options.device == "cpu":
-        check_budget(options.kv_memory, host_bytes())
+        check_budget(options.kv_memory, host_bytes(), "--kv-memory")
     check_budget(options.swap_memory, host_bytes(), "--swap-memory")
 
 
-def check_budget(asked: int | Fraction | None, total: int, option: str = "--kv-memory") -> None:
+def check_budget(asked: int | Fraction | None, total: int, option: str) -> None:
     """Refuses more bytes than there are; a share of them never is more.
 
     Raises:

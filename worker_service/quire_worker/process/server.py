@@ -121,7 +121,7 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
     """
     torch.set_num_threads(options.threads)
     check_device(options.device)
-    preflight.check_budget(options.kv_memory, memory_of(torch.device(device)))
+    preflight.check_budget(options.kv_memory, memory_of(torch.device(device)), "--kv-memory")
     model = load_model(
         options.model,
         block_size=options.block_size,

@@ -132,7 +132,7 @@ def test_text_comes_out_of_the_container_as_it_is_made(deployment: Deployment) -
         output = process.stdout.fileno()
         pieces = list(iter(lambda: os.read(output, 1 << 16), b""))
     assert process.returncode == 0
-    assert len(pieces) > 10
+    assert len(pieces) > 1
 
 
 def test_up_again_builds_nothing_new_and_changes_nothing(deployment: Deployment) -> None:

@@ -73,7 +73,7 @@ def test_a_stream_is_the_same_text_piece_by_piece_and_ends_with_its_usage(ai: op
         extra_body={"ignore_eos": True},
     )
     *pieces, last = list(stream)
-    assert len(pieces) > 5
+    assert len(pieces) > 1
     assert "".join(piece.choices[0].text for piece in pieces) == expected
     assert [piece.choices[0].finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
     assert all(piece.usage is None for piece in pieces)

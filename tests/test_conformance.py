@@ -16,7 +16,7 @@ CONFORMANCE = Path(__file__).resolve().parent.parent / "conformance"
 LINES = [
     json.loads(line) for path in sorted((CONFORMANCE / "sessions").iterdir()) for line in path.read_text().splitlines()
 ]
-# Fields of steps and replies that no session has, each with the reason.
+# Fields of steps and replies that no recorded session contains, with the reason.
 NOT_RECORDED = {
     "StepReply.commit_results": "an owner that knows its tables makes no commit that is refused",
     "StepReply.free_results": "likewise",

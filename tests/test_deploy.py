@@ -29,7 +29,7 @@ DOCKERFILES = [
 SERVICES_OF_OURS = ("allocator", "worker", "worker2")
 CLIENT_FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
 ONE_SHOT = ("certs", "quire")
-# Prometheus stores three series of a histogram under the family's name.
+# A histogram has three series in Prometheus: its name with each of these suffixes.
 HISTOGRAM_SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
 
@@ -153,7 +153,7 @@ def test_prometheus_itself_takes_the_configuration_and_fires_the_alerts(argument
     command = ["promtool", *arguments]
     done = subprocess.run(command, cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=60, check=False)
     output = done.stdout + done.stderr
-    # A configuration is checked with the files of token and certificate, which only the containers have.
+    # promtool also looks for the token and certificate files. Only the containers have them.
     assert done.returncode == 0 or "/run/quire/" in output, output
 
 

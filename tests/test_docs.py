@@ -24,7 +24,7 @@ FOLDERS = (
     "docs",
 )
 SOURCES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-OF_OTHERS = {"_call.py", "mla/_batch_mla/_wrapper.py"}  # files of gRPC and FlashInfer
+OF_OTHERS = {"_call.py", "mla/_batch_mla/_wrapper.py"}  # files of gRPC and of FlashInfer
 DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(

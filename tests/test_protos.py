@@ -21,7 +21,7 @@ COMMITTED = ROOT / "client" / "quire" / "v1"
 def test_regenerating_gives_the_files_that_are_in_the_repository(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "generate_protos.sh"
     environment = {**os.environ, "PYTHON": sys.executable}
-    target = tmp_path / "new"  # the script makes the folder
+    target = tmp_path / "new"  # The script creates this folder.
     done = subprocess.run(
         ["bash", str(script), "--to", str(target)],
         env=environment,

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOWS = ROOT / ".github" / "workflows"
 PACKAGES = [quire, quire_allocator, quire_cpu, quire_gateway, quire_kernels, quire_worker]
-# The constant, what cannot import it, and pip's own words.
+# The file with the constant, files that cannot import it, and a page that quotes pip.
 NAMED_IN = {
     "client/quire/_distribution.py",
     "worker_service/quire_cpu/__init__.py",

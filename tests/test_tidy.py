@@ -21,8 +21,8 @@ TEXT_SUFFIXES = {".py", ".md", ".proto", ".toml", ".sh", ".yml", ".yaml", ".json
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 70
 DOCSTRING_WORDS_MIN = 4
-NO_SUBJECT = ("Of ", "By ", "For ", "As ", "In ", "Without ")  # how a docstring begins that has to be solved
-# Written in two parts, so that this file does not find itself.
+NO_SUBJECT = ("Of ", "By ", "For ", "As ", "In ", "Without ")  # docstrings must not begin like this, without a subject
+# The words are split so that this check does not find its own file.
 LEFTOVERS = re.compile("TO" + "DO|FIX" + "ME|XX" + "X|HA" + "CK")
 MACHINE_PATHS = re.compile(r"(?<![\w.:/}])/(?:" + "ho" + "me|Us" + "ers|ro" + "ot|wo" + r"rk)/\w")
 
@@ -196,7 +196,7 @@ def test_a_silent_proto_element_would_be_noticed() -> None:
     assert list(undocumented("// A.\nmessage A {\n  // Both.\n  uint32 b = 1;\n  uint32 c = 2;\n}\n")) == []
 
 
-# Beginnings of docstrings without a subject, or with one that the reader has to look for.
+# Docstrings that begin like this have no subject, or one that the reader must search for.
 NO_NAMED_SUBJECT = re.compile(r"(?:What|Who|Whom|Whoever|Whose|Those|Does (?:the same|so)|The same) ")
 
 

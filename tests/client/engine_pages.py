@@ -79,7 +79,7 @@ class PretendedEngine:
                     self.pages[slot] = tuple(sequence.tokens[: position + 1])
                 else:
                     number, place = divmod(slot, spec.block_size)
-                    if not isinstance(self.pages.get(number), dict):  # new, or a state's before
+                    if not isinstance(self.pages.get(number), dict):  # The page is new, or held a state.
                         self.pages[number] = {}
                     self.pages[number][place] = token
         if sequence.due.stop < len(sequence.tokens):

@@ -48,7 +48,7 @@ class ScriptedServer:
         self.cancelled = threading.Event()
         self.released = threading.Event()
         self.server = grpc.server(ThreadPoolExecutor(threads))
-        servicer: Any = self  # has every method, by __getattr__
+        servicer: Any = self  # `__getattr__` answers for every method
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(servicer, self.server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self.server)

@@ -43,7 +43,8 @@ def naive_needs(
 
     for each in decoding:
         if min(each.length, each.last) > room[each.sequence]:
-            free -= sum(each.granted % size > 0 for size in sizes)  # a block that others may share is copied
+            # Another sequence may share the half-filled block, so it is copied.
+            free -= sum(each.granted % size > 0 for size in sizes)
         while min(each.length, each.last) > room[each.sequence]:
             free -= add_unit(each.sequence)
     if free < 0:

@@ -20,7 +20,7 @@ from tests.client.servers import allocator_process
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
 APPEND_ONLY = replace(SPEC, append_only=True)
 TOKENS = list(range(40))
-ANSWER_S = 20.0  # more than any answer takes, on any machine
+ANSWER_S = 20.0  # longer than any answer takes on any machine
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_digests_of_16_bytes_of_a_foreign_hash_are_taken_one_by_one(allocator: S
         step = StepBuilder()
         step.commit(1, 8, foreign)
         answered(session, step)
-        answered(session, allocate(2, 4))  # which acknowledges it
+        answered(session, allocate(2, 4))  # This step acknowledges the answer.
         assert client.match_prefix(foreign)[0].matched_token_count == 8
         assert client.match_prefix([digest + bytes(16) for digest in foreign])[0].matched_token_count == 8
         with pytest.raises(ValueError, match="32 bytes, or 16"):

@@ -61,7 +61,7 @@ def test_handles_may_come_and_go_while_others_are_renewed() -> None:
         thread = threading.Thread(target=fork)
         thread.start()
         while not ended.is_set():
-            wanted.ids()  # RuntimeError would end the thread that renews
+            wanted.ids()  # A RuntimeError here would end the renewing thread.
         thread.join()
     finally:
         sys.setswitchinterval(interval)

@@ -100,7 +100,7 @@ def test_no_more_are_under_way_than_have_a_place(server: ScriptedServer) -> None
             under_way += 1
             most = max(most, under_way)
             both.notify_all()
-            if len(server.requests) > 2:  # status and the first one, which comes alone
+            if len(server.requests) > 2:  # The first two are `status` and the warm-up request.
                 both.wait_for(lambda: most == 3, 30)
             under_way -= 1
         return answer(request, context)

@@ -78,7 +78,7 @@ def test_a_chat_on_a_terminal_asks_for_lines_and_outlives_a_refused_one(server: 
     with subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment) as process:
         os.close(end)
         seen = b""
-        for typed in (b"too long\n", b"Two and two?\n", b"\x04"):  # each once it is asked for
+        for typed in (b"too long\n", b"Two and two?\n", b"\x04"):  # Each line is typed after its prompt.
             while not seen.endswith(b"> "):
                 seen += os.read(terminal, 4096)
             os.write(terminal, typed)

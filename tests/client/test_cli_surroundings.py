@@ -32,7 +32,7 @@ COMMANDS = {
     "gateway": ["quire_gateway", "--help"],
     "quire worker": ["quire.cli", "worker", "--help"],
 }
-WRONG_USES = {  # and their exit codes
+WRONG_USES = {  # arguments and their exit codes
     "quire": (2, ["quire.cli", "plan", "--nonsense"]),
     "no allocator": (3, ["quire.cli", "pool", "list", "--allocator", "unix:///none", "--timeout", "9", "--json"]),
     "allocator": (2, ["quire_allocator", "--listen", "0.0.0.0:1"]),

@@ -296,7 +296,7 @@ def test_a_pool_over_unary_calls(allocator: str) -> None:
         )
         assert [sequence.sequence_id for sequence in pool.sequences] == [1, 2, 3]
         assert pool.sequences[0].tables == first.tables
-        assert max(pool.block_states) == 4  # held by three
+        assert max(pool.block_states) == 4  # three sequences hold this block
         assert session.free(1).result is Result.OK
     with Allocator(allocator) as client:
         assert "unary" not in [summary.pool for summary in client.list_pools()]

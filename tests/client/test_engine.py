@@ -12,7 +12,7 @@ import pytest
 from quire._transport import grpc_io
 
 MESSAGES = 200
-# How often the threads of gRPC's own EventEngine ran while this many messages were exchanged.
+# Prints how often the threads of gRPC's EventEngine ran during these messages.
 SCRIPT = f"""
 import asyncio, os, pathlib, sys
 {{imports}}
@@ -62,7 +62,7 @@ def _wakes(imports: str, **environment: str) -> tuple[int, str]:
 
 
 def test_the_engine_of_grpc_itself_hands_every_message_from_thread_to_thread() -> None:
-    count, _ = _wakes("import grpc, quire")  # an application that uses gRPC itself has chosen
+    count, _ = _wakes("import grpc, quire")  # The application imported gRPC first, so Quire keeps its engine.
     assert count > MESSAGES
 
 

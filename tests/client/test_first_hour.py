@@ -112,7 +112,7 @@ def test_what_is_piped_in_and_is_no_text_is_said() -> None:
     done = subprocess.run(arguments, capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (2, b"quire: the prompt is no UTF-8 text: byte 3 is 0xff\n")
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError) as raised:
-        client.generate(b"abc\xff".decode(errors="surrogateescape"))  # as Python reads the arguments of a command
+        client.generate(b"abc\xff".decode(errors="surrogateescape"))  # Python decodes command-line arguments like this.
     assert raised.value.message == "text is no text: it has half of a surrogate pair"
 
 

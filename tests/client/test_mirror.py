@@ -219,14 +219,14 @@ async def test_a_new_session_of_the_pool_is_told_as_another_snapshot() -> None:
         step = StepBuilder()
         step.commit(1, 4, [ONE])
         await owner.step(step)
-        await owner.step(StepBuilder())  # acknowledges the one before
+        await owner.step(StepBuilder())  # This step acknowledges the previous one.
         mirror = PrefixMirror(spec)
         async with scene.client.watch_events("a") as events:
             while not mirror.is_exact:
                 mirror.apply(await anext(events))
             assert (mirror.stored(0), mirror.matched_token_count([ONE])) == ({ONE}, 4)
             before = mirror.session_id
-            owner._owner.disown()  # as after the allocator has lost it: the pool is reported
+            owner._owner.disown()  # After this the owner reports its pool, as if the allocator had lost it.
             owner._drop()
             mirror.apply(await anext(events))
             assert (mirror.is_exact, mirror.stored(0)) == (False, frozenset())

@@ -54,7 +54,7 @@ def order(pages: Pages) -> list[int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_history_is_known_as_block_by_block(seed: int) -> None:
     dice, pages, naive = random.Random(seed), Pages(), NaivePages()
-    chains: list[tuple[DigestSpace, int, int, bytes]] = []  # scope, next position, last block and its digest
+    chains: list[tuple[DigestSpace, int, int, bytes]] = []  # scope, next position, last block, digest of that block
     for step in range(1, 400):
         free = [block for block in range(BLOCKS) if dice.random() < 0.15]
         dice.shuffle(free)
@@ -77,7 +77,8 @@ def test_a_random_history_is_known_as_block_by_block(seed: int) -> None:
             count = dice.randint(1, len(stretch.blocks))
             table = list(range(1_000, 1_000 + stretch.first_position)) + list(stretch.blocks[:count])
             table += dice.sample(range(BLOCKS), dice.randrange(3))
-            let_go = list(dict.fromkeys(reversed(table)))  # a sampled block may stand further ahead, too
+            # Sampling may repeat a block of the table, so duplicates are dropped.
+            let_go = list(dict.fromkeys(reversed(table)))
             naive.release(step, operation, 0, let_go)
             let_go_of(pages, step, operation, let_go, begin=dice.randrange(2))
         assert pages.carried() == naive.carried, f"seed {seed}, step {step}"
@@ -167,5 +168,6 @@ def test_of_two_blocks_with_one_digest_the_later_is_reported_unless_the_earlier_
     pages, space = Pages(), DigestSpace("", 0)
     for block in (4, 9):
         pages.publish(space, 0, None, bytes(32), array("I", [block]))
-    pages.publish(DigestSpace("other", 0), 0, None, bytes(32), array("I", [7]))  # none in another namespace
+    # Blocks of another namespace are never outdated here.
+    pages.publish(DigestSpace("other", 0), 0, None, bytes(32), array("I", [7]))
     assert _outdated(pages, held) == outdated

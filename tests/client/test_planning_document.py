@@ -22,7 +22,7 @@ from quire.types import GroupKind
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "layout.md"
-LENGTH = 10_000  # tokens; no multiple of anything, so that half-filled blocks show
+LENGTH = 10_000  # tokens; no multiple of a block size, so that half-filled blocks count
 
 
 def read(path: Path) -> ModelCache:

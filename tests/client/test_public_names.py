@@ -24,7 +24,7 @@ CLASSES = [
     *(getattr(session, name) for name in session.__all__ if inspect.isclass(getattr(session, name))),
     *(getattr(streams, name) for name in streams.__all__),
 ]
-# What an engine reads in `AsyncSession`: the owner's state below it, and the messages of the protocol.
+# An engine also reads the owner's state and the protocol's messages through `AsyncSession`.
 BELOW = {"quire.session.ledger.Ledger"}
 
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from tests.client.servers import ScriptedServer, quire, scripted_server, secret_file
 
 LIBRARY = Path(inspect.getfile(library)).parent
-# What is a program, or starts one, and has options.
+# Modules that are programs or start programs. These have options.
 PROGRAMS = ("_certs.py", "_child.py", "_serving", "cli", "local.py")
 OPTION = re.compile(r"(?<![\w-])--[a-z]")
 NAMES = {
@@ -54,7 +54,7 @@ def test_no_text_of_the_library_names_an_option(path: Path) -> None:
 
 
 SERVICES = Path(__file__).parents[2]
-# What only the one who starts a server reads: errors of a start, and what a command line is read with.
+# Calls whose texts only an operator reads: errors at start, and help of the command line.
 OF_A_START = {
     "add_argument",
     "UsageError",

@@ -25,13 +25,13 @@ class Shape(NamedTuple):
 
     group_count: int
     sequence_count: int
-    long_entries: int  # of the first tables of the first sequences
-    short_entries: int  # of all others
+    long_entries: int  # entries in the first tables of the first sequences
+    short_entries: int  # entries in all other tables
     namespace_bytes: int
     namespace_count: int
-    long_stretch_blocks: int  # of the first one
+    long_stretch_blocks: int  # blocks of the first stretch
     stretch_count: int
-    stretch_blocks: int  # of the others, at most
+    stretch_blocks: int  # at most, in each other stretch
 
 
 SHAPES = st.builds(

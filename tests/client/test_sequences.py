@@ -75,7 +75,7 @@ async def test_every_pass_reads_what_was_computed(flavour: str, kind: str) -> No
     spec = SPECS[kind]
     async with running_allocator() as allocator, AsyncAllocator(allocator.address) as reader:
         refused = hits = copies = 0
-        for seed in range(8):  # of states one in a hundred prompts hits, by threads as they happen to run
+        for seed in range(8):  # With states one in a hundred prompts hits. The number depends on thread timing.
             async with opened(allocator, flavour, spec) as engine:
                 pretended = PretendedEngine(engine, spec, random.Random(seed))
                 for _ in range(4):
@@ -124,7 +124,8 @@ async def test_a_refused_prompt_says_what_is_missing_and_whom_to_free(engine: An
     with pytest.raises(NotAdmittedError, match="NO_SPACE, 7 blocks are missing") as raised:
         await engine.admit(range(100, 160))
     refusal = raised.value.refusal
-    assert (refusal.result, refusal.shortfall, refusal.victim) == (Result.NO_SPACE, 7, first)  # one for a running one
+    # The victim is the running sequence.
+    assert (refusal.result, refusal.shortfall, refusal.victim) == (Result.NO_SPACE, 7, first)
     refusal.victim.free()
     assert (await engine.admit(range(100, 160))).room >= 60
     with pytest.raises(NotAdmittedError, match="TOO_LONG"):
@@ -186,7 +187,7 @@ async def test_who_is_cancelled_while_asking_leaves_nothing_behind(engine: Any) 
         await asking
     while engine._under_way is not None:
         await engine.turn()
-    other = await engine.admit(range(90))  # of 96: there is no room for both
+    other = await engine.admit(range(90))  # The pool has room for 96 tokens, so not for both.
     assert engine.live == (other,)
 
 
@@ -211,11 +212,11 @@ async def test_a_fork_shares_what_is_computed_and_copies_the_block_that_it_write
     parent = await engine.admit(range(6))
     parent.append(6)
     child, late = parent.fork(), parent.fork()
-    late.free()  # before the owner got it
+    late.free()  # freed before the owner received the fork
     grandchild = child.fork()
     child.append(7)
     grandchild.append(8)
-    parent.free()  # its forks come first
+    parent.free()  # The owner gets the forks before this free.
     copies = await engine.turn()
     assert {child.table[0][0], grandchild.table[0][0]} == {parent.table[0][0]}
     assert child.table[0][1] != grandchild.table[0][1]

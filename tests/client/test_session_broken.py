@@ -128,7 +128,8 @@ async def test_steps_that_are_being_written_when_their_stream_is_left_are_sent_o
         for number, step in enumerate(steps, 1):
             step.allocate(number, 16, bytes(1_900_000 // 32 * 32))
         async with asyncio.timeout(SOON_S):
-            answers = [await session.submit(step) for step in steps]  # the last ones find no way out
+            # The stream takes no more data, so the last steps stay unsent.
+            answers = [await session.submit(step) for step in steps]
             while "step" not in spoiler.seen:
                 await asyncio.sleep(0)
         assert not any(answer.done() for answer in answers)
@@ -160,7 +161,7 @@ async def test_a_session_that_ended_by_itself_leaves_its_stream_and_stays_ended(
         session = client.session("p", SPEC)
         session.on_change = refuse
         await session.open()
-        await asyncio.wait_for(was_lost.wait(), SOON_S)  # no heartbeat is answered
+        await asyncio.wait_for(was_lost.wait(), SOON_S)  # The server answers no heartbeat.
         await asyncio.wait_for(spoiler.ended.wait(), SOON_S)
         await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=1.0)
         assert spoiler.seen.count("attach") == 1

@@ -217,7 +217,8 @@ async def test_ids_are_new_or_known_as_the_operations_say() -> None:
         fork.fork(1, 5)
         grow.grow(5, 9)
         unanswered = await scene.session.submit(fork)
-        with pytest.raises(ValueError, match="not known"):  # the fork may be refused, and the grow make another one
+        # If the fork were refused, the grow would create another sequence.
+        with pytest.raises(ValueError, match="not known"):
             await scene.session.submit(grow)
         assert (await unanswered).forks == [Result.OK]
         assert (await scene.session.step(grow)).grows[0].result is Result.OK

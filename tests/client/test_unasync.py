@@ -34,7 +34,7 @@ def unasync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for folder in (module.PACKAGE / "_async", module.PACKAGE / "_sync"):
         shutil.copytree(folder, package / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(module.ROOT / "pyproject.toml", tmp_path)
-    (package / "__init__.py").touch()  # by which ruff knows the package
+    (package / "__init__.py").touch()  # ruff recognizes a package by this file
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "PACKAGE", package)
     return module

@@ -95,7 +95,7 @@ async def test_a_session_is_resumed_with_the_same_features_alone(allocator: Runn
     assert tuple(reply.resumed.features) == FEATURES
 
 
-# -- an owner and a client of before features had names ----------------------------------------------------------------
+# -- owners and clients from before features had names -----------------------------------------------------------------
 
 OLD_BOOLEANS = b"\x50\x01" + b"\x60\x01"  # append_only and tells_removed, fields 10 and 12
 
@@ -114,7 +114,7 @@ async def test_an_old_client_is_refused_by_its_version(allocator: RunningAllocat
         await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="r", pool="a", spec=old_spec()))
 
 
-# -- an allocator of before, or of other features ----------------------------------------------------------------------
+# -- an older allocator, or one with other features --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ async def test_an_owner_leaves_an_allocator_that_lacks_a_feature(
             await client.session("pool", RELYING, transport=transport).open()
         assert caught.value.reason is Reason.VERSION
         async with client.session("pool", PLAIN, transport=transport):
-            pass  # relies on nothing
+            pass  # This session relies on no feature.
 
 
 def test_the_blocking_client_leaves_too(server: ScriptedServer) -> None:

@@ -29,11 +29,12 @@ from tests.e2e.composed import ROOT, Deployment, eventually
 
 LASTING_SERVICES = ("allocator", "worker", "worker2", "gateway", "prometheus", "alertmanager", "grafana")
 PROFILED_SERVICES = ("vllm",)
-# Grafana's values: everything for the variables that choose, four scrapes for the shortest range.
+# Grafana's values: each selecting variable matches everything, and the shortest range covers four scrapes.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
 CREDENTIALS = ("/run/quire/client.pem", "/run/quire/server.pem")
 KILLED = 128 + 9
-# Until here the two best tokens are 0.002 apart or more. Later two tie to a rounding, which computing again may flip.
+# Up to here the two best tokens differ by at least 0.002. Later two tie within rounding, so a recomputation may swap
+# them.
 CLEAR_TOKENS = 1400
 # The first build downloads torch; everything after it takes seconds.
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
@@ -77,7 +78,7 @@ def generate(deployment: Deployment, prompt: str) -> str:
 
 def is_connected(deployment: Deployment) -> bool:
     """Whether the worker has its session. Its health may be from before the allocator left."""
-    with contextlib.suppress(AssertionError):  # `quire status` fails where something does not serve
+    with contextlib.suppress(AssertionError):  # `quire status` fails if a service does not serve.
         return ", connected" in deployment.execute("worker", "quire", "status")
     return False
 
@@ -200,7 +201,8 @@ def test_what_was_generated_shows_up_in_prometheus(deployment: Deployment) -> No
 def test_grafana_has_every_dashboard_and_prometheus_takes_each_of_their_queries(deployment: Deployment) -> None:
     health = deployment.get_json("grafana", "/api/health")
     assert health["database"] == "ok"
-    if re.match(r"\d", health["version"]):  # not an image that only takes Grafana's place where there is no registry
+    # Without a registry a stand-in image replaces Grafana. Its version is no number.
+    if re.match(r"\d", health["version"]):
         assert deployment.get_json("grafana", "/api/datasources/uid/prometheus/health")["status"] == "OK"
     uids = {board["uid"] for board in deployment.get_json("grafana", "/api/search?type=dash-db")}
     assert uids == {f"quire-{path.stem}" for path in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")}
@@ -210,9 +212,9 @@ def test_grafana_has_every_dashboard_and_prometheus_takes_each_of_their_queries(
     empty: list[str] = []
 
     def nothing_is_empty() -> bool:
-        generate(deployment, "The import statement")  # rates and ratios are of the last seconds
+        generate(deployment, "The import statement")  # Rates and ratios need requests within the last seconds.
         ask(deployment)
-        deployment.operate("pool", "list")  # the worker's session is a call that does not end
+        deployment.operate("pool", "list")  # The worker's own call, its session, never ends, so it is not counted.
         empty[:] = empty_queries(deployment, board)
         return not empty
 

@@ -67,7 +67,7 @@ def test_the_python_example_runs_and_prints_what_it_says(stack: LocalStack) -> N
     assert 2 * int(counts[1]) < int(counts[2]), "it shows what sharing saves"
 
 
-# The parts that the page leaves to its reader: pages that are lists, and a model that hashes their contents.
+# The page leaves the pages and the model to its reader. Here pages are lists, and the model hashes their contents.
 ENGINE = """
 import asyncio, hashlib
 prompt_tokens = list(range(40))
@@ -121,7 +121,7 @@ def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalSt
     words = {"fork", "extend", "generate", "score", "best_of", "cli", "allocator", "worker", "gateway", "transformers"}
     by_make = {span for span in spans if re.search(r"(^|=\.\.\. )make [a-z-]+$", span)}
     under_vllm = "vllm serve MODEL --scheduler-cls quire_vllm.QuireScheduler"  # run by `make test-vllm`
-    elsewhere = {".venv", ". .venv/bin/activate", "--device cuda", under_vllm}  # the third asks for a GPU
+    elsewhere = {".venv", ". .venv/bin/activate", "--device cuda", under_vllm}  # The third needs a GPU.
     here: dict[str, Callable[[], object]] = {
         "pip install .": lambda: installed(tmp_path / "installed"),
         "pip install '.[all]'": extras,
@@ -225,9 +225,10 @@ def test_the_page_of_the_first_hour_says_what_each_line_prints() -> None:
 
 def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    # Activation is what `sys.executable` stands for; the compose line is run by `make test-compose`.
+    # `sys.executable` replaces the activation, and `make test-compose` runs the compose line.
     elsewhere = {". .venv/bin/activate", 'docker compose exec worker quire generate "The for statement"'}
-    elsewhere |= {"git clone ... quire && cd quire", "pip install .", "quire-allocator --cpu 3"}  # two of a test above
+    # A test above runs two of these.
+    elsewhere |= {"git clone ... quire && cd quire", "pip install .", "quire-allocator --cpu 3"}
     by_make = [line for line in first_hour() if line.startswith("make ")]
     assert {line.split()[1] for line in by_make} <= targets
     here = [line for line in first_hour() if line not in (*by_make, *elsewhere)]
@@ -255,7 +256,7 @@ def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_pa
                 with subprocess.Popen(words, cwd=where, env=environment, stdout=-1, stderr=-1, text=True) as process:
                     assert process.stdout is not None
                     first = ""
-                    if "watch" in words:  # which runs forever
+                    if "watch" in words:  # `watch` runs forever.
                         first = process.stdout.readline()
                         process.send_signal(signal.SIGINT)
                     out, error = process.communicate(timeout=60)

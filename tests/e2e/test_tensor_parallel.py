@@ -23,7 +23,7 @@ from tests.e2e.stack import DEMO, eventually, server
 
 GREEDY: Any = {"max_tokens": 300, "ignore_eos": True}
 PROMPT = "The import statement"
-LIMIT_S = 20.0  # within which a crew has ended; a second or two on a machine that does nothing else
+LIMIT_S = 20.0  # limit for a crew to end; it takes a second or two on an idle machine
 
 
 @pytest.fixture(scope="module")

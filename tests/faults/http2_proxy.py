@@ -18,7 +18,7 @@ class Http2Proxy(grpc.GenericRpcHandler):
         self.target = target
         self._is_open = asyncio.Event()
         self._is_open.set()
-        self._server = aio.server(options=[("grpc.http2.max_ping_strikes", 0)])  # as many pings as callers like
+        self._server = aio.server(options=[("grpc.http2.max_ping_strikes", 0)])  # no limit on pings
         self._server.add_generic_rpc_handlers((self,))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 

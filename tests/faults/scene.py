@@ -37,8 +37,9 @@ class Proxy:
     def __init__(self) -> None:
         self.target = ""
         self.address = ""
-        self._bytes_left: int | None = None  # to forward towards the target before everything is cut
-        self._counted_from = b""  # bytes before the count begins
+        # bytes still to forward to the target before the proxy cuts all connections
+        self._bytes_left: int | None = None
+        self._counted_from = b""  # The count begins after these bytes.
         self._connections: set[_Connection] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self._swallowed = _Open(True, True)
@@ -156,7 +157,7 @@ class _Connection:
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
-        self.hold_back(_Open(True, True))  # waiting callers find out
+        self.hold_back(_Open(True, True))  # Waiting callers then find the connection closed.
 
 
 class Place:

@@ -70,7 +70,8 @@ async def test_what_was_granted_but_never_computed_is_not_found(name: Name) -> N
         assert beyond.commits == [Result.TOO_LONG]
         assert await matched(name, TOKENS) == 0
         await owner.session.step(step_of(("commit", 1, 16, digests[:4])))
-        await owner.session.step(StepBuilder())  # no event before the previous step is acknowledged
+        # This step acknowledges the previous one, and only then the event is sent.
+        await owner.session.step(StepBuilder())
         assert await matched(name, TOKENS) == 16
         await owner.check(name.place)
 

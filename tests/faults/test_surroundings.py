@@ -28,7 +28,7 @@ from tests.faults.test_faults import RUNS
 
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
 LINES_AT_ONCE = 256
-START_S = 90.0  # of each of three servers, on a busy machine
+START_S = 90.0  # for each of three servers, on a busy machine
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -83,7 +83,7 @@ def server(
             assert time.monotonic() < deadline
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.02)
-        if output is None:  # or a socket would get the number of a stream, and what is printed
+        if output is None:  # Otherwise a socket would get the number of a standard stream, and receive printed text.
             assert {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (0, 1, 2)} == {os.devnull}
         yield process, json.loads(ready.read_text())
         process.terminate()
@@ -122,7 +122,7 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
                 with Allocator(allocator["address"]) as client:
                     if output is not closed:
                         log_until_lines_are_dropped(client, allocator["metrics_address"])
-                    for run in range(50 * RUNS):  # two lines each
+                    for run in range(50 * RUNS):  # Each run logs two lines.
                         session = calls(client, f"pool-{run}", SPEC, keep_alive=False)
                         session.open()
                         assert session.allocate(1, 10).ok

@@ -68,7 +68,7 @@ async def test_text_goes_on_after_an_outage_that_is_longer_than_a_stream_may_be_
         name.place.kill()
         await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=2 * SILENCE_S + 1)
         were_done = streams.are_done
-        await name.place.start()  # first, for the tests after this one need it
+        await name.place.start()  # before the assertion, because later tests need the allocator
         assert not were_done, "there is room for 64 tokens of each, and most are longer"
         await text.agree()
 
@@ -151,7 +151,7 @@ async def test_decoding_goes_on_with_what_was_granted_ahead_while_the_allocator_
     async with text.client.stream(prompt, ignore_eos=True, timeout_s=300, **sampling) as chunks:
         output = [(await anext(chunks)).text for _ in range(20)]
         ahead = 0
-        while ahead < AHEAD - BLOCK_SIZE:  # a busy machine may let the worker run ahead of its requests for blocks
+        while ahead < AHEAD - BLOCK_SIZE:  # On a busy machine the worker may decode before its next blocks are granted.
             (granted,) = [each.token_count for each in (await pool_of(name.place, "default")).sequences]
             ahead = granted - prompt_token_count - ((await text.client.status()).output_token_count - before)
         name.place.send(signal.SIGSTOP)
@@ -231,7 +231,7 @@ async def test_a_worker_that_was_silent_for_longer_than_its_lease_displaces_nobo
     try:
         async with text.streaming() as streams:
             text.process.process.send_signal(signal.SIGSTOP)
-            await is_ready(second)  # it waited for the lease to end, and has an empty pool
+            await is_ready(second)  # The second worker waited for the lease to end and has an empty pool.
             async with AsyncClient(second.address) as other:
                 text.process.process.send_signal(signal.SIGCONT)
                 await streams.more(3)

@@ -151,8 +151,8 @@ async def test_a_token_that_the_tokenizer_panics_at_ends_its_text_alone(scene: S
 async def test_a_process_that_may_have_little_more_memory_computes_in_parts(tmp_path: Path) -> None:
     place = Place(tmp_path / "allocator")
     await place.start()
-    # With that threshold large pieces come from the system and are given back at once, and a single arena has no
-    # address space in reserve. So no memory is left over from loading the model that the limit would not see.
+    # With this threshold malloc takes large pieces from the system and returns them at once. A single arena reserves no
+    # address space. So no memory remains from loading the model that would escape the limit.
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     process = worker_process(tmp_path / "worker", place.address, "--max-batch-tokens", "4096", environment=environment)
     tokens = [1 + i * 7 % 2000 for i in range(3500)]

@@ -22,8 +22,8 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BLOCKS = 400
 SOON_S = 30.0
 PATIENT = {f"grpc.{name}": 100_000 for name in ("keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms")}
-# A greedy text that is under way still when a busy client has seen its first tokens, samples that are forked from a
-# half-filled block and append to it side by side, a long prompt.
+# A greedy text that is long enough to still run when a busy client sees its first tokens. Samples that fork from a
+# half-filled block and append to it concurrently. A long prompt.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("The import statement", {"max_tokens": 1_200}),
     ("def join(self, iterable):", {"max_tokens": 80, "n": 3, "temperature": 0.8, "seed": 7}),
@@ -39,7 +39,7 @@ def worker_process(
     where = ["--allocator", allocator, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
     return ServerProcess(
         "quire_worker",
-        # Each token is a message of its own, so that a test which counts messages counts tokens.
+        # Each token comes in its own message, so that counting messages counts tokens.
         ["--model", str(model), "--blocks", str(BLOCKS), "--stream-interval-ms", "0", *where, *arguments],
         folder=folder,
         log=folder / "log",
@@ -66,7 +66,7 @@ class Streams:
     def __init__(self, client: AsyncClient, namespace: str = "") -> None:
         self._namespace = namespace
         self._chunk_count = 0
-        self._waiting_count = len(REQUESTS)  # for their first chunk
+        self._waiting_count = len(REQUESTS)  # requests that still wait for their first chunk
         self._news = asyncio.Event()
         self._tasks = [asyncio.create_task(self._stream(client, *request)) for request in REQUESTS]
 
@@ -159,7 +159,7 @@ class Worker:
         while time.monotonic() < deadline:
             try:
                 seen = await pool_of(self._name.place, "default")
-            except grpc.aio.AioRpcError:  # not attached yet
+            except grpc.aio.AioRpcError:  # The worker has not attached yet.
                 continue
             digest = (await self.client.status()).state_digest
             if digest == state_digest(rows_of(seen)):
@@ -184,7 +184,8 @@ async def worker(name: Name, folder: Path, environment: Mapping[str, str]) -> As
     process = worker_process(folder / "worker", name.proxy.address, environment=environment)
     try:
         await is_ready(process)
-        with pytest.MonkeyPatch.context() as patch:  # how soon a client leaves a silent worker is not tested here
+        # This test does not check how soon a client leaves a silent worker.
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(channel, "OPTIONS", [(key, PATIENT.get(key, value)) for key, value in channel.OPTIONS])
             client = await AsyncClient(process.address).__aenter__()
         async with closing(client):

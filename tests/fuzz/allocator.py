@@ -40,7 +40,7 @@ from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import Quiet
 
 UNARY = ("OpenSession", "Apply", "DropCache", "CloseSession")
-INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # accepted requests, messages
+INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # in accepted requests; in messages
 
 
 class ViolationError(AssertionError):
@@ -101,7 +101,7 @@ class Episode:
         """One malformed message, or one exchange that has one in it."""
         self.clock.now += self.chance.random() * 0.02
         for owner in self.directory._owners.values():
-            owner.lease_end = self.clock.now + 10.0  # no lease is to expire by accident
+            owner.lease_end = self.clock.now + 10.0  # no lease expires by accident
         rounds = (self._bad_step, self._bad_step, self._bad_unary, self._bad_unary, self._bad_reading)
         self.chance.choice((*rounds, self._bad_message, self._bad_attach, self._bad_report))()
         if self.chance.random() < 0.05 and not self.is_worn_out:
@@ -117,7 +117,7 @@ class Episode:
             self.sessions.drop(self.directory._owners[owner.pool])
         self._crowd()
         self.owner, self.machine = self._attached("pool")
-        self.directory.pool("pool").pool.blocks.cached_count += 1  # a defect of ours
+        self.directory.pool("pool").pool.blocks.cached_count += 1  # a planted defect
         self.sessions.check_invariants = True
         self._expect("POOL_QUARANTINED")
         self.owner, self.machine = self._attached("last")
@@ -136,7 +136,8 @@ class Episode:
         crowd = [SessionMachine(self.sessions) for _ in range(limits.REPORTS_MAX + 4)]
         for place, machine in enumerate(crowd):
             attach = self._attach_message(f"crowd-{place}")
-            attach.spec.block_count, attach.last_step = 8, int(place <= limits.REPORTS_MAX)  # others need not wait
+            # last_step 0: no wait
+            attach.spec.block_count, attach.last_step = 8, int(place <= limits.REPORTS_MAX)
             if self._receive(machine, packed.SessionRequest(attach=attach), "Session: attach", attach.pool) is not None:
                 self._receive(machine, chunk, "Session: report", attach.pool)
         for machine in crowd:
@@ -277,7 +278,7 @@ class Episode:
         if bad is None:
             return
         if isinstance(bad, packed.Step) and bad.number and self.chance.random() < 0.1:
-            bad.number -= 1  # the last step, with other content
+            bad.number -= 1  # the last step's number with other content
         answer = self._call(method, bad)
         if method == "OpenSession" and answer is not None and bad.pool != "unary":  # type: ignore[attr-defined]
             self.sessions.drop(self.directory.pool(bad.pool))  # type: ignore[attr-defined]
@@ -371,7 +372,7 @@ class Episode:
         """Attaches the owner again after its stream was ended, and checks that everything is as before."""
         self.machine.close()
         owner = self.owner
-        if max(epoch, owner.epoch) >= (1 << 64) - 2:  # nothing is above it: its lease must end
+        if max(epoch, owner.epoch) >= (1 << 64) - 2:  # no higher epoch exists: the lease must end
             self.sessions.drop(self.directory._owners["pool"])
             self.owner, self.machine = self._attached("pool")
             self._state = self._look()

@@ -48,9 +48,9 @@ FILES = {
     "shards": ("model.safetensors.index.json",),
     "configuration": ("config.json",),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json"),
-    "model": ("config.json", "generation_config.json", "model.safetensors"),  # all of it, which takes a second
+    "model": ("config.json", "generation_config.json", "model.safetensors"),  # all files; reading them takes a second
 }
-WEIGHTS = (30, 15, 10, 20, 20, 5)  # how often each reader has a turn
+WEIGHTS = (30, 15, 10, 20, 20, 5)  # how often each of FILES is chosen
 
 
 class ViolationError(AssertionError):
@@ -166,7 +166,7 @@ def bounded(what: str) -> Iterator[None]:
 
     def end(*_: object) -> None:
         nonlocal is_over
-        is_over = True  # the reader may take the error for one of its library's
+        is_over = True  # The reader may catch the error below as one of its library's.
         raise ViolationError(f"{what}: more than {CPU_S:g} s")
 
     before = signal.signal(signal.SIGVTALRM, end)
@@ -193,7 +193,7 @@ def run(count: int, seed: int) -> int:
     seen, failed, first, started_s = Counter[str](), list[int](), seed, time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         files = FuzzedFiles(Path(folder))
-        # A reader that asks for all memory is told that there is none, and the machine stays.
+        # With this limit a reader that asks for all memory gets an error, and the machine survives.
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 2 * GROWTH_BYTES,) * 2)
         while seed - first < count and len(failed) < FAILURES_MAX:

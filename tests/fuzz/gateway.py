@@ -105,7 +105,7 @@ class FuzzedGateway:
                 while data := await reader.read(65_536):
                     found += data
                 return found
-        except ConnectionError:  # earlier answers count
+        except ConnectionError:  # The answers received so far count.
             return found
         except TimeoutError:
             raise ViolationError(f"the connection did not end within {LIMIT_S:g} s") from None

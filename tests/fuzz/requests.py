@@ -13,7 +13,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.pool import Pool
 
-GROW = packed.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # of an unknown sequence
+GROW = packed.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # grows an unknown sequence
 TEXTS_MAX = 6
 PLACES = 256
 READING = ("MatchPrefix", "ListPools", "GetPool", "GetPoolBlocks", "GetPoolUsage")
@@ -24,7 +24,7 @@ class Plausible:
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
-        # Every sequence has the same text: the digest at each place is that of all tokens before it.
+        # Every sequence has the same text, so each place has one digest of all tokens before it.
         self.digests = [hashlib.sha256(str(place).encode()).digest() for place in range(PLACES)]
         self.used_id, self._next_id = "", "request"
 
@@ -63,7 +63,7 @@ class Plausible:
         if method == "CloseSession":
             return pb.CloseSessionRequest(session_id=owner.session_id)
         step = packed.Step(session_id=owner.session_id)
-        if self.chance.random() < 0.9:  # else it renews the lease
+        if self.chance.random() < 0.9:  # A step without a number renews the lease.
             step.number = owner.steps.next_step
             self._operation(owner.pool).fill(step)
         return step

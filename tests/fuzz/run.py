@@ -9,7 +9,7 @@ from quire.errors import Reason
 from tests.fuzz.allocator import Episode, Seen
 
 MESSAGES_PER_EPISODE = 500
-# Reasons that the allocator's machines and handlers have; the rest are the worker's, the transport's and the watches'.
+# Reasons that the allocator's machines and handlers give. Only the worker, the transport and watches give the others.
 REASONS = frozenset(
     {
         Reason.MALFORMED,

@@ -34,9 +34,9 @@ from schemathesis.specs.openapi.checks import (
 from tests.client.servers import secret_file
 from tests.gateway.scene import DEMO
 
-TIMEOUT_S = 1.0  # of a request, at the gateway
+TIMEOUT_S = 1.0  # the gateway's timeout for a request
 LIMIT_S = TIMEOUT_S + 2.0
-MADE = {  # what gives a path an identity that there is
+MADE = {  # requests that make an existing id for a path
     "/v1/branches/": ("/v1/branches", {"prompt": "A for statement", "ttl_s": 5}),
     "/v1/responses/": ("/v1/responses", {"input": "A for statement", "max_output_tokens": 2}),
 }
@@ -106,7 +106,7 @@ def run(fuzzed: Fuzzed, count: int, seed: int) -> int:
             try:
                 fuzzed.run(operation, mode, each, seed)
             except hypothesis.errors.Unsatisfiable:
-                continue  # nothing can be wrong with what takes nothing
+                continue  # An operation without parameters takes no invalid request.
             except Exception:
                 failed.append(f"{operation.label} ({mode.value})")
                 traceback.print_exc()

@@ -19,7 +19,7 @@ from quire_gateway.responses.bodies import ResponseBody
 
 ENDPOINTS: Final = ("chats", "completions", "responses")
 PROMPT: Final = "A for statement iterates over the items of a sequence, in the order that they appear. The for"
-# Writes down what else a caller can tell it, so that it is seen in the number of tokens.
+# Renders every option that a caller can pass, so that each one changes the number of prompt tokens.
 TEMPLATE: Final = (
     "{% for message in messages %}{{ message.content }}\n\n{% endfor %}{{ reasoning_effort | default('') }}"
     "{{ shout | default('') }}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
@@ -90,13 +90,13 @@ class Tried(NamedTuple):
 FUNCTION: Final = {"name": "look", "parameters": {"type": "object", "properties": {"a": {"type": "boolean"}}}}
 TOOLS: Final = {"chats": [{"type": "function", "function": FUNCTION}], "responses": [{"type": "function", **FUNCTION}]}
 _DRAWN: Final = {"temperature": 2, "seed": 5}
-_EDGE: Final = {"logit_bias": {"0": 100}}  # the text would end at once
+_EDGE: Final = {"logit_bias": {"0": 100}}  # Token 0 ends the text at once.
 
 
-# What asks for the same in every answer.
+# Parameters that are tried with one fixed value.
 _FIXED: Final = {
     "tools": Tried(TOOLS, {"tool_choice": "none"}),
-    "tool_choice": Tried("required", {"tools": TOOLS}),  # that of the endpoint
+    "tool_choice": Tried("required", {"tools": TOOLS}),  # TOOLS in the endpoint's form
     "parallel_tool_calls": Tried(False, {"tools": TOOLS, "tool_choice": "required"}),
     "reasoning_effort": Tried("low"),
     "reasoning": Tried({"effort": "low"}),

@@ -9,7 +9,7 @@ from tests.gateway.parameters import FUNCTION, PROMPT, TOOLS
 
 _CHOSEN: Final = {"tools": TOOLS["chats"], "tool_choice": "required"}
 _NAMED: Final = {"type": "function", "function": {"name": "look"}}
-_UNKNOWN: Final = {"type": "object", "if": {}, "then": {}}  # a schema with keywords that no text can be held to
+_UNKNOWN: Final = {"type": "object", "if": {}, "then": {}}  # a schema with keywords that the grammar cannot enforce
 _MESSAGE: Final = {"type": "message", "role": "user", "content": PROMPT}
 _CALL: Final = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
 

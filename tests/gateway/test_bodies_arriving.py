@@ -75,7 +75,7 @@ async def test_a_body_is_what_was_sent_and_has_an_end() -> None:
     gone.set()
     with pytest.raises(LeftError):
         await read(bodies, sent(b"ab", then=gone))
-    for _ in range(100):  # all of it was given back
+    for _ in range(100):  # The gateway gave all memory back.
         assert await read(bodies, sent(b"x" * (9 * REQUEST_BYTES)))
 
 
@@ -121,4 +121,4 @@ async def test_a_body_that_came_with_its_head_has_the_limits_of_others() -> None
         await bodies.read(sent(b"x" * (11 * REQUEST_BYTES)), "", is_there=True).__aenter__()
     assert raised.value.status == 413
     async with bodies.read(sent(b"x" * (3 * REQUEST_BYTES)), "", is_there=True):
-        pass  # all of it was given back
+        pass  # The gateway gave all memory back.

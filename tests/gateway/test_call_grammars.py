@@ -25,13 +25,13 @@ from tests.gateway.test_calls import WRITTEN
 
 llguidance = pytest.importorskip("llguidance")
 tokenizers = pytest.importorskip("tokenizers")
-END: Final = "<|end|>"  # of the demo model's texts
+END: Final = "<|end|>"  # the demo model's end-of-text token
 THINK: Final = REASONING_FORMATS["think"]
 SCHEMA: Final = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
 FUNCTIONS: Final = [Function(name, SCHEMA, False) for name in ("f", "f2")]
 FREE: Final = Held()
 CONTENT: Final = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-# What families have tokens for.
+# Texts for which a model family has special tokens.
 NAMES: Final = [
     *sorted(
         {text for form in CALL_FORMATS.values() for text in literals_of(form) if text[0] in "<[" and len(text) > 1}
@@ -97,7 +97,7 @@ def test_a_call_that_has_begun_is_held_to_its_schema(kind: Kind, name: str) -> N
     wrong = refused_at(kind, form, text.replace('{"a": "}"}', '{"other": 1}'))
     assert wrong
     assert "other" in wrong
-    if name != "llama3_json":  # whose answer may be an object that is no call
+    if name != "llama3_json":  # In Llama 3's format an answer may be a JSON object that is no call.
         assert refused_at(kind, form, re.sub(r"\bf\b", "g", text))
 
 

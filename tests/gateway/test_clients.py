@@ -28,7 +28,7 @@ PROGRAMS = Path(__file__).resolve().parent / "packages"
 INSTALLED = ROOT / "build" / "peers" / "packages" / "bin" / "python"
 LATEST = "openai, as in the development environment"
 PACKAGES = ("openai", "openai-agents", "pydantic-ai", "langchain-openai", "instructor", "litellm")
-# litellm asks the internet for prices unless it is told not to.
+# Without LITELLM_LOCAL_MODEL_COST_MAP litellm downloads a price list.
 ENVIRONMENT = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONDONTWRITEBYTECODE": "1"}
 RUN_S = 150
 

@@ -18,8 +18,8 @@ from tests.gateway.scene import DEMO, curl
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "gateway.md"
 HONOURED, NO_EFFECT, REFUSED = "honoured", "no effect", "refused"
-# Honoured, and not seen in the text, the counts or the form of one answer. Others test them: `test_gate.py`,
-# `test_vllms_words.py`, `test_auto_tools.py`, `test_beyond_openai.py`, `test_responses.py`.
+# These parameters have an effect, but not on the text, the counts or the form of one answer. Other files test them:
+# `test_gate.py`, `test_vllms_words.py`, `test_auto_tools.py`, `test_beyond_openai.py`, `test_responses.py`.
 UNSEEN = frozenset(
     {"model", "priority", "cache_salt", "include_reasoning", "early_stopping", "store"}
     | {"add_special_tokens", "parallel_tool_calls", "length_penalty"}
@@ -31,14 +31,14 @@ LEAST: Mapping[str, Mapping[str, Any]] = {
     "completions": {"prompt": PROMPT, "max_tokens": 24},
     "responses": {"input": PROMPT, "max_output_tokens": 24, "store": False},
 }
-# What OpenAI's and vLLM's servers have under another name at an endpoint, or in another form.
+# Parameters that an endpoint of OpenAI's or vLLM's server takes under another name or in another form.
 OTHER: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("chats", "logprobs"): {"value": True},
     ("chats", "top_logprobs"): {"beside": {"logprobs": True}},
     ("responses", "top_logprobs"): {"beside": {"include": ["message.output_text.logprobs"]}},
     ("responses", "stream_options"): {"value": {"include_obfuscation": True}},
     ("responses", "use_beam_search"): {"beside": {}},
-    ("responses", "truncation"): {"beside": {"input": "a word " * 4_096}},  # more than there is room for
+    ("responses", "truncation"): {"beside": {"input": "a word " * 4_096}},  # The input exceeds the model's length.
     ("responses", "background"): {"beside": {"store": True}},
 }
 

@@ -31,7 +31,7 @@ TEXTS = (
 )
 
 
-PADDING = 40  # tokens of a model that its tokenizer does not have
+PADDING = 40  # tokens that the model has beyond its tokenizer's
 
 
 def matchers(kind: Kind, text: str) -> tuple[Any, Any]:
@@ -66,7 +66,7 @@ def test_a_text_that_is_free_is_followed_as_if_its_grammar_were_asked_for_each_t
         for scripted in script:
             (words,) = grammar.masks_of([eager], size)
             free_count += bool(lazy._waiting)
-            # A copy is asked for the mask, or the matcher would never be behind.
+            # A mask makes a matcher catch up, so a copy computes it and the matcher itself stays behind.
             assert (grammar.masks_of([lazy.copy()], size)[0] == words).all()
             asked = {*dice.sample(range(size), 20), size - 1, scripted}
             for token in asked:

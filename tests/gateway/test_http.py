@@ -77,7 +77,7 @@ def test_a_request_that_offers_an_upgrade_is_answered_as_if_it_did_not(
                 connection.sendall(bytes([byte]))
         answer = heard(connection, b'"usage"')
         assert answer.startswith(b"HTTP/1.1 200")
-        connection.sendall(HIDDEN)  # the connection continues with HTTP/1.1
+        connection.sendall(HIDDEN)  # The connection still speaks HTTP/1.1.
         assert heard(connection).count(b"HTTP/1.1 200") == 1
 
 

@@ -18,12 +18,12 @@ def link_local() -> str | None:
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, scope, flags, name = line.split()
-            if scope == "20" and flags == "80":  # of a link, and in use
+            if scope == "20" and flags == "80":  # 20: link-local; 80: permanent, so ready for use
                 return f"{':'.join(digits[at : at + 4] for at in range(0, 32, 4))}%{name}"
     return None
 
 
-# Interfaces come and go beside a container engine: an address in the name would give each process of a run other tests.
+# Container engines add and remove interfaces. With an address in its id, a test could differ between pytest processes.
 @pytest.mark.parametrize("host", ["::", "::1", link_local()], ids=["any", "loopback", "of a link"])
 def test_the_gateway_listens_wherever_grpc_does(host: str | None, tmp_path: Path) -> None:
     if host is None or not socket.has_dualstack_ipv6():

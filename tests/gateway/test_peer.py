@@ -89,8 +89,8 @@ def missing(expected: Any, found: Any, where: str = "") -> list[str]:
 
 
 OPENAI_ONLY = {".choices[].logprobs.refusal"}
-# The fields of an answer that OpenAI's client knows. vLLM adds names of its own (kv_transfer_params, token_ids, ...),
-# Quire none.
+# The fields of an answer that OpenAI's client knows. vLLM adds fields of its own (kv_transfer_params, token_ids, ...);
+# Quire adds none.
 OPENAI_FIELDS = {
     "/v1/completions": {"id", "object", "created", "model", "choices", "usage"},
     "/v1/chat/completions": {"id", "object", "created", "model", "choices", "usage"},
@@ -143,7 +143,7 @@ def test_greedy_answers_are_the_same_and_have_the_same_fields(
     assert texts(mine) == texts(peer)
     assert OPENAI_FIELDS[path] <= mine.keys()
     assert set(missing(fields(mine), fields(peer))) <= OPENAI_ONLY, "else we have no field that vLLM lacks"
-    # vLLM counts the end-of-text token, which is no part of the text.
+    # vLLM also counts the end-of-text token. Quire does not, because it is no part of the text.
     ends = 0 if "stop" in ask else sum(choice["finish_reason"] == "stop" for choice in mine["choices"])
     for name, more in (("prompt_tokens", 0), ("completion_tokens", ends), ("total_tokens", ends)):
         assert mine["usage"][name] + more == peer["usage"][name]

@@ -168,7 +168,7 @@ def event_names(server: Any, body: Any) -> list[str]:
     return [name for at, name in enumerate(names) if at == 0 or name != names[at - 1]]
 
 
-# vLLM adds these to OpenAI's object of a response and to its items.
+# vLLM adds these fields to OpenAI's response object and to its items.
 VLLMS_OWN: Final = {
     *(".ec_transfer_params", ".kv_transfer_params", ".input_messages", ".output_messages", ".prompt"),
     *(".presence_penalty", ".frequency_penalty", ".output[].encrypted_content"),

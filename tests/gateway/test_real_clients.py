@@ -23,7 +23,7 @@ from tests.gateway.scene import gateway, script
 
 WHOLE = json.dumps({"model": "scripted", "prompt": "p", "n": 2})
 STREAM = json.dumps({"model": "scripted", "prompt": "p", "n": 2, "stream": True})
-LONG = WHOLE + " " * (2 << 20)  # curl asks before it sends as much
+LONG = WHOLE + " " * (2 << 20)  # For a body this long curl first sends `Expect: 100-continue`.
 LARGE = json.dumps({"model": "scripted", "prompt": "p" * (20 << 20)})
 WRONG = json.dumps({"model": "scripted"})
 PATH = "/v1/completions"

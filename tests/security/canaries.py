@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Iterator, Sequence
 
-TEXT_WINDOW = 24  # characters of a text that are enough to recognise it
-TOKENS_WINDOW = 6  # the same of a list of token ids
+TEXT_WINDOW = 24  # this many characters identify a text
+TOKENS_WINDOW = 6  # this many ids identify a list of tokens
 
 
 def forms_of_text(text: str) -> Iterator[str]:

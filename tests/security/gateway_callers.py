@@ -32,7 +32,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/branches/branch_00/generate": {},
     "/tokenize": {"prompt": "p"},
     "/detokenize": {"tokens": [1]},
-}  # the least body of each path that takes one
+}  # the smallest body of each path that takes one
 
 
 def as_many(asked: Any, context: Any) -> Iterator[Any]:
@@ -109,7 +109,7 @@ def memory_bounded(served: ServerProcess) -> Iterator[None]:
     """Asks as another caller at the end, and looks at the most memory that there was."""
     before = rss(served)
     folder = Path(f"/proc/{served.process.pid}")
-    (folder / "clear_refs").write_text("5")  # the peak is counted from here
+    (folder / "clear_refs").write_text("5")  # Resets the process's peak memory.
     yield
     first_token_s(served, HONEST)
     peak = next(line for line in (folder / "status").read_text().splitlines() if line.startswith("VmHWM:"))

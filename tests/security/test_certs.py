@@ -198,7 +198,7 @@ def test_a_renewal_makes_everything_again_that_ends_soon_and_trusts_the_authorit
     for name in ("server", "client"):
         certificate(place / "service" / f"{name}.pem").verify_directly_issued_by(now)
     assert renew(place) == ""
-    # 60 days on, the first authority has ended.
+    # After 61 days the first authority has expired.
     with pytest.MonkeyPatch.context() as patch:
         shortened(patch, -61)
         found = _certs.read_authority(place / "ca")

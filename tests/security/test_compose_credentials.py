@@ -30,7 +30,7 @@ from tests.e2e.stack import DEMO, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "/run/quire"
-LIFE_MAX = datetime.timedelta(days=90, minutes=10)  # and the difference of clocks
+LIFE_MAX = datetime.timedelta(days=90, minutes=10)  # 10 minutes allow for clock differences
 METRICS_TOKEN = "metrics-token"
 EVERYTHING = {"quire://pool/*", "quire://observe/*", "quire://namespace/*"}
 # The permissions of each folder's service.

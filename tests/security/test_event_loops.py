@@ -27,9 +27,9 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 from tests.e2e.stack import DEMO
 
 HELD_S_MAX = 0.05
-ATTEMPTS = 4  # what holds a loop does so each time
+ATTEMPTS = 4  # A call that blocks a loop blocks it in every attempt.
 CALL_S_MAX = 60
-TEMPLATE = (  # gets one process the more to do the more there are, and writes more than it is given
+TEMPLATE = (  # Renders more text than it gets, so its work grows with the messages.
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + m.content + '<|im_end|>\n' }}{% endfor %}"
 )
 MIB = 1 << 20
@@ -207,7 +207,7 @@ class Scene:
             began_s, pieces = time.monotonic(), self.piece_count
             with suppress(QuireError, grpc.RpcError, ConnectionError):
                 call()
-            while self.piece_count < pieces + 3:  # by then it is noted
+            while self.piece_count < pieces + 3:  # By then the recorder has written this call's entry.
                 time.sleep(0)
             found.append(max((held for at, held in self._noted(server.process.pid) if at > began_s), default=0.0))
         return min(found)
@@ -228,7 +228,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         patch.setenv("OMP_NUM_THREADS", "1")
         stack = LocalStack(folder, gateway_listen="127.0.0.1:0", drain_timeout_s=5)
         with stack, Client(stack.worker_address) as client:
-            client.generate("The", max_tokens=2, regex="[a-z]+ b?")  # what is there once, whoever calls
+            # These calls create the objects that the worker creates only once.
+            client.generate("The", max_tokens=2, regex="[a-z]+ b?")
             client.tokenize([{"role": "user", "content": "x"}])
             made = Scene(stack, notes)
             made.post(*GATEWAY["logprobs"])

@@ -32,7 +32,7 @@ from tests.security.gateway_callers import (
 )
 
 CHOICES, TOP = 64, 20
-TOKENS = LOGPROB_VALUES_MAX // CHOICES // (1 + TOP)  # of each choice of the largest answer with logprobs
+TOKENS = LOGPROB_VALUES_MAX // CHOICES // (1 + TOP)  # tokens per choice in the largest answer with logprobs
 RANKED = pb.Logprobs(
     token_ids=range(1, TOKENS + 1),
     token_logprobs=[-1.5] * TOKENS,
@@ -46,7 +46,8 @@ class LongAnswers:
     """Answers of a worker that are as large as may be. To another caller it answers as it always does."""
 
     def __init__(self) -> None:
-        self._given = queue.SimpleQueue[bool]()  # of each answer, whether it was the last before the end of its call
+        # One entry per answer: whether it was the last one before its call ends.
+        self._given = queue.SimpleQueue[bool]()
         self._waiting: list[threading.Event] = []
         self._is_over = False
 
@@ -56,7 +57,7 @@ class LongAnswers:
             return
         may_end = threading.Event()
         self._waiting.append(may_end)
-        if self._is_over or not context.add_callback(may_end.set):  # it was refused
+        if self._is_over or not context.add_callback(may_end.set):  # False: the call has already ended.
             may_end.set()
         told = {"prompt_logprobs": RANKED} if asked.sampling.HasField("prompt_logprobs") else {}
         for sample in range(asked.sampling.n):
@@ -169,7 +170,8 @@ def test_answers_of_what_is_kept_that_nobody_reads_take_a_bounded_memory(long_se
     with memory_bounded(long_served), ExitStack() as cleanup:
         for _ in range(200):
             connection = cleanup.enter_context(closing(socket.socket()))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)  # else the system takes many answers
+            # With a larger buffer the system would take many answers.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
             connection.settimeout(30)
             host, _, port = long_served.address.rpartition(":")
             connection.connect((host, int(port)))

@@ -37,10 +37,10 @@ from tests.client.servers import allocator_process, secret_file
 from tests.security.certificates import Certificates
 from tests.security.deployment import TOKEN, Caller, Deployment, deployed
 
-LIVENESS_S = 1.0  # within which liveness answers another caller
-FIRST_TOKEN_S = 2.0  # and a worker begins to
-MEMORY_BYTES = 256 << 20  # a server may grow by this
-CALLS = 200  # of each method at a time
+LIVENESS_S = 1.0  # limit for the liveness probe of another caller
+FIRST_TOKEN_S = 2.0  # limit for a worker's first token to another caller
+MEMORY_BYTES = 256 << 20  # limit for a server's growth
+CALLS = 200  # calls of each method at a time
 NUMBERS = itertools.count()
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
 
@@ -61,9 +61,9 @@ WAITS = [
     for method in service.methods
     if method.server_streaming
 ]
-HELD = 1_200  # calls that wait, more than one caller may have of any kind
-ITEMS = 250_000  # of a list, which is what a message has room for, or more
-# Every limit on a count that allocator, worker or protocol has, and one beyond.
+HELD = 1_200  # more waiting calls than one caller may have of any kind
+ITEMS = 250_000  # items of a list, at least as many as a message can hold
+# Every count limit of the allocator, the worker and the protocol, and one more than each limit.
 COUNTS = sorted(
     {
         count + beyond
@@ -109,7 +109,8 @@ async def assert_others_are_served(deployment: Deployment) -> None:
             await honest.channel_ready()
             health = health_pb2_grpc.HealthStub(honest)
             request = health_pb2.HealthCheckRequest(service="liveness")
-            await health.Check(request, metadata=metadata(), timeout=30)  # until the thrown messages have arrived
+            # This call returns once the hostile messages have arrived.
+            await health.Check(request, metadata=metadata(), timeout=30)
             answer = await health.Check(request, metadata=metadata(), timeout=LIVENESS_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
     tls = deployment.certificates.client("honest")
@@ -239,7 +240,7 @@ async def test_connections_that_never_finish_a_handshake_end_and_keep_nobody_out
     async with memory_bounded(deployment):
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
         for _, writer in silent[::2]:
-            writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc")  # the beginning of a ClientHello
+            writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc")  # the first bytes of a ClientHello
         await assert_others_are_served(deployment)
         async with asyncio.timeout(3 * HANDSHAKE_S):
             for reader, writer in silent:
@@ -258,7 +259,7 @@ def goes_on(method: str, namespace: str) -> list[Any]:
     """The messages with which a call of this kind waits, or goes on for long."""
     long = worker_pb.SamplingParams(max_tokens=400, ignore_eos=True)
     messages: dict[str, list[Any]] = {
-        "Session": [],  # it waits for an attach
+        "Session": [],  # The server waits for an attach.
         "WatchEvents": [pb.WatchEventsRequest(pool="default")],
         "Generate": [worker_pb.GenerateRequest(text="The for", namespace=namespace, sampling=long)],
         "Watch": [health_pb2.HealthCheckRequest()],
@@ -268,7 +269,7 @@ def goes_on(method: str, namespace: str) -> list[Any]:
 
 async def begin(connection: aio.Channel, method: str, messages: list[Any]) -> Any:
     call = connection.stream_stream(method)(metadata=metadata())
-    with contextlib.suppress(grpc.RpcError):  # a call that is refused
+    with contextlib.suppress(grpc.RpcError):  # The server may refuse the call.
         for message in messages:
             await call.write(message.SerializeToString())
     return call
@@ -334,7 +335,7 @@ async def test_branches_and_waiting_texts_of_one_namespace_leave_places_for_othe
         forks = [await branch.fork(64) for _ in range(15)]
         with pytest.raises(ResourceExhaustedError, match="branches"):
             await branch.fork(64)
-        assert len(forks) == 15  # and not collected, which would release them
+        assert len(forks) == 15  # This use keeps the forks alive: collecting them would release them.
         texts = [attacker.stream("a" * 50, namespace="attacker", max_tokens=400, ignore_eos=True) for _ in range(60)]
         begun = [asyncio.ensure_future(anext(text)) for text in texts]
         await asyncio.wait(begun, timeout=1)
@@ -352,7 +353,7 @@ async def test_branches_and_waiting_texts_of_one_namespace_leave_places_for_othe
 
 async def test_a_server_ends_in_its_drains_time_whatever_calls_are_held(tmp_path: Path) -> None:
     token = secret_file(tmp_path / "token", TOKEN)
-    with allocator_process(tmp_path, "--token-file", str(token)) as server:  # it drains for 5 s
+    with allocator_process(tmp_path, "--token-file", str(token)) as server:  # The server drains for 5 s.
         async with contextlib.AsyncExitStack() as open_ones:
             calls = []
             for method in METHODS["allocator"]:

@@ -274,7 +274,7 @@ def test_places_and_bodies_of_one_are_not_those_of_another(served: ServerProcess
     worker.answers["Generate"] = answer
     try:
         with ExitStack() as cleanup, others_are_served(served):
-            for _ in range(6):  # as many as the scripted worker has threads for, but two
+            for _ in range(6):  # Six calls leave two of the scripted worker's threads free.
                 connection = cleanup.enter_context(closing(connect(served)))
                 connection.sendall(request(HOSTILE, "/v1/completions", body))
             for _ in range(40):

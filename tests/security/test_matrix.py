@@ -25,7 +25,7 @@ WAIT_S = 30.0
 NAMES = (f"fresh/{number}" for number in itertools.count())
 IDS = (f"request {number}" for number in itertools.count())
 
-# Callers: their certificate's options, or its fault.
+# Callers with a valid certificate, and the permissions in it.
 PERMITTED = {
     "everything": ["--pool", "*", "--namespace", "*"],
     "nothing": [],
@@ -281,8 +281,8 @@ def of_requests(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
 
 OWNING = Reason.POOL_FORBIDDEN
 USING = Reason.NAMESPACE_FORBIDDEN
-UNKNOWN = Reason.BRANCH_UNKNOWN  # also for existing ones, for callers without their namespace
-# For each RPC: its call; then the answers to an observer of all pools, and to a caller with another namespace.
+UNKNOWN = Reason.BRANCH_UNKNOWN  # Callers without a branch's namespace get this for existing branches, too.
+# Per RPC: the call, the answer to an observer of all pools, and the answer to a caller with another namespace.
 CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None]] = {
     "Session": (session, OWNING, None),
     "OpenSession": (open_and_close, OWNING, None),
@@ -315,14 +315,14 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "health of the allocator": (health("allocator"), None, None),
     "health of the worker": (health("worker"), None, None),
 }
-# Calls without a pool of the caller's choice, which are answered whatever its pools.
+# Calls that name no pool. The pools of a caller's certificate do not matter for them.
 WITHOUT_POOL = {
     "MatchPrefix",
     "ListPools",
     *(
         method.name
         for method in worker_pb.DESCRIPTOR.services_by_name["WorkerService"].methods
-        if not method.name.endswith(("Adapter", "Adapters", "ListRequests"))  # which concern the worker's own pool
+        if not method.name.endswith(("Adapter", "Adapters", "ListRequests"))  # These concern the worker's own pool.
     ),
     "health of the allocator",
     "health of the worker",

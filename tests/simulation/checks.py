@@ -72,7 +72,7 @@ def compare_pool(pool: Pool, ledger: Ledger, *, is_told: bool = True) -> None:
             mine is not None and (mine.group, mine.namespace, mine.position, mine.digest) == what,
             f"block {block} is published there as what it does not carry here",
         )
-    is_told = is_told and pool.admission.limits_cache  # the owner knows the empty blocks then
+    is_told = is_told and pool.admission.limits_cache  # Only then does the owner know the empty blocks.
     for block in here:
         is_known = block in carried or (block in empty and not is_told)
         require(is_known, f"block {block} carries a digest here, and is something else there")
@@ -154,7 +154,7 @@ def cached_order(pool: Pool) -> list[tuple[int, str, int, bytes]]:
             else:
                 units = scope.units()  # type: ignore[attr-defined]
                 entries += [(unit.released, list(reversed(unit.blocks))) for unit in units if not unit.live]
-                # Of a cut stretch, the deeper part leaves first.
+                # The deeper part of a cut stretch is evicted first.
                 stretches = getattr(scope, "stretches", {}).values()
                 deepest_first = sorted(stretches, key=lambda stretch: -stretch.first_position)
                 entries += [(stretch.released, list(reversed(stretch.blocks))) for stretch in deepest_first]

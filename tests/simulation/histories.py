@@ -41,7 +41,7 @@ GROUPS: dict[str, list[pb.GroupSpec]] = {
 }
 
 
-APPEND_ONLY: dict[str, list[pb.GroupSpec]] = {  # pools whose tables change at their end alone
+APPEND_ONLY: dict[str, list[pb.GroupSpec]] = {  # Tables of these pools change only at their end.
     "append-only": [group(FULL), group(FULL, 8), group(FULL)],
     "append-only windows": [group(FULL), group(SLIDING, window=6), group(SLIDING, window=6), group(CHUNKED, window=8)],
 }
@@ -61,14 +61,14 @@ class Text:
 
     tokens: list[int]
     namespace: str
-    written: int  # tokens in the pages
+    written: int  # tokens written to the pages
     committed: int
     granted: int
     prompt: int  # tokens to compute before anything is sampled
-    is_leaving: bool = False  # this and later steps: once the unanswered steps are answered
+    is_leaving: bool = False  # This field and the ones below take effect once all steps are answered.
     committing: int = 0
     growing: int = 0
-    cuts: tuple[int, ...] = ()  # where passes end: at the junction or early end, and at ends of its answer
+    cuts: tuple[int, ...] = ()  # positions where a pass must end: the junction or early end, and ends of its answer
 
     def __post_init__(self) -> None:
         self.answered()
@@ -104,8 +104,8 @@ class History:
         self.last_id = 0
         self.digest_tokens = min(g.block_size for g in spec.groups)
         self.has_states = any(g.kind == STATE for g in spec.groups)
-        self.known: dict[bytes, tuple[int, ...]] = {}  # of each digest all tokens up to its end
-        self.asked: dict[int, tuple[list[int], str]] = {}  # prompts and namespaces
+        self.known: dict[bytes, tuple[int, ...]] = {}  # digest -> all tokens up to its end
+        self.asked: dict[int, tuple[list[int], str]] = {}  # sequence -> prompt and namespace
         self._prompts = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
 
     # -- asking --------------------------------------------------------------------------------------------------------

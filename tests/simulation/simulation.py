@@ -25,13 +25,13 @@ from tests.simulation import checks
 from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import LEASE_S, Allocator, Clock, Link, ViolationError, Worker
 
-FAULT_RATES = (0.05, 0.2, 0.6)  # of all events
+FAULT_RATES = (0.05, 0.2, 0.6)  # shares of all events
 SMALL_CHUNKS = {
     "REPORT_CHUNK_ENTRIES_MAX": 5,
-    "REPORT_CHUNK_BYTES_MAX": 248,  # the fixed bytes of a sequence with all ends of its answer fit
+    "REPORT_CHUNK_BYTES_MAX": 248,  # enough for the fixed bytes of a sequence and all ends of its answer
     "HEADS_MAX": 4,
-}  # so that all is cut in two
-STUCK_STEPS = 2000  # without an answer, although the owner keeps trying
+}  # limits so small that every report is split
+STUCK_STEPS = 2000  # steps without an answer while the owner keeps trying
 FAULTS = {
     "stream lost": 6,
     "stream lost, server notices late": 6,
@@ -96,7 +96,7 @@ class Simulation:
                 outcome.steps = number + 1
                 try:
                     self._event()
-                except Exception as error:  # whatever a machine raises here is a finding
+                except Exception as error:  # Any error of a state machine is a finding.
                     outcome.violation = f"step {number + 1}: {type(error).__name__}: {error}"
                     break
         return outcome

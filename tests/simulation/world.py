@@ -102,7 +102,8 @@ class Link:
     allocator: Allocator
     clock: Clock
     to_server: deque[bytes] = field(default_factory=deque)
-    to_client: deque[bytes | QuireError | None] = field(default_factory=deque)  # None: gRPC's own error
+    # None stands for an error of gRPC itself
+    to_client: deque[bytes | QuireError | None] = field(default_factory=deque)
     client_gone: bool = False
     server_gone: bool = False
 

@@ -16,6 +16,6 @@ for name, feature in list(vars(module).items()):
         failure = None
         try:
             feature()
-        except Exception:  # whatever it is, it is told
+        except Exception:  # The caller reports every failure.
             failure = traceback.format_exc()
         print(json.dumps([name, failure]), flush=True)

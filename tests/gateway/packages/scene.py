@@ -11,7 +11,7 @@ import pydantic
 
 HELD, SCRIPTED = (
     f"http://{address}/v1" for address in sys.argv[2:4]
-)  # the demo model; the one that is told what to say
+)  # base URLs of the demo model and of the scripted model
 MODEL = "demo"
 KEY = "none"
 LIMIT = 200

@@ -39,7 +39,7 @@ def structure_by_tool() -> None:
 
 def structure_by_schema() -> None:
     for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON):
-        if mode is instructor.Mode.JSON:  # any JSON would do: the scripted model writes the right one
+        if mode is instructor.Mode.JSON:  # This mode accepts any JSON, so the scripted model writes a valid object.
             asked, address = [{"role": "user", "content": says('{"kind": "simple", "is_loop": false}')}], SCRIPTED
         else:
             asked, address = _ASKED["messages"], HELD

@@ -1,4 +1,4 @@
-"""Addresses: every form that one listener or client takes, all take, and it means the same to each."""
+"""Every listener and every client accepts the same forms of addresses, and reads them alike."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_only_looks_like_loopback_is_another_machine(written: str) -> None:
 
 
 def addresses_of_a_name(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
-    """Lets every name have these addresses, as a name server with AAAA and A records would."""
+    """Resolves every name to these addresses, as a name server with AAAA and A records would."""
 
     def found(host: str, port: int, **_: object) -> list[Any]:
         families = [socket.AF_INET6 if ":" in each else socket.AF_INET for each in hosts]

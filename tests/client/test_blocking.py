@@ -1,4 +1,4 @@
-"""A session for threads, against the real allocator as a process, which is killed; also in an append-only pool."""
+"""Tests a blocking session on a real allocator process that is killed; also in an append-only pool."""
 
 from __future__ import annotations
 
@@ -156,7 +156,8 @@ def test_a_closed_session_says_so(allocator: ServerProcess) -> None:
 
 
 def test_kept_blocks_outlive_the_allocator(allocator: ServerProcess, tmp_path: Path) -> None:
-    """Two sequences compute the same side by side. The next allocator knows both, and the owner hears of takeovers."""
+    """Two sequences compute the same tokens concurrently. The next allocator knows both, and the owner hears of
+    takeovers."""
     port = allocator.address.rpartition(":")[2]
     with Allocator(allocator.address) as client, client.session("mine", APPEND_ONLY) as session:
         first = answered(session, allocate(1, 13)).grows[0].blocks[0]

@@ -1,4 +1,4 @@
-"""Handles of branches in a client: refusals before anything is sent, and renewal."""
+"""Tests a client's branch handles: what they refuse before sending, and how they renew branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session of unary calls, and an engine over it: each step is applied once, whatever becomes of its answer."""
+"""Over unary calls, a session and an engine apply each step exactly once, even if the answer is lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Scene(NamedTuple):
         return self.allocator.service.directory.pool("a")
 
     def session(self, **options: object) -> AsyncCallSession:
-        """A session of pool "a" that calls nothing by itself."""
+        """Returns a session of pool "a" that sends no calls by itself."""
         return self.client.session("a", SPEC, transport="calls", keep_alive=False, **options)  # type: ignore[call-overload, no-any-return]
 
     async def applied(self, number: int) -> None:
@@ -74,7 +74,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 async def lose_the_answer(scene: Scene, session: AsyncCallSession, step: StepBuilder, number: int) -> None:
-    """Has a step applied, and kills the connection before its answer."""
+    """Lets the allocator apply a step, and cuts the connection before the answer."""
     scene.proxy.swallow_replies()
     asked = asyncio.create_task(session.step(step))
     await scene.applied(number)

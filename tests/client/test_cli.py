@@ -47,7 +47,7 @@ TOKEN = "0123456789abcdef"
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CallSession]:
-    """A pool with a prompt of two blocks that two sequences share, a third block of each, and a cached one."""
+    """Opens a pool with a prompt of two blocks that two sequences share, a third block of each, and a cached block."""
     with (
         allocator_process(tmp_path_factory.mktemp("allocator"), "--lease", "600") as process,
         Allocator(process.address) as client,

@@ -23,7 +23,7 @@ SALTS: set[str] = set()
 
 
 def answer(request: pb.GenerateRequest, _context: object) -> Iterator[pb.GenerateResponse]:
-    """Two pieces of two tokens; half of the prompt was cached."""
+    """Sends two pieces of two tokens, and reports half of the prompt as cached."""
     SALTS.add(request.cache_salt)
     count = len(request.tokens.ids)
     yield pb.GenerateResponse(token_ids=[7, 7])
@@ -49,7 +49,7 @@ def reported(server: ScriptedServer, *arguments: str) -> dict[str, Any]:
 
 
 def prompts(server: ScriptedServer) -> list[list[int]]:
-    """Returns the prompts of the run, without the request that is not measured."""
+    """Returns the prompts of the run, without the warm-up request."""
     asked = [each for each in server.requests if isinstance(each, pb.GenerateRequest)]
     return [list(each.tokens.ids) for each in asked][1:]
 

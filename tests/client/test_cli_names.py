@@ -1,4 +1,4 @@
-"""Old names of commands and options: refused with their new ones, and left nowhere."""
+"""Old names of commands and options are refused with their new names, and no document uses them."""
 
 from __future__ import annotations
 

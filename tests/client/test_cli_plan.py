@@ -1,4 +1,4 @@
-"""`quire plan`: tables and JSON from a `config.json`, and its errors."""
+"""Tests `quire plan`: its tables, its JSON and its errors for a `config.json`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The command in this process: much faster than in one of its own."""
+    """Returns a function that runs the command in this process, which is much faster than in a new one."""
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(*arguments: str) -> Outcome:
@@ -238,7 +238,7 @@ def test_a_config_that_is_not_understood_names_its_field(plan: Any, tmp_path: Pa
 
 
 def hub(download: Callable[..., str]) -> SimpleNamespace:
-    """Returns a package of Hugging Face that has nothing in its cache."""
+    """Returns a stand-in for the huggingface_hub package whose cache is empty."""
     online = SimpleNamespace(HF_HUB_OFFLINE=False)
     return SimpleNamespace(hf_hub_download=download, try_to_load_from_cache=lambda *_: None, constants=online)
 
@@ -300,7 +300,7 @@ def test_a_hub_that_must_not_be_asked_is_said_to_be_so(tmp_path: Path) -> None:
 
 
 def connections_to(server: socket.socket) -> int:
-    """Counts the connections that were made and not accepted yet, and accepts them."""
+    """Accepts all pending connections and returns their number."""
     server.setblocking(False)
     count = 0
     with contextlib.suppress(BlockingIOError):

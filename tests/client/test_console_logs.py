@@ -1,4 +1,4 @@
-"""Logs on a terminal."""
+"""Tests the format of logs on a terminal."""
 
 from __future__ import annotations
 

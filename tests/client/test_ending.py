@@ -1,4 +1,4 @@
-"""The reason of a call's end is the peer's, even during a write."""
+"""A call ends with the reason that the peer gave, even during a write."""
 
 from __future__ import annotations
 

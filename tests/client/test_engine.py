@@ -1,5 +1,4 @@
-"""gRPC runs on the engine that reads sockets in the thread that completes calls, unless the application chose
-another."""
+"""gRPC's engine reads sockets on the thread that completes calls, unless the application chose another engine."""
 
 from __future__ import annotations
 
@@ -85,6 +84,6 @@ def test_the_environment_decides() -> None:
 
 
 def test_the_installed_grpc_is_one_that_was_looked_at() -> None:
-    """A newer release runs on its own engine until a developer has checked whether it still has both."""
+    """A newer gRPC release runs on its default engine until a developer has checked that it still has both engines."""
     major, minor, *_ = version("grpcio").split(".")
     assert (int(major), int(minor)) == grpc_io.LAST_WITH_BOTH

@@ -1,7 +1,7 @@
-"""Each RPC of both services has a method on both flavours of the clients, and that method calls it.
+"""Each RPC of both services has a method on both flavors of the clients, and the method calls the RPC.
 
-The name of the method is the RPC's in snake case, but for what NAMES lists. For threads, Session is opened on an event
-loop in a thread of its own: an owner has to send heartbeats while its caller computes.
+The method's name is the RPC's name in snake case, except for those in NAMES. The blocking client opens Session on an
+event loop in a thread of its own, because an owner must send heartbeats while its caller computes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A new user's first hour: wrong addresses, wrong services, pipes, and words for each of them."""
+"""In a new user's first hour, wrong addresses, wrong services and closed pipes all give helpful messages."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_what_is_at_an_address_where_nobody_answers_is_looked_at(allocator: str)
 
 @contextmanager
 def wsgi_server() -> Iterator[str]:
-    """The address of a plain HTTP server."""
+    """Yields the address of a plain HTTP server."""
     with make_server("127.0.0.1", 0, lambda _environ, respond: respond("200 OK", []) or [b"hello"]) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()

@@ -1,4 +1,5 @@
-"""Digests: the vectors of docs/hash.md, an independent computation, and the inputs that must change a digest."""
+"""Tests digests against the vectors of docs/hash.md and an independent computation, and with inputs that must change
+them."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ console.log(JSON.stringify(JSON.parse(require("fs").readFileSync(0, "utf8")).map
 
 
 def read_vectors() -> dict[str, dict[str, str]]:
-    """Title of each vector and its fields, as they stand on the page."""
+    """Returns the title and the fields of each vector on the page."""
     section = PAGE.read_text(encoding="utf-8").split("## Test vectors")[1]
     vectors = {}
     for title, body in re.findall(r"### (.+?)\n\n```text\n(.+?)```", section, re.DOTALL):

@@ -1,4 +1,4 @@
-"""Unary sessions keep their pool while their owner thinks, and say so when they are forgotten."""
+"""Unary sessions keep their pool while their owner is idle, and raise an error once the allocator has dropped them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEASE_S = 0.3
 
 
 def look_for(client: Allocator, seconds: float) -> None:
-    """Readers of a pool do not renew its lease."""
+    """Reads the pool for this long. Reading does not renew its lease."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         client.list_pools()

@@ -1,4 +1,4 @@
-"""Silence of the other side is counted only while this process was there to hear it."""
+"""Only time in which this process was running counts as silence of the other side."""
 
 from __future__ import annotations
 

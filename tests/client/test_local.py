@@ -1,4 +1,4 @@
-"""Servers as child processes: starting, failing, stopping, and never outliving their parent."""
+"""Tests servers as child processes: how they start, fail and stop, and that they never outlive their parent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
 def child(folder: Path, script: str) -> ServerProcess:
-    """A child that runs a script instead of a server."""
+    """Starts a child process that runs a script instead of a server."""
     (folder / "scripted_child.py").write_text(script)
     return ServerProcess(
         "scripted_child",

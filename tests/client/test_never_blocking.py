@@ -1,4 +1,4 @@
-"""Standard output and error of servers: whatever happens to the reader, a write returns and the server continues."""
+"""Writes to a server's standard output and error return at once, whatever the reader does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Numbers at the edge of every public parameter: refused with name, value and range before anything is sent.
+"""Numbers beyond the range of a public parameter are refused with name, value and range, before anything is sent.
 
-The parameters are read from the signatures, so that a new one is tried, too. Times are in `test_timeouts.py`.
+The tests read the parameters from the signatures, so they cover new ones. `test_timeouts.py` tests times.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def numbers_of(function: Any) -> dict[str, bool]:
-    """Returns the numbers that a function takes, and whether each is whole."""
+    """Returns the numeric parameters of a function, and whether each is an integer."""
     found = {}
     for parameter in inspect.signature(function).parameters.values():
         words = set(str(parameter.annotation).split(" "))

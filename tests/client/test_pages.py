@@ -1,4 +1,4 @@
-"""The contents of pages, by stretches, equal a record block by block."""
+"""The record of page contents by stretches equals a naive record by blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCKS = 96
 
 
 class NaivePages:
-    """A record for every block."""
+    """Keeps one record for every block."""
 
     def __init__(self) -> None:
         self.carried: dict[int, Published] = {}
@@ -87,13 +87,13 @@ def test_a_random_history_is_known_as_block_by_block(seed: int) -> None:
 
 
 def let_go_of(pages: Pages, step: int, operation: int, blocks: list[int], begin: int = 0) -> int:
-    """Releases blocks in this order, as the end of a table that begins with others."""
+    """Releases the last blocks of a table, in this order. `begin` blocks precede them in the table."""
     table = array("I", [*range(5_000, 5_000 + begin), *reversed(blocks)])
     return pages.release(step, operation, 0, table, begin=begin, end=len(table))
 
 
 def check_bounds(pages: Pages) -> None:
-    """Checks that counts agree, and that a small rest of a stretch does not keep all of it alive."""
+    """Checks that counts agree, and that a few remaining blocks do not keep a whole stretch in memory."""
     for stretch in pages.stretches():
         own = [block for block in stretch.blocks if pages.published.get(block) is stretch]
         assert stretch.live == len(own)

@@ -1,4 +1,4 @@
-"""Callers that ping a server while nothing else happens, as routers do to notice dead connections."""
+"""Servers accept pings on idle connections. Routers send them to notice dead connections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PING_COUNT = 5
 
 
 class Frame(NamedTuple):
-    """A frame of HTTP/2 that belongs to no stream."""
+    """An HTTP/2 frame that belongs to no stream."""
 
     kind: int
     flags: int
@@ -29,7 +29,7 @@ class Frame(NamedTuple):
 
 
 def frames(connection: socket.socket) -> Iterator[Frame]:
-    """Yields what a server sends, until it hangs up."""
+    """Yields the frames that a server sends, until it closes the connection."""
     with connection.makefile("rb") as stream:
         while head := stream.read(9):
             yield Frame(head[3], head[4], stream.read(int.from_bytes(head[:3], "big")))
@@ -59,7 +59,7 @@ def is_answered(connection: socket.socket, received: Iterator[Frame], number: in
 
 
 def take(connection: socket.socket, frame: Frame) -> bool:
-    """Answers what a caller has to; an end fails the test."""
+    """Answers a frame if HTTP/2 demands it; fails the test if the server ends the connection."""
     assert frame.kind != GOAWAY, frame.payload
     if frame.kind in (SETTINGS, PING) and not frame.flags & ACK:
         answer = frame.payload if frame.kind == PING else b""

@@ -1,4 +1,5 @@
-"""Reading the cache's shape from a `config.json`: ten architectures and the words of others, all counted by hand."""
+"""Reads the cache's shape from a `config.json`: ten architectures and the field names of others, all counted by
+hand."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def published(name: str) -> dict[str, Any]:
 
 
 def summary(layers: tuple[LayerSpec, ...]) -> dict[tuple[GroupKind, int, int], int]:
-    """Layers with pages of their own: per kind, window and bytes (of a token, or of a state)."""
+    """Counts the layers that have pages of their own, by kind, window and bytes of a token or state."""
     own = (layer for layer in layers if layer.shared_with is None)
     return dict(Counter((layer.kind, layer.window, layer.token_bytes or layer.state_bytes) for layer in own))
 

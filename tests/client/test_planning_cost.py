@@ -1,4 +1,4 @@
-"""Costs of layouts: no layout costs less, and costs follow bytes, groups and edges."""
+"""No layout costs less than the planned one, and costs depend on bytes, groups and edges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = (256, 1_024, 4_096, 16_384, 32_768)  # The comparison of layouts cover
 
 
 def test_windows_of_two_lengths_are_eleven_groups_and_long_sequences_waste_nothing() -> None:
-    """The rule of smallest counts makes 11 groups as well, and rounds the growing part of a sequence up by a ninth."""
+    """The rule of smallest counts also makes 11 groups, but makes the growing part of a sequence a ninth larger."""
     ours, theirs = plan_layout(THREE_WINDOWS), smallest_count_layout(THREE_WINDOWS)
     # A page holds 3 layers of full attention in blocks of 32, or 6 layers in blocks of 16.
     assert [(f.group_count, f.layers_per_run, f.block_size) for f in ours.families] == [
@@ -65,7 +65,7 @@ def test_the_example_of_the_cost_is_right() -> None:
     ids=["gemma", "three windows", "states"],
 )
 def test_the_more_a_group_is_worth_the_fewer_there_are_and_the_more_is_unused(layers: tuple[LayerSpec, ...]) -> None:
-    """And between two that follow each other no layout is better than both, wherever the price lies."""
+    """Between two neighboring prices, no other layout beats the layouts of both."""
     prices = [0.0, *(0.0005 * 1.3**step for step in range(24))]
     layouts = [plan_layout(layers, group_cost=price) for price in prices]
     groups = [Prices(layers, group_cost=1).layout(layout).groups for layout in layouts]
@@ -82,7 +82,7 @@ def test_the_more_a_group_is_worth_the_fewer_there_are_and_the_more_is_unused(la
 
 
 class Choice(NamedTuple):
-    """A family as a person without a planner would choose it."""
+    """A family of layers, divided as a person without a planner would choose."""
 
     kind: Kind
     group_count: int
@@ -94,7 +94,7 @@ class Choice(NamedTuple):
         return -(-self.kind.count // self.group_count) * self.block_size * self.kind.heads * 256
 
     def blocks_at_most(self, token_count: int) -> int:
-        """Blocks of a group, at any time until a sequence is so long: looked at token by token."""
+        """Returns the most blocks that a group has until a sequence has this length, counted token by token."""
         starts = {FULL: lambda last: 0, SLIDING: lambda last: max(last - self.kind.window + 1, 0)}
         starts[CHUNKED] = lambda last: last - last % self.kind.window
         first = starts[self.kind.kind]

@@ -1,4 +1,5 @@
-"""From layers to a layout: scenarios counted by hand, and a slow obvious model of a sequence's blocks."""
+"""Plans layouts from layers: compares them with scenarios counted by hand, and with a naive model of a sequence's
+blocks."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def layers_of(*kinds: Kind) -> tuple[LayerSpec, ...]:
 
 
 class Scenario(NamedTuple):
-    """Layers, and their results by hand."""
+    """Layers, and their layout as computed by hand."""
 
     kinds: tuple[Kind, ...]
     groups: tuple[tuple[int, int, int], ...]  # per family: groups, layers per group, tokens per block
@@ -245,7 +246,7 @@ def test_what_cannot_be_laid_out_is_refused() -> None:
 
 
 def attended(family: Family, position: int) -> Iterable[int]:
-    """Tokens that one query reads."""
+    """Returns the tokens that the query at a position attends to."""
     if family.kind is SLIDING:
         return range(max(position - family.window + 1, 0), position + 1)
     if family.kind is CHUNKED:
@@ -254,7 +255,7 @@ def attended(family: Family, position: int) -> Iterable[int]:
 
 
 def naive_blocks(family: Family, token_count: int, pass_token_count: int) -> int:
-    """Blocks with a token that some query of the pass reads or writes, one by one."""
+    """Counts the blocks with a token that some query of the pass reads or writes, one token at a time."""
     if family.kind is STATE:
         return 1
     queries = range(max(token_count - pass_token_count, 0), token_count)
@@ -305,8 +306,8 @@ def test_a_layout_agrees_with_a_model_that_looks_at_every_token_and_byte(seed: i
 
 
 def check_slices(layout: Layout, layers: tuple[LayerSpec, ...]) -> None:
-    """Checks that every layer has all its bytes, in groups that name it, aligned, inside slots, and apart from all
-    others."""
+    """Checks every layer's slices: they have all its bytes, belong to groups that name the layer, are aligned, lie
+    inside slots, and overlap no other slice."""
     taken: dict[int, list[tuple[int, int]]] = {}
     slices = layout.slices()
     assert set(slices) == set(layers)

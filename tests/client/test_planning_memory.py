@@ -1,4 +1,4 @@
-"""The number of blocks that fit, against the worked example of the sizing document, and sizes as people write them."""
+"""Tests how many blocks fit, against the sizing document's worked example, and how written sizes are parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The series that every server has: its process, its build, the ends of its certificates."""
+"""Tests the metrics that every server has: its process, its build, and when its certificates expire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats, many prompts, and what an allocator knows of a prompt: against a scripted server and a real one."""
+"""Tests chats, lists of prompts, and an allocator's knowledge of a prompt, on scripted and real servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADAPTER = bytes(range(32))
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    """A worker whose tokens are the bytes of a text, or of the content of a conversation's messages."""
+    """Runs a scripted worker. Its tokens are the bytes of a text, or of the contents of a conversation's messages."""
 
     def tokenize(request: Any, _context: grpc.ServicerContext) -> worker_pb.TokenizeResponse:
         told = json.loads(request.conversation.messages_json or "[]")

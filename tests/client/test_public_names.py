@@ -1,4 +1,4 @@
-"""Public names: few at the root, the rest in its module, and every type that a public method names."""
+"""Few public names are at the root and the others in their modules. Every type in a public signature is public."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BELOW = {"quire.session.ledger.Ledger"}
 
 
 def named(hint: Any) -> Iterator[type[Any]]:
-    """Every class in an annotation."""
+    """Yields every class in an annotation."""
     if isinstance(hint, type) and not typing.get_args(hint):
         yield hint
     for each in typing.get_args(hint):

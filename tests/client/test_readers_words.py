@@ -1,4 +1,4 @@
-"""A message speaks to the one who reads it: a Python caller has no options, and a terminal no arguments of Python."""
+"""Messages use their reader's terms: no command-line options for Python callers, no Python arguments on a terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ARGUMENT = re.compile(rf"\b(?:{'|'.join(sorted(NAMES))})\b|\b[a-z]\w*=(?!\S*\.pe
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields every string of a file that is no docstring, such as the text of an error, with its line."""
+    """Yields every string of a file except docstrings, for example the text of an error, with its line."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docstrings = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
     for node in ast.walk(tree):
@@ -68,7 +68,7 @@ TABLES = ("process/options.py", "options.py", "execution/sizing.py", "quire_gate
 
 
 def named_outside_of_a_start(path: Path) -> Iterator[tuple[int, str]]:
-    """The texts with an option that are in no error of a start."""
+    """Yields texts that name an option and that are not part of an error at start."""
 
     def look(node: ast.AST, calls: frozenset[str]) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -1,4 +1,4 @@
-"""The block report of an owner: within every bound of a chunk, and nothing of the ledger is missing."""
+"""An owner's block report keeps every limit of a chunk, and contains all of the ledger."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHAPES = st.builds(
 
 
 def ledger_of(shape: Shape) -> Ledger:
-    """Numbers are as large as possible, because large ones take the most bytes."""
+    """Makes a ledger of this shape. Numbers are as large as possible, because large ones take the most bytes."""
     group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=1)
     ledger = Ledger(pb.PoolSpec(block_count=1 << 24, groups=[group] * shape.group_count))
     names = [f"{number:x}".rjust(shape.namespace_bytes, "n")[:NAMESPACE_BYTES_MAX] for number in range(5_000)]

@@ -1,4 +1,4 @@
-"""Engines on `quire.engine`: they read back from their pages what they wrote, over streams and unary calls."""
+"""Engines on `quire.engine` read back from their pages what they wrote, over streams and over unary calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FLAVOURS = ("stream", "unary", "stream, for threads", "unary, for threads")
 
 
 class Turned(Awaited):
-    """An engine for threads whose calls are awaited; other attributes are its own."""
+    """Wraps the blocking engine so that its calls can be awaited; passes other attributes through."""
 
     def __getattr__(self, name: str) -> Any:
         target = getattr(self._target, name)
@@ -42,7 +42,7 @@ class Turned(Awaited):
 
 @asynccontextmanager
 async def opened(allocator: RunningAllocator, flavour: str, spec: PoolSpec) -> AsyncIterator[Any]:
-    """An engine on pool "a"."""
+    """Opens an engine on pool "a"."""
     transport: Literal["stream", "calls"] = "stream" if flavour.startswith("stream") else "calls"
     if "threads" not in flavour:
         client = AsyncAllocator(allocator.address)
@@ -94,7 +94,8 @@ async def test_every_pass_reads_what_was_computed(flavour: str, kind: str) -> No
 
 
 async def settle(pretended: PretendedEngine) -> None:
-    """Runs turns until nothing is under way, and every fork and free is sent; a sequence without room asks forever."""
+    """Runs turns until no step is in flight and every fork and free is sent. A sequence without room would ask
+    forever."""
     engine = pretended.engine
     while engine._under_way is not None or engine._agenda._forks or engine._agenda._freed:
         pretended.run_copies(await engine.turn())

@@ -1,4 +1,4 @@
-"""Numbers at the edge of every option of the servers: refused with the option's name and code 2, or a number."""
+"""Each server option either accepts a number as a number, or refuses it with the option's name and exit code 2."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ WORKER_CALLS = 1_024 + 64  # By default a worker queues 1,024 calls and computes
 
 
 class WaitingService(worker_pb_grpc.WorkerServiceServicer):
-    """Streams that wait until they are released."""
+    """Serves streams that wait until the test releases them."""
 
     def __init__(self) -> None:
         self.waiting_count = 0
@@ -52,7 +52,7 @@ class WaitingService(worker_pb_grpc.WorkerServiceServicer):
         return worker_pb.GetStatusResponse()
 
     async def wait_for(self, count: int) -> None:
-        """Returns once that many streams wait."""
+        """Returns once this many streams wait."""
         async with self.changed:
             await self.changed.wait_for(lambda: self.waiting_count >= count)
 

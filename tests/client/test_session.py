@@ -1,4 +1,4 @@
-"""The owner's side of the Session stream, against a real allocator whose connections break in many ways."""
+"""Tests the owner's side of the Session stream on a real allocator whose connections break in many ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An owner whose allocator refuses its messages, or the owner itself."""
+"""Tests an owner whose allocator refuses messages that are too large, or refuses the owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream of chunks whose server is lost, refuses, or is silent: the same in both flavors."""
+"""When the server of a chunk stream is lost, refuses, or is silent, both flavors behave alike."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def texts(flavour: str, address: str, **options: Any) -> list[str]:
-    """The text of each chunk of one request, or the error that ended it."""
+    """Returns the text of each chunk of one request; raises the error that ended it."""
 
     async def over_asyncio() -> list[str]:
         async with AsyncClient(address) as client, client.stream("p", **options) as chunks:
@@ -45,7 +45,7 @@ def texts(flavour: str, address: str, **options: Any) -> list[str]:
 
 
 def failing_first(*codes: grpc.StatusCode) -> Any:
-    """Returns answers that fail with these codes, one after the other, before one gives two samples."""
+    """Returns an answer that fails with each of these codes in turn, and then gives two samples."""
     left = iter(codes)
 
     def answer(request: Any, context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:

@@ -1,4 +1,4 @@
-"""Features that may not be ignored have names, and a side that does not know a name says so."""
+"""Features that a peer must not ignore have names. A side that does not know a name refuses it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def attaching(features: tuple[str, ...]) -> Callable[[Iterator[pb.SessionRequest], grpc.ServicerContext], Any]:
-    """An allocator that knows these features and opens any pool."""
+    """Returns the answers of an allocator that knows these features and opens any pool."""
 
     def answer(requests: Iterator[pb.SessionRequest], _context: grpc.ServicerContext) -> Iterator[pb.SessionReply]:
         for request in requests:

@@ -136,8 +136,7 @@ class Episode:
         crowd = [SessionMachine(self.sessions) for _ in range(limits.REPORTS_MAX + 4)]
         for place, machine in enumerate(crowd):
             attach = self._attach_message(f"crowd-{place}")
-            # last_step 0: no wait
-            attach.spec.block_count, attach.last_step = 8, int(place <= limits.REPORTS_MAX)
+            attach.spec.block_count, attach.last_step = 8, int(place <= limits.REPORTS_MAX)  # 0: no wait
             if self._receive(machine, packed.SessionRequest(attach=attach), "Session: attach", attach.pool) is not None:
                 self._receive(machine, chunk, "Session: report", attach.pool)
         for machine in crowd:

@@ -1,4 +1,4 @@
-"""Branches through real processes: their owners, how long they live, and their remains."""
+"""Tests branches through real processes: who may use them, how long they live, and what they leave behind."""
 
 from __future__ import annotations
 

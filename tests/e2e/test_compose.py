@@ -1,7 +1,7 @@
-"""The whole deployment, brought up by Docker Compose and looked at from outside.
+"""Tests the whole deployment from outside, as Docker Compose starts it.
 
-Lifecycle: the module's first test builds the images and starts a project of its own name on free ports, all by one
-command; the tests share it; at the end it is removed with its volumes, and nothing of it may be left.
+Lifecycle: the first test builds the images and starts a project with a name of its own on free ports, all by one
+    command. The tests share the project. At the end it is removed with its volumes, and nothing may remain.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def docker_compose_answers() -> bool:
 
 
 def free_ports(names: tuple[str, ...]) -> dict[str, int]:
-    """A free port for each name; all are bound at once, so no two are the same."""
+    """Returns a free port for each name. All are bound at once, so no two are the same."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in names]
     ports = {name: listener.getsockname()[1] for name, listener in zip(names, sockets, strict=True)}
     for listener in sockets:
@@ -77,7 +77,7 @@ def generate(deployment: Deployment, prompt: str) -> str:
 
 
 def is_connected(deployment: Deployment) -> bool:
-    """Whether the worker has its session. Its health may be from before the allocator left."""
+    """Returns whether the worker has its session. Its health may still be from before the allocator stopped."""
     with contextlib.suppress(AssertionError):  # `quire status` fails if a service does not serve.
         return ", connected" in deployment.execute("worker", "quire", "status")
     return False
@@ -88,7 +88,7 @@ def long_text(token_count: int) -> tuple[str, ...]:
 
 
 def empty_queries(deployment: Deployment, board: dict[str, Any]) -> list[str]:
-    """Queries of a dashboard that draw nothing now; one that Prometheus refuses fails the test."""
+    """Returns the queries of a dashboard that draw nothing now. A query that Prometheus refuses fails the test."""
     empty = []
     for panel in board["panels"]:
         for target in panel.get("targets", []):
@@ -105,7 +105,7 @@ def test_text_is_generated_by_one_command(deployment: Deployment) -> None:
 
 
 def ask(deployment: Deployment, **options: Any) -> Any:
-    """Returns the answer to OpenAI's own client from the gateway's published port, with the deployment's API key."""
+    """Asks the gateway's published port with OpenAI's client and the deployment's API key; returns the answer."""
     key = deployment.execute("gateway", "cat", "/run/quire/api-keys").strip()
     with openai.OpenAI(base_url=f"http://127.0.0.1:{deployment.ports['gateway']}/v1", api_key=key) as ai:
         answer = ai.completions.create(

@@ -1,4 +1,4 @@
-"""Real processes that are stopped, killed and replaced."""
+"""Stops, kills and replaces real processes."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_without_an_allocator_health_says_so_and_new_requests_are_refused() -> N
 
 
 def scraped(address: str) -> dict[str, float]:
-    """Samples without labels' values, summed by name."""
+    """Returns the samples, summed by name over all labels."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     totals: dict[str, float] = {}

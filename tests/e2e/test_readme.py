@@ -1,4 +1,4 @@
-"""The README's and the engine page's examples work as they are."""
+"""The examples of the README and of the engine page work as printed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def stack() -> Iterator[LocalStack]:
 
 
 def python_of(document: str) -> list[str]:
-    """The blocks of Python in a document."""
+    """Returns the Python blocks of a document."""
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
 
 
 def printed(stack: LocalStack, *command: str) -> str:
-    """Returns the output of a command that finds the stack by its defaults."""
+    """Returns the output of a command that finds the stack at the default addresses."""
     addresses = {"QUIRE_WORKER": stack.worker_address, "QUIRE_ALLOCATOR": stack.allocator_address}
     done = subprocess.run(
         [sys.executable, *command],
@@ -101,7 +101,7 @@ count, ends, forked = [0], [], []
 
 
 def test_the_engine_is_built_step_by_step_from_the_snippets_of_its_page(stack: LocalStack) -> None:
-    """Each snippet continues the one before it; the fork comes once, after the first token."""
+    """Each snippet continues the previous one. The fork snippet runs once, after the first token."""
     specification, admitted, turns, fork = python_of("docs/engine.md")
     once = "if not forked:\n    forked.append(1)\n" + textwrap.indent(textwrap.dedent(fork), "    ")
     append = "        text.append(token)  # they are computed, and this one came of them\n"
@@ -150,7 +150,7 @@ def installed(folder: Path) -> None:
 
 
 def extras() -> None:
-    """Checks the extras that the README lists, and the one that has all of them."""
+    """Checks the extras that the README lists, and that `all` contains all of them."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (of_all,) = named["all"]
     brought = set(re.findall(r"\[(.*)\]", of_all)[0].split(","))
@@ -201,20 +201,20 @@ def watched(stack: LocalStack) -> None:
 
 
 def pinned(folder: Path) -> None:
-    """On a CPU that this machine has, which need not have a fourth one."""
+    """Starts a pinned allocator, on a CPU that this machine has: it may have no CPU 3."""
     cpu = str(max(os.sched_getaffinity(0)))
     with server("quire_allocator", "--listen", "127.0.0.1:0", "--cpu", cpu, folder=folder / "pinned") as allocator:
         assert os.sched_getaffinity(allocator.process.pid) <= os.sched_getaffinity(0)
 
 
 def commands() -> list[str]:
-    """Each line of the README's shell blocks, without its comment."""
+    """Returns each line of the README's shell blocks, without its comment."""
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     return [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
 
 
 def first_hour() -> list[str]:
-    """Each command of the page that shows what the README's lines, and some more, print."""
+    """Returns each command of the first-hour page, which shows the output of the README's commands and some more."""
     page = (ROOT / "docs" / "first-hour.md").read_text(encoding="utf-8")
     return [line.strip() for line in page.splitlines() if line.startswith("    ")]
 
@@ -300,7 +300,7 @@ def test_the_demo_runs_and_prints_what_sharing_saved() -> None:
 
 
 def allocator_process(folder: Path) -> ServerProcess:
-    """An allocator behind the same socket as the one before it."""
+    """Starts an allocator on the same socket as the previous one."""
     arguments = ["--listen", f"unix://{folder}/socket", "--metrics", "127.0.0.1:0"]
     allocator = ServerProcess("quire_allocator", arguments, folder=folder, log=folder / "log")
     allocator.wait_ready(deadline=time.monotonic() + 30)

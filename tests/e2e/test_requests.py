@@ -1,4 +1,5 @@
-"""Requests through real processes: the right text, clear errors, and no blocks held after a caller left."""
+"""Sends requests through real processes: the text is right, errors are clear, and no blocks stay held after a caller
+left."""
 
 from __future__ import annotations
 

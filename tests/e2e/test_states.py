@@ -1,4 +1,4 @@
-"""A model with recurrent states as users run it: real processes, a killed allocator, and checkpoints that hit."""
+"""Runs a model with recurrent states as users do: real processes, a killed allocator, and hits on checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LETTERS = "abcdefghij klmnopq"
 
 
 def text(length: int, seed: int) -> str:
-    """Random letters, so that no two texts begin alike."""
+    """Returns random letters, so that no two texts begin alike."""
     dice = random.Random(seed)
     return "".join(dice.choice(LETTERS) for _ in range(length))
 

@@ -1,9 +1,9 @@
-"""The fault table of the session protocol on real allocators: nothing leaks, nothing is lost, every page reads back.
+"""Tests the session protocol's fault table on real allocators: nothing leaks, nothing is lost, every page reads back.
 
-The owner here is a session without a model, so that a fault can be put between two messages; `test_text.py` has the
-same faults under a worker that streams. README.md says which test answers which fault.
+The owner is a session without a model, so that a fault can come between any two messages. `test_text.py` tests the same
+faults with a streaming worker. README.md lists the test of each fault.
 
-`QUIRE_FAULT_RUNS` says how often each fault is repeated (`make faults RUNS=1000`); recovery times are printed.
+`QUIRE_FAULT_RUNS` is the number of repetitions of each fault (`make faults RUNS=1000`). The tests print recovery times.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ async def test_sessions_and_calls_of_one_client_leave_a_silent_connection_each_f
 
 
 async def is_left(session: AsyncSession) -> None:
-    """Returns once its stream is down."""
+    """Returns once the session's stream is down."""
     while session.connected:
         await asyncio.sleep(0)
 

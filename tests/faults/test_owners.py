@@ -1,5 +1,5 @@
-"""Rows of the fault table about an owner's requests, on a real allocator: uncomputed tokens, wrong frees, holds that
-are never given back, messages that are too large, callers that are silent or too fast."""
+"""Tests faulty owners on a real allocator: they commit uncomputed tokens, free wrongly, never release holds, send
+messages that are too large, are silent or too fast."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def name(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Name]:
 
 
 def step_of(*operations: tuple[object, ...]) -> StepBuilder:
-    """A step of `("allocate", ...)`, `("commit", ...)` and so on."""
+    """Returns a step of operations such as `("allocate", ...)` and `("commit", ...)`."""
     step = StepBuilder()
     for verb, *arguments in operations:
         getattr(step, str(verb))(*arguments)
@@ -45,7 +45,7 @@ def step_of(*operations: tuple[object, ...]) -> StepBuilder:
 
 
 async def matched(name: Name, tokens: list[int], namespace: str = "") -> int:
-    """Tokens of a prompt that any pool has published."""
+    """Returns how many tokens of a prompt any pool has published."""
     async with AsyncAllocator(name.place.address) as client:
         found = await client.match_prefix(block_digests(ROOT, tokens, BLOCK_SIZE), namespace)
         return max((match.matched_token_count for match in found), default=0)

@@ -1,4 +1,4 @@
-"""Connections that die without a word, as where a NAT forgot them: both sides notice within seconds."""
+"""Both sides notice within seconds when a connection dies silently, for example because a NAT forgot it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The fault table under a worker that streams: the text is that of an undisturbed run, both sides' states are the same
-while it goes on, and in the end every block is free. README.md says which test answers which fault."""
+"""Tests the fault table with a streaming worker. The text equals an undisturbed run's, both sides' states agree during
+it, and in the end every block is free. README.md lists the test of each fault."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_text_goes_on_after_an_outage_that_is_longer_than_a_stream_may_be_
 
 
 async def test_text_goes_on_when_answers_are_lost_with_or_without_their_allocator(name: Name, text: Worker) -> None:
-    """If an answer is already on its way when answers begin to be lost, no more steps follow it."""
+    """If an answer is already in flight when answers start to be lost, no more steps follow it."""
     lost = 0
     for run in range(2 * RUNS):
         async with text.streaming() as streams:
@@ -118,7 +118,8 @@ async def test_text_goes_on_when_the_worker_wanders_between_allocators(name: Nam
 
 
 async def test_text_goes_on_when_reports_are_cut_in_the_middle(name: Name, text: Worker) -> None:
-    """Behind the namespaces of its first chunk, which follow the sequences. Cut parts are made again."""
+    """The cut comes after the first chunk's namespaces, which follow the sequences. The owner builds cut parts
+    again."""
     for run in range(2 * RUNS):
         await name.ready()
         async with text.streaming(namespace="cut") as streams:
@@ -142,8 +143,8 @@ async def test_text_goes_on_when_the_allocator_stands_still_for_longer_than_its_
 async def test_decoding_goes_on_with_what_was_granted_ahead_while_the_allocator_stands_still(
     name: Name, text: Worker
 ) -> None:
-    """And while a request waits that came meanwhile. Of the tokens ahead a block may have been asked for, and not
-    granted yet."""
+    """Decoding also continues while a later request waits. A block of the tokens ahead may be requested and not granted
+    yet."""
     (prompt, sampling), (late_prompt, late_sampling) = REQUESTS[0], REQUESTS[2]
     prompt_token_count = (await text.client.generate(prompt, max_tokens=1)).usage.prompt_token_count
     await text.idle()

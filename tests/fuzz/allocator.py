@@ -1,12 +1,12 @@
-"""The allocator's handlers and state machines under malformed messages, without a wire: as many as time allows.
+"""Sends malformed messages to the allocator's handlers and state machines directly, without a network.
 
-An `Episode` has pools with a life of their own: one owned over streams, one by unary calls, one that a bystander owns.
-Each round takes a request that would be right, spoils it, and sends it. Conditions:
+An `Episode` has three pools: one is owned over streams, one by unary calls, and one by a bystander.
+Each round takes a valid request, spoils it, and sends it. Conditions:
 
-- nothing is raised but a `Refusal` with a reason of the table, never POOL_QUARANTINED: that is a defect found
-- a refused request changes nothing at all, an accepted one nothing of the other pools
-- whatever is accepted keeps the pool's invariants, and its owner reads the answer as the allocator meant it
-- the right request is served afterwards"""
+- the only exception is a `Refusal` with a reason of the table; POOL_QUARANTINED would be a defect
+- a refused request changes nothing, and an accepted one does not change the other pools
+- an accepted request keeps the pool's invariants, and its owner reads the answer as the allocator meant it
+- the valid request is served afterwards"""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # in accepted requests; in message
 
 
 class ViolationError(AssertionError):
-    """Something that must never happen has happened."""
+    """A condition above was violated."""
 
 
 @dataclass
 class Seen:
-    """The counts of a run: messages by kind, answers by reason ("OK" where it was accepted)."""
+    """The counts of a run: messages by kind, and answers by reason ("OK" if accepted)."""
 
     messages: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
@@ -60,7 +60,7 @@ class Seen:
 
 
 class Clock:
-    """Seconds that pass when an episode says so."""
+    """A clock that an episode advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -70,7 +70,7 @@ class Clock:
 
 
 class Episode:
-    """Pools, and malformed messages to them, out of one source of chance."""
+    """Makes pools and malformed messages to them, from one source of chance."""
 
     def __init__(self, chance: random.Random, seen: Seen) -> None:
         self.chance = chance
@@ -98,7 +98,7 @@ class Episode:
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def round(self) -> None:
-        """One malformed message, or one exchange that has one in it."""
+        """Sends one malformed message, or one exchange that contains one."""
         self.clock.now += self.chance.random() * 0.02
         for owner in self.directory._owners.values():
             owner.lease_end = self.clock.now + 10.0  # no lease expires by accident
@@ -110,7 +110,7 @@ class Episode:
             self._state = self._look()
 
     def end(self) -> None:
-        """Causes the endings that malformed messages alone do not: a crowd, a defect, silence, and the end of the
+        """Causes refusals that malformed messages alone do not: by a crowd, a defect, silence, and a draining
         server."""
         for owner, machine in ((self.owner, self.machine), (self.bystander, self.bystander_machine)):
             machine.close()
@@ -129,7 +129,7 @@ class Episode:
         self._expect("DRAINING")
 
     def _crowd(self) -> None:
-        """Sends more reports at a time, and more pools, than are admitted."""
+        """Sends more concurrent reports, and more pools, than the allocator admits."""
         self._state = self._look()
         freed = pb.ReportChunk(freed_blocks=bytes(4), freed_steps=[1], freed_operations=[1], freed_positions=[1])
         chunk = packed.SessionRequest(report_chunk=freed)
@@ -145,7 +145,7 @@ class Episode:
         self.sessions.expire(self.clock.now)
 
     def _expect(self, reason: str) -> None:
-        """The next message of the owner's stream is refused so."""
+        """Checks that the owner's next message is refused with this reason."""
         self.seen.messages["Session: step"] += 1
         step = packed.Step(session_id=self.owner.session_id, number=1, grows=GROW)
         try:
@@ -159,7 +159,7 @@ class Episode:
 
     @property
     def is_worn_out(self) -> bool:
-        """Whether a sequence id was so high that hardly any is left."""
+        """Whether hardly any sequence ids are left above the highest one."""
         return any(owner.pool.last_sequence_id > 1 << 60 for owner in self.directory.open_pools())
 
     def _spoil(self, message: Message) -> Message | None:
@@ -192,7 +192,7 @@ class Episode:
             self._take_over(request, replies)
 
     def _take_over(self, request: packed.SessionRequest, replies: list[packed.SessionReply]) -> None:
-        """Reads the answer to a changed step that was still valid, and checks that both sides agree on its effects."""
+        """Reads the answer to a changed step that is still valid, and checks that both sides agree on its effects."""
         owner = self.owner
         owner._unanswered.append(request)
         for reply in replies:
@@ -240,7 +240,7 @@ class Episode:
             self._state = self._look()
 
     def _bad_report(self) -> None:
-        """A report of the owner's pool under another name, with something wrong in a chunk, or in its end."""
+        """Reports the owner's pool under another name, with an error in a chunk or in the report's end."""
         chunks = report_chunks(self.owner.ledger)
         place = self.chance.randint(0, len(chunks))
         if place < len(chunks):
@@ -297,7 +297,7 @@ class Episode:
     def _receive(
         self, machine: SessionMachine, request: packed.SessionRequest, kind: str, pool: str
     ) -> list[packed.SessionReply] | None:
-        """The answers, or None where it was refused."""
+        """Returns the answers, or None if the request was refused."""
         return self._judged(kind, pool, lambda: machine.receive(request, self.clock.now))
 
     def _call(self, method: str, request: Message) -> Message | None:
@@ -368,7 +368,7 @@ class Episode:
             raise ViolationError(f"a right message of {owner.pool} was not served")
 
     def _resume(self, epoch: int = 0) -> None:
-        """Attaches the owner again after its stream was ended, and checks that everything is as before."""
+        """Attaches the owner again after its stream has ended, and checks that everything is as before."""
         self.machine.close()
         owner = self.owner
         if max(epoch, owner.epoch) >= (1 << 64) - 2:  # no higher epoch exists: the lease must end

@@ -1,4 +1,4 @@
-"""Episodes of malformed messages, one for each seed."""
+"""Runs episodes of malformed messages, one per seed."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ REASONS = frozenset(
 
 
 def run_episode(seed: int, seen: Seen, messages: int = MESSAGES_PER_EPISODE) -> None:
-    """One episode; everything in it follows from the seed.
+    """Runs one episode, which follows from its seed.
 
     Raises:
-        Exception: something was violated, or raised that must not be.
+        Exception: a rule was violated, or the allocator raised something else than a `Refusal`.
     """
     episode = Episode(random.Random(seed), seen)
     end = seen.count + messages

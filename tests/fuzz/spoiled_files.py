@@ -1,4 +1,4 @@
-"""Files with something wrong in them: bytes, values of JSON, headers of safetensors."""
+"""Damages files: their bytes, values of JSON, headers of safetensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH_BYTES = 8  # the length field before the header of a safetensors file
 
 
 def spoil(dice: random.Random, name: str, data: bytes) -> bytes:
-    """Returns a file with something wrong in it; now and then as it was."""
+    """Returns a damaged copy of a file's bytes; now and then an intact one."""
     if dice.random() < 0.3:
         return spoil_bytes(dice, data)
     if name.endswith(".safetensors"):
@@ -41,7 +41,7 @@ def spoil_bytes(dice: random.Random, data: bytes) -> bytes:
 
 
 def spoil_header(dice: random.Random, data: bytes) -> bytes:
-    """Changes what a safetensors file says of itself."""
+    """Changes the header of a safetensors file."""
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     header, rest = data[LENGTH_BYTES : LENGTH_BYTES + length], data[LENGTH_BYTES + length :]
     if dice.random() < 0.2:
@@ -91,7 +91,7 @@ def _other(dice: random.Random, value: Any) -> object:
 
 
 def _nested(depth: int) -> object:
-    """Stands for JSON that is as deep as that; `written` puts it in, which `json` could not."""
+    """Returns a placeholder for JSON of this depth. `written` inserts that JSON, because `json` cannot write it."""
     return f"nested {depth}"
 
 

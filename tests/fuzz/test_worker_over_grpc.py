@@ -1,4 +1,4 @@
-"""Every RPC of the worker, over gRPC with a real model, under malformed messages and malformed bytes."""
+"""Sends malformed messages and bytes to every RPC of a worker with a real model, over gRPC."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Scene:
     service: WorkerService
 
     def end_branches(self) -> None:
-        """Ends all branches, as if their time had come: some were malformed to last for an hour."""
+        """Ends all branches as if they had expired, because some malformed ones would last for an hour."""
         branches, loop = self.service._branches, self.harness._task.get_loop()
         for branch in list(branches._branches.values()):
             branch.expires_s = 0.0

@@ -1,8 +1,8 @@
-"""Every parameter of OpenAI, vLLM, transformers and Quire: a value of each that changes an answer on the demo model.
+"""Lists every parameter of OpenAI, vLLM, transformers and Quire, with a value that changes an answer of the demo model.
 
 vLLM's names and defaults are those of `CompletionRequest`, `ChatCompletionRequest` and `ResponsesRequest` in
-`vllm/entrypoints/openai/{completion,chat_completion,responses}/protocol.py` of vLLM 0.32.0. Those that a caller always
-gives itself, as `request_id`, have the default None here.
+`vllm/entrypoints/openai/{completion,chat_completion,responses}/protocol.py` of vLLM 0.32.0. Parameters that every
+caller sets, such as `request_id`, have the default None here.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ KNOWN: Final = frozenset().union(*OPENAI.values(), *VLLM.values(), *(body.model_
 
 
 class Tried(NamedTuple):
-    """A value of a parameter, and what else is asked for with and without it."""
+    """A value of a parameter, and the other fields of both requests, with and without it."""
 
     value: Any
     beside: Mapping[str, Any] = {}
@@ -160,11 +160,11 @@ _FIXED: Final = {
 
 
 def tried(first: list[int], text: str) -> dict[str, Tried]:
-    """Returns a value of each parameter that an endpoint may take in one way.
+    """Returns a value of each parameter that has the same form at every endpoint.
 
     Args:
-        first: tokens of the greedy answer.
-        text: of it.
+        first: tokens of the greedy answer without the parameters.
+        text: text of that answer.
     """
     token = first[4]
     return {

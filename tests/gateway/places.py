@@ -1,4 +1,4 @@
-"""Places inside of parameters, a value at each, and the request without it."""
+"""Lists places inside parameters, with a value at each and a request without it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Place(NamedTuple):
     """A value in a request.
 
     Attributes:
-        name: in the table.
-        endpoint: of `ENDPOINTS`.
-        fields: of the request that has the value.
-        without: of the one that has not.
-        param: with which the place in a refusal begins.
+        name: name of the place in the table.
+        endpoint: one of `ENDPOINTS`.
+        fields: fields of the request with the value.
+        without: fields of the request without it.
+        param: beginning of the place that a refusal names.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
     @property
     def value(self) -> str:
-        """Names the fields, for the name of a test."""
+        """Returns the fields' names, for the name of a test."""
         return " ".join(self.fields)
 
 

@@ -1,4 +1,5 @@
-"""Beyond OpenAI's own parameters, through the gateway: adapters, logprobs of prompts, structured output, beams."""
+"""Tests features beyond OpenAI's parameters through the gateway: adapters, prompt logprobs, structured output,
+beams."""
 
 from __future__ import annotations
 

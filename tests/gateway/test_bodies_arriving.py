@@ -1,4 +1,4 @@
-"""Bodies on their way in: their memory, and which of them make room."""
+"""Tests arriving bodies: the memory that they take, and which ones are dropped to make room."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_shares_are_never_more_than_there_is() -> None:
 
 
 def sent(*parts: bytes, then: asyncio.Event | None = None) -> Receive:
-    """Sends a body in these parts; those after them come when the event is set."""
+    """Returns an ASGI receive function with a body in these parts. With `then` the caller disconnects at that event
+    before the body ends."""
     left = list(parts)
 
     async def receive() -> Message:

@@ -1,5 +1,5 @@
-"""Branches over HTTP, against a gateway in front of a worker and an allocator: what they compute, who sees them, and
-when they end. Responses of other keys are here, too."""
+"""Tests branches over HTTP, on a gateway in front of a worker and an allocator: what they compute, who sees them, and
+when they end. Also tests responses of other keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway in front of a real worker and allocator, asked by OpenAI's own client and by curl."""
+"""Tests the gateway in front of a real worker and allocator, with OpenAI's client and curl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that may have calls, as a worker follows them: as if its grammar judged every token, which it seldom does."""
+"""A worker follows answers with optional calls as if the grammar judged every token, although it seldom does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PADDING = 40  # tokens that the model has beyond its tokenizer's
 
 
 def matchers(kind: Kind, text: str) -> tuple[Any, Any]:
-    """Returns the matcher of a grammar, and the one of a grammar that leaves nothing free, but is the same."""
+    """Returns two matchers of the same grammar: one that skips free text, and one that judges every token."""
     ends = [kind.tokenizer.token_to_id(END)]
     compiled = grammar.Grammars(kind.tokenizer.to_str, kind.tokenizer.get_vocab_size() + PADDING, ends)
     asked = re.sub("%llguidance .*", "%llguidance {}", text)

@@ -1,4 +1,4 @@
-"""Keys of the gateway: names, limits, ends, and a file that is read again."""
+"""Tests the gateway's keys: names, limits, expiry, and rereading their file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a gateway listens."""
+"""Tests the addresses at which a gateway listens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = "sk-alpha-0123456789"
 
 
 def link_local() -> str | None:
-    """An address of this machine that is one only together with its interface."""
+    """Returns a link-local address of this machine with its interface; None if there is none."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, scope, flags, name = line.split()

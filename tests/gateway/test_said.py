@@ -1,4 +1,5 @@
-"""Which prompts continue what was said: those of its conversation, and no text that looks like it. Pure."""
+"""Tests which prompts continue an earlier answer: prompts of the same conversation, and no text that only looks like
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ SPELLED = {TURN: b"<turn>", TURN_AS_TEXT: b"<turn>", A: b"a", B: b"b", AB: b"ab"
 
 
 def of(tokens: tuple[int, ...], prompt_token_count: int) -> Said:
-    """Tokens of a prompt that continues nothing, and of its answer."""
+    """Returns an answer to a prompt that continues nothing, with the tokens of both."""
     return Said("m", tokens, prompt_token_count, tokens[:prompt_token_count])
 
 
@@ -56,7 +57,7 @@ def test_half_a_character_is_not_what_was_said_where_the_prompt_has_another_text
 
 
 def test_a_text_that_spells_special_tokens_is_not_what_was_said() -> None:
-    """The conversation has turns, and the prompt one turn whose text looks like them."""
+    """The conversation has several turns. The prompt has one turn whose text spells those turns."""
     said = of((TURN, A, TURN, B, TURN, A), 5)
     prompt = (TURN, A, TURN_AS_TEXT, B, TURN_AS_TEXT, A, TURN, B)
     assert said.parting(prompt) is None

@@ -1,4 +1,4 @@
-"""Parameters that vLLM's server has beyond OpenAI's, and fields of its answers, through the gateway to real workers."""
+"""Tests vLLM's additional parameters and answer fields through the gateway to real workers."""
 
 from __future__ import annotations
 

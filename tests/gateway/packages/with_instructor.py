@@ -1,4 +1,4 @@
-"""instructor: a model of pydantic as the answer, in its default mode and others."""
+"""instructor: pydantic models as answers, in the default mode and others."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def several_calls() -> None:
 
 
 def failing_tool() -> None:
-    """An answer that the caller's own check refuses is asked for again, with the reason."""
+    """If the caller's own check refuses an answer, instructor asks again, with the reason."""
     refused: list[str] = []
 
     class Checked(State):

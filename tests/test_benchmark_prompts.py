@@ -1,4 +1,4 @@
-"""No round of a benchmark repeats another one's prompts, the warm-up included, because it would find them cached."""
+"""No round of a benchmark, including warm-up, repeats another round's prompts, because it would find them cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The recordings of conformance/ are fresh and complete, Python's owner agrees, and mistakes are noticed."""
+"""The recordings in conformance/ are current and complete, Python's owner agrees with them, and mistakes are
+noticed."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_the_recordings_are_small() -> None:
 
 
 def fields_in(message: Any) -> set[str]:
-    """Names of the fields that are set in a message and in those inside it."""
+    """Returns the names of the fields that are set in a message and in messages inside it."""
     found = set()
     for field, value in message.ListFields():
         found.add(f"{message.DESCRIPTOR.name}.{field.name}")
@@ -87,7 +88,7 @@ def fields_in(message: Any) -> set[str]:
 
 
 def fields_of(descriptor: Any) -> set[str]:
-    """Names of all fields that a message and those inside it may have."""
+    """Returns the names of all fields that a message and messages inside it may have."""
     found = {f"{descriptor.name}.{field.name}" for field in descriptor.fields}
     return found.union(
         *(fields_of(field.message_type) for field in descriptor.fields if field.message_type is not None)

@@ -1,4 +1,4 @@
-"""The contracts of `.importlinter` notice breaks: each is broken once, in a copy of the packages."""
+"""Breaks each contract of `.importlinter` once, in a copy of the packages, and checks that the linter notices."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ PLANTED = {
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Checks the packages of a folder against its contracts."""
+    """Runs the import linter on the packages of a folder."""
     path = os.pathsep.join(str(folder / Path(package).parent) for package in PACKAGES)
     return subprocess.run(
         [sys.executable, "-c", LINT, "--no-logo", "--no-cache"],
@@ -82,7 +82,7 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages and their contracts, to be changed and put back."""
+    """Returns a copy of the packages and their contracts. A test changes it and restores it."""
     folder = tmp_path_factory.mktemp("packages")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,5 @@
-"""The GPU proof without a GPU: ends of parts, kept files, and the goals and GPU time that rows give."""
+"""Tests the GPU proof without a GPU: how parts end, which files are kept, and the goals and GPU time computed from
+rows."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ ENDING
 
 
 def run(ending: str, seconds: float, tmp_path: Path) -> tuple[gpu_proof.Ran, str]:
-    """Runs a part that ends so, and returns its result and its output."""
+    """Runs a part that ends in this way; returns its result and its output."""
     package = tmp_path / "proof_sides"
     package.mkdir()
     (package / "__init__.py").touch()

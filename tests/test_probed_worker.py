@@ -1,4 +1,4 @@
-"""The worker of GPU proofs answers at any moment with its notes: see `serving_sides/probed_worker.py`."""
+"""The worker of GPU proofs returns its notes at any moment: see `serving_sides/probed_worker.py`."""
 
 from __future__ import annotations
 

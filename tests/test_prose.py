@@ -1,4 +1,4 @@
-"""Sizes that keep documents readable: of lines, pages, decisions, and subjects of commits."""
+"""Limits that keep documents readable: sizes of lines, pages, decisions and commit subjects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def name_of(path: Path) -> str:
 
 
 def sentences(markdown: str) -> Iterator[tuple[int, str]]:
-    """Lines of a document by number: without code and tables, and of a link only what a reader sees."""
+    """Yields a document's numbered lines without code and tables. Links are reduced to their visible text."""
     is_code = False
     for number, line in enumerate(markdown.splitlines(), 1):
         is_fence = line.lstrip(" >").startswith("```")

@@ -1,4 +1,4 @@
-"""The generated code in the repository is that of the current protos."""
+"""The generated code in the repository matches the current protos."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_proto_has_generated_code() -> None:
 
 
 def test_the_lowest_versions_that_the_metadata_allows_are_those_that_generated_code_needs() -> None:
-    """Generated modules check the version of their runtime, and fail to be imported on an older one."""
+    """Generated modules check the version of their runtime, and cannot be imported with an older one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     floors = dict(re.findall(r"^([a-z-]+)>=([0-9.]+)", "\n".join(project["dependencies"]), re.MULTILINE))
     generated = ROOT / "client" / "quire" / "v1"

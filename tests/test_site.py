@@ -1,4 +1,4 @@
-"""The site of the documents: its sources, its links, and its pages on a phone. `make docs` builds all of it."""
+"""Tests the documentation site: its sources, its links, and its pages on a phone. `make docs` builds the whole site."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ _DRAWN: Final = {"temperature": 2, "seed": 5}
 _EDGE: Final = {"logit_bias": {"0": 100}}  # Token 0 ends the text at once.
 
 
-# Parameters that are tried with one fixed value.
+# These values do not depend on the greedy answer.
 _FIXED: Final = {
     "tools": Tried(TOOLS, {"tool_choice": "none"}),
     "tool_choice": Tried("required", {"tools": TOOLS}),  # TOOLS in the endpoint's form

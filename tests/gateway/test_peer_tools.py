@@ -147,8 +147,8 @@ def test_a_structure_begins_at_once_where_the_prompt_has_closed_the_reasoning(ou
 
 
 def test_a_call_of_its_own_accord_has_the_same_shape(ours: ServerProcess, theirs: Any, folder: Path) -> None:
-    """A logit bias begins Quire's call, and the schema constrains it. vLLM does not constrain such calls, so its
-    request names the tool."""
+    """A logit bias begins Quire's call, and the schema constrains it. vLLM does not constrain such calls, so a choice
+    of one text makes its model write a call."""
     described = json.loads((folder / "tokenizer.json").read_text())
     opens = next(token["id"] for token in described["added_tokens"] if token["content"] == "<tool_call>")
     asks = {

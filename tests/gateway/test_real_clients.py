@@ -208,8 +208,8 @@ FORWARDED = "proxy_http_version 1.1; proxy_set_header Upgrade $http_upgrade; pro
     "directives", ["", KEPT, FORWARDED, FORWARDED.replace("$http_upgrade", "h2c")], ids=["1.0", "1.1", "upgrade", "h2c"]
 )
 def test_nginx_in_front(served: ServerProcess, tmp_path: Path, directives: str, buffers: str) -> None:
-    """nginx sends HTTP/1.0 to upstreams by default. Many configurations forward upgrades, or announce upgrades that
-    there are not."""
+    """nginx sends HTTP/1.0 to upstreams by default. Many configurations forward upgrades, or announce an upgrade that
+    the client did not ask for."""
     needs("nginx", "curl")
     both = f"{directives} proxy_buffering {buffers}; proxy_request_buffering {buffers};"
     with behind_nginx(served, tmp_path, both, "keepalive 2;" if directives == KEPT else "") as address:

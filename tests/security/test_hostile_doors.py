@@ -1,8 +1,8 @@
-"""The doors of allocator and worker: while one caller does its worst within its permissions, another one is served.
+"""While one caller attacks the allocator and the worker within its permissions, another caller is served.
 
-Real servers and sockets. The attacker has a certificate of its own, and the token; a stranger has neither. The attempts
-on both are generated from the protocol: every call held half-sent, every call that waits held as often as possible,
-every list at each limit and one beyond.
+Servers and sockets are real. The attacker has its own certificate and the token; a stranger has neither. The tests
+generate the attacks from the protocol: every call left half-sent, every waiting call held as often as possible, every
+list with as many items as each limit and one more.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ def metadata(token: str | None = TOKEN) -> tuple[tuple[str, str], ...]:
 
 
 def half_sent(connection: aio.Channel, method: str, count: int, token: str | None = TOKEN) -> list[Any]:
-    """Makes calls whose messages never come."""
+    """Starts calls, and never sends their messages."""
     opened = connection.stream_stream(method)
     return [opened(metadata=metadata(token)) for _ in range(count)]
 
 
 async def assert_others_are_served(deployment: Deployment) -> None:
-    """Liveness of both, and an answer of each, for a caller that comes now."""
+    """Checks that a new caller gets liveness and an answer from both servers."""
     for server in ("allocator", "worker"):
         async with channel(deployment, "honest", server, next(NUMBERS)) as honest:
             await honest.channel_ready()
@@ -161,7 +161,7 @@ async def test_calls_of_every_kind_that_are_held_half_sent_keep_nobody_from_an_a
 
 
 def lists_of(descriptor: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where a message has lists, at any depth: fields that lead to each."""
+    """Yields the path of fields to each list in a message, at any depth."""
     for field in descriptor.fields:
         if field.is_repeated:
             yield (*path, field)
@@ -170,7 +170,7 @@ def lists_of(descriptor: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any,
 
 
 def full_of_items(descriptor: Any, path: tuple[Any, ...], wrong: int, count: int) -> bytes:
-    """A message of one list of so many items, which are wrong in one of several ways."""
+    """Returns a message with one list of `count` items, all wrong in one of several ways."""
     message = whole = GetMessageClass(descriptor)()
     for field in path[:-1]:
         message = getattr(message, field.name)
@@ -202,7 +202,7 @@ LISTS = [
 async def test_lists_of_wrong_items_are_answered_at_each_limit_and_keep_nobody_from_an_answer(
     deployment: Deployment, server: str
 ) -> None:
-    """Steps of a session that has attached are what `make fuzz` has."""
+    """This test sends no steps of attached sessions, because `make fuzz` does."""
     lists = [each[1:] for each in LISTS if each[0] == server]
     assert len(lists) > 10, "the protocol has lists"
     assert len(COUNTS) > 20, "the servers have limits"
@@ -256,7 +256,7 @@ async def test_a_call_whose_message_does_not_come_ends(deployment: Deployment) -
 
 
 def goes_on(method: str, namespace: str) -> list[Any]:
-    """The messages with which a call of this kind waits, or goes on for long."""
+    """Returns messages that make a call of this method wait or run for long."""
     long = worker_pb.SamplingParams(max_tokens=400, ignore_eos=True)
     messages: dict[str, list[Any]] = {
         "Session": [],  # The server waits for an attach.
@@ -276,7 +276,7 @@ async def begin(connection: aio.Channel, method: str, messages: list[Any]) -> An
 
 
 async def refused(calls: list[Any]) -> list[Any]:
-    """Returns the calls that end within 3 s, other than well."""
+    """Returns the calls that fail within 3 s."""
     ends = [asyncio.ensure_future(call.code()) for call in calls]
     ended, still = await asyncio.wait(ends, timeout=3)
     for end in still:
@@ -286,7 +286,7 @@ async def refused(calls: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("server", "method"), WAITS, ids=[f"{server}{method}" for server, method in WAITS])
 async def test_calls_that_wait_leave_places_for_others(deployment: Deployment, server: str, method: str) -> None:
-    """Every call whose answer is a stream, held as often as one caller can."""
+    """One caller holds each streaming call as often as it can."""
     async with memory_bounded(deployment), contextlib.AsyncExitStack() as open_ones:
         attacker, honest = [
             await open_ones.enter_async_context(channel(deployment, who, server, next(NUMBERS)))

@@ -1,4 +1,4 @@
-"""One caller does its worst to a worker, within its permissions, while another one is served."""
+"""While one caller attacks a worker within its permissions, another caller is served."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ Attack = Callable[[Client, pb_grpc.WorkerServiceStub, int], object]
 
 
 def hog(number: int) -> str:
-    """A schema of 2.6 KB that compiles for days."""
+    """Returns a schema of 2.6 KB that would compile for days."""
     patterns = [f".*{chr(97 + i % 26)}.{{{50 + number % 50 + i}}}" for i in range(60)]
     return json.dumps({"allOf": [{"type": "string", "pattern": pattern} for pattern in patterns]})
 
 
 def wide(number: int) -> str:
-    """A schema of 64 KB that is compiled, to something large."""
+    """Returns a schema of 64 KB that compiles to something large."""
     fields = {f"{number}_{i}": {"type": "string", "pattern": f"[a-{chr(98 + i % 20)}]{{1,60}}"} for i in range(1_000)}
     return json.dumps({"type": "object", "properties": fields})
 
@@ -113,7 +113,7 @@ def lists_at_their_limits() -> pb.GenerateRequest:
 
 
 def wait_for(calls: list[Any], timeout_s: float = 60) -> None:
-    """Waits for the end of each call, or ends them all."""
+    """Waits until each call has ended; cancels them all at the timeout."""
     timer = threading.Timer(timeout_s, lambda: [call.cancel() for call in calls])
     timer.start()
     for call in calls:
@@ -147,7 +147,7 @@ def stack(folder: Path) -> Iterator[LocalStack]:
 
 @contextmanager
 def attacked(stack: LocalStack, attack: Attack, *, at_once: int = 4) -> Iterator[list[QuireError]]:
-    """Repeats an attack, several at a time; yields the attacker's answers."""
+    """Repeats an attack during the block, several at a time; yields the attacker's errors."""
     is_over, refusals = threading.Event(), list[QuireError]()
 
     def go_on(first: int) -> None:
@@ -278,7 +278,8 @@ def test_a_drain_ends_the_process_whatever_hangs(folder: Path, name: str) -> Non
 
 @pytest.mark.timeout(240)
 def test_answers_that_nobody_reads_take_a_bounded_memory_and_end(stack: LocalStack) -> None:
-    """One caller has a long prompt repeated in each of 64 answers, as often as it can, and reads none of them."""
+    """One caller has a long prompt repeated in each of 64 samples, as often as it can, and reads none of the
+    answers."""
     assert stack.worker is not None
     pid = stack.worker.process.pid
     options = [("grpc.http2.bdp_probe", 0)]  # Otherwise the caller's gRPC buffers more than the caller reads.

@@ -1,4 +1,4 @@
-"""The security matrix: every RPC of both services and health, called by every kind of caller."""
+"""Tests the security matrix: every kind of caller calls every RPC of both services and health."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ NO_TOKEN = ("no token", "wrong token")
 
 
 class Scene:
-    """The deployment, with a pool `a` that has a sequence in the namespace `red`, and everybody's connections."""
+    """The deployment, with a pool `a` that has a sequence in the namespace `red`, and the connections of every
+    caller."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
@@ -65,19 +66,19 @@ class Scene:
         return self._channels.setdefault((who, server), self.callers[who].channel(address))
 
     def call(self, who: str, method: str, **fields: Any) -> Any:
-        """A unary call of the allocator."""
+        """Makes a unary call to the allocator."""
         request = getattr(pb, f"{method}Request")(**fields)
         stub = getattr(pb_grpc.AllocatorServiceStub(self.channel(who)), method)
         return stub(request, metadata=self.callers[who].metadata, timeout=WAIT_S)
 
     def apply(self, who: str, **fields: Any) -> pb.StepReply:
-        """A step on the session of pool `a`, unless another one is named."""
+        """Sends a step on the session of pool `a`, unless `fields` name another one."""
         stub = pb_grpc.AllocatorServiceStub(self.channel(who))
         step = pb.Step(**{"session_id": self.session_id, **fields})
         return stub.Apply(step, metadata=self.callers[who].metadata, timeout=WAIT_S)
 
     def state(self) -> list[Any]:
-        """Everything that a call could have changed in the pool that everybody is after, and the names of all pools."""
+        """Returns everything that a call could have changed in pool `a`, and the names of all pools."""
         seen = self.call("everything", "GetPoolBlocks", pool="a")
         seen.summary.ClearField("lease_remaining_ms")
         pools = self.call("everything", "ListPools").pools
@@ -104,7 +105,8 @@ def scene(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def session(scene: Scene, who: str) -> Any:
-    """Attach, an empty report, one step that grows a sequence in `red`, which may be all that is refused, detach."""
+    """Attaches, sends an empty report, grows a sequence in `red` by one step, and detaches. The step alone may be
+    refused."""
     attach = pb.Attach(version=3, pool=next(NAMES), incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
     requests: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
     requests.put(pb.SessionRequest(attach=attach))
@@ -130,12 +132,13 @@ def attached_step(requests: Any, replies: Any, *, is_permitted: bool) -> pb.Sess
 
 
 def unary(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
-    """A call that changes nothing that another cell would notice, or is made for an owner of its own."""
+    """Returns a unary call that does not affect other cells of the matrix, because it changes nothing or has its own
+    owner."""
     return lambda scene, who: scene.call(who, method, **fields)
 
 
 def apply(scene: Scene, who: str) -> Any:
-    """A step on the session of pool `a`, which has a sequence in `red`."""
+    """Grows the sequence in `red` by one step on the session of pool `a`."""
     number = scene.call("everything", "GetPool", pool="a").summary.last_step + 1
     return scene.apply(who, number=number, grows=grows((1, 5, b"")))
 
@@ -183,7 +186,7 @@ def get_server_info(scene: Scene, who: str) -> Any:
 
 
 def of_adapters(method: str, answer: Reason | None = None, **fields: Any) -> Callable[[Scene, str], Any]:
-    """Returns a call about the worker's adapters. It has none, and a permitted caller gets that answer."""
+    """Returns a call about the worker's adapters. The worker has none, and a permitted caller gets `answer`."""
 
     def call(scene: Scene, who: str) -> Any:
         request = getattr(worker_pb, f"{method}Request")(**fields)
@@ -225,7 +228,7 @@ def open_and_close(scene: Scene, who: str) -> Any:
 
 
 def close_another(scene: Scene, who: str) -> Any:
-    """Closes another caller's session of a pool, which survives if the caller is not permitted."""
+    """Closes another caller's session of a pool. The session survives if the caller is not permitted."""
     opened = scene.call("everything", "OpenSession", version=3, request_id=next(IDS), pool=next(NAMES), spec=spec())
     try:
         return scene.call(who, "CloseSession", session_id=opened.session_id)
@@ -242,7 +245,7 @@ def prefill(scene: Scene, who: str) -> Any:
 
 
 def of_branch(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
-    """Calls on a branch in `red` of a permitted caller."""
+    """Returns a call on a permitted caller's branch in `red`."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
@@ -253,7 +256,7 @@ def of_branch(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
 
 
 def of_branches(method: str) -> Callable[[Scene, str], Any]:
-    """Returns a call that names branches, and that must not touch those that the caller may not use."""
+    """Returns a call that names branches. It must not touch branches that the caller may not use."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
@@ -269,7 +272,7 @@ def of_branches(method: str) -> Callable[[Scene, str], Any]:
 
 
 def of_requests(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
-    """Returns a call on the worker's requests, of which there are none."""
+    """Returns a call about the worker's requests. There are none."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
@@ -331,7 +334,7 @@ NAMING_RED = {rpc for rpc, (_, _, reason) in CALLS.items() if reason in (USING, 
 
 
 def expected(who: str, rpc: str) -> tuple[grpc.StatusCode, Reason | None] | None:
-    """Code and reason of the refusal; None where the call is answered."""
+    """Returns the code and the reason of the refusal; None if the call is answered."""
     if who in CLOSED:
         return grpc.StatusCode.UNAVAILABLE, None
     _, observing, namespaced = CALLS[rpc]

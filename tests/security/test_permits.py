@@ -1,4 +1,4 @@
-"""Permissions inside a session: the places where namespaces enter a stream, and a reader's view."""
+"""Tests permissions inside a session: where namespaces enter a stream, and what a reader sees."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ask(machine: SessionMachine, side: PoolOwner, step: StepBuilder) -> None:
 
 
 def grown(machine: SessionMachine, side: PoolOwner, step: StepBuilder) -> list[Result]:
-    """Returns the results of its grows."""
+    """Sends a step; returns the results of its grows."""
     side.submit(step)
     (reply,) = machine.receive(side.outbox.popleft(), 0.0)
     answer = side.receive(reply)
@@ -71,7 +71,7 @@ def allocating(sequence_id: int, namespace: str, token_count: int = 4) -> StepBu
 
 
 def live(sessions: SessionRegistry) -> dict[int, str]:
-    """Namespaces of the pool's sequences."""
+    """Returns the namespaces of the pool's sequences."""
     sequences = sessions.directory.pool("pool").pool.sequences
     return {number: sequence.namespace.name for number, sequence in sequences.items()}
 
@@ -216,7 +216,7 @@ def test_an_owner_takes_a_refused_report_for_final_and_keeps_what_it_knows() -> 
 
 
 async def a_red_and_a_blue_prefix(allocator: RunningAllocator, pool: str) -> None:
-    """A sequence of two committed blocks in each namespace."""
+    """Makes a sequence of two committed blocks in each of two namespaces."""
     opened = await UnaryOwner.open(allocator, pool, block_count=32)
     for number, namespace in ((1, "red"), (2, "blue")):
         digests = d(namespace[:2])

@@ -1,4 +1,4 @@
-"""TLS: options that a server refuses at its start, callers that it admits, and credentials that a client refuses to
+"""Tests TLS: options that a server refuses at start, callers that it admits, and credentials that a client refuses to
 send."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def token_file(tmp_path: Path) -> str:
 
 
 def server(*arguments: str) -> Server:
-    """Makes a server as a process does from its command line; nothing is bound yet."""
+    """Makes a server from command-line options, as a process does. It does not listen yet."""
     parser = argparse.ArgumentParser()
     add_arguments(parser, listen="127.0.0.1:0", metrics="127.0.0.1:0")
     return Server(parser.parse_args(arguments), service_name=SERVICE)
@@ -330,7 +330,7 @@ def test_metrics_over_https_ask_for_the_token(certificates: Certificates, tmp_pa
 
 
 def served_serial(address: str, certificates: Certificates) -> int:
-    """Returns the serial number of the certificate that a server shows now to a caller with one."""
+    """Returns the serial number of the certificate that a server now shows to a caller with a certificate."""
     host, port = address.split(":")
     context = ssl.create_default_context(cafile=certificates.ca)
     tls = certificates.client()

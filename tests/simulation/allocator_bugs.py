@@ -1,4 +1,4 @@
-"""Planted bugs in fencing, leases, steps, answers and the rebuild: the allocator's side."""
+"""Planted bugs on the allocator's side: in fencing, leases, steps, answers and the rebuild."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulation of the session protocol finds nothing, and would find something: every planted bug."""
+"""The simulation finds no violation of the session protocol, and finds every planted bug."""
 
 from __future__ import annotations
 

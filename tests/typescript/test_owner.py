@@ -1,4 +1,4 @@
-"""The owner in TypeScript, built from examples/typescript, against the recordings and against a real allocator."""
+"""Tests the TypeScript owner of examples/typescript on the recordings and on a real allocator."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Shell:
         return self.read()
 
     def end(self) -> int:
-        """Ends its input, which makes it give the pool back, and returns its exit status."""
+        """Closes the process's input, so that it gives the pool back; returns its exit status."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(60)
@@ -82,7 +82,7 @@ def allocator(tmp_path: Path) -> Iterator[str]:
 
 
 def text_of(number: int, prompt: list[int], count: int) -> list[int]:
-    """Returns the text that the toy engine must have: prompt and answer, as a model without pages makes it."""
+    """Returns the expected text, prompt and answer, as a model without pages computes it."""
     tokens = list(prompt)
     for _ in range(count):
         state = number
@@ -97,7 +97,7 @@ def digests_of(prompt: list[int]) -> list[bytes]:
 
 
 def digest_at(address: str) -> str:
-    """Returns the digest of the state that the allocator has."""
+    """Returns the digest of the allocator's state."""
     with Allocator(address) as client:
         rows = [
             (each.sequence_id, each.token_count, each.committed_token_count, each.namespace, map_tables(each.tables))

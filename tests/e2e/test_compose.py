@@ -1,7 +1,7 @@
 """Tests the whole deployment from outside, as Docker Compose starts it.
 
 Lifecycle: the first test builds the images and starts a project with a name of its own on free ports, all by one
-    command. The tests share the project. At the end it is removed with its volumes, and nothing may remain.
+command. The tests share the project. At the end it is removed with its volumes, and nothing may remain.
 """
 
 from __future__ import annotations

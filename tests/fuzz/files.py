@@ -1,8 +1,8 @@
 """`python -m tests.fuzz.files --count N --seed S`: damaged files of models and adapters, to the worker's readers.
 
 Each folder is a copy of a valid folder with one file changed: its bytes, one to three places of its JSON, or the header
-    of a safetensors file. A reader returns, or refuses with the error that it documents, within `CPU_S` seconds of
-    processor time and `GROWTH_BYTES` of memory. `--seed` with `--count 1` makes a folder that failed again.
+of a safetensors file. A reader returns, or refuses with the error that it documents, within `CPU_S` seconds of
+processor time and `GROWTH_BYTES` of memory. `--seed` with `--count 1` makes a folder that failed again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A worker whose model says what the conversation tells it to say. Everything else is a real worker's.
 
 The user's last message ends with a JSON array: the text of the model's first turn after it, of the second, and so on. A
-    tiny model would never write a tool call by itself. Template, tokens and gateway are real.
+tiny model would never write a tool call by itself. Template, tokens and gateway are real.
 """
 
 from __future__ import annotations

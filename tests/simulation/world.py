@@ -1,8 +1,7 @@
 """The product's own state machines, with a faulty transport, a virtual clock and one seeded scheduler.
 
 Real parts: `quire_allocator.session.machine` with its pool, `quire.session.owner` with its ledger. Simulated parts:
-    streams (`Link`), dying processes, time, and an engine that writes tokens into pages and reads them back
-    (`histories`).
+streams (`Link`), dying processes, time, and an engine that writes tokens into pages and reads them back (`histories`).
 
 Every message is serialized when it is sent, so that a dead stream can still deliver it later.
 """

@@ -27,7 +27,7 @@ NOT_RECORDED = {
     "Removed.is_cut": "a step with more than 8,192 digests",
 }
 
-# Python's owner, with one line of its answers replaced.
+# Runs Python's owner, but replaces one line of its answers.
 MISTAKEN = """
 import json, sys
 sys.path.insert(0, sys.argv[1])

@@ -21,7 +21,7 @@ PACKAGES = (
 )
 LINT = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
 
-# The added line, its file, and the name of the contract that must then be broken.
+# An added line, its file, and the contract that the line breaks.
 PLANTED = {
     "the client imports its servers": (
         "client/quire/client.py",

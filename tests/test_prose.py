@@ -21,7 +21,7 @@ LINES_MAX = {"README.md": 110, "ARCHITECTURE.md": 120}
 DECISION_LINES_MAX = 40
 PAGES_WORDS_MAX = 20_000  # words in docs/ as `wc -w` counts, without tables, decisions and reference pages
 SUBJECT_CHARACTERS_MAX = 72
-SUBJECTS_AFTER = "7e723954ef84b51f4dc586a74a69bc7546cd894d"  # the rule holds for later commits
+SUBJECTS_AFTER = "7e723954ef84b51f4dc586a74a69bc7546cd894d"  # The rule applies only to later commits.
 
 
 def name_of(path: Path) -> str:

@@ -84,7 +84,7 @@ async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
         yield made
 
 
-# -- what a pool is ----------------------------------------------------------------------------------------------------
+# -- descriptions of pools ---------------------------------------------------------------------------------------------
 
 
 async def test_a_specification_comes_back_as_it_was_declared(scene: Scene) -> None:
@@ -280,7 +280,7 @@ async def test_pages_of_tables_of_different_lengths_are_put_together(
     assert await scene.client.get_pool_blocks("a") == whole
 
 
-# -- the same over a stream --------------------------------------------------------------------------------------------
+# -- operations over a stream ------------------------------------------------------------------------------------------
 
 
 async def test_a_step_defers_defends_quotas_and_names_victims() -> None:

@@ -80,7 +80,7 @@ def test_an_allocator_that_comes_back_empty_is_not_told_of_what_was_dropped(tmp_
         step.free(1)
         answered(session, step)
         assert client.drop_cache("mine", "", digests(0, 3), 1).dropped_block_count == 2
-        answered(session, allocate(2, 4))  # the answer tells the owner
+        answered(session, allocate(2, 4))  # This answer tells the owner of the drop.
         first.process.kill()
         first.process.wait()
     with client, allocator_process(tmp_path / "next", "--listen", first.address):

@@ -329,7 +329,7 @@ def test_control_characters_do_not_reach_a_terminal() -> None:
     assert printable("a\x1b[2J\n\tb\x9b\r") == "a\N{REPLACEMENT CHARACTER}[2J\n\tb" + "\N{REPLACEMENT CHARACTER}" * 2
 
 
-# -- the command line itself -------------------------------------------------------------------------------------------
+# -- usage of the command line -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

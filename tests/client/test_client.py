@@ -241,7 +241,7 @@ async def test_every_call_has_a_deadline(server: ScriptedServer) -> None:
         client.status()
         assert 0 < server.time_remaining_s <= 31
         client.generate("p")
-        assert 31 < server.time_remaining_s <= 610  # the wire rounds up
+        assert 31 < server.time_remaining_s <= 610  # gRPC rounds the timeout up.
     async with AsyncClient(server.address, timeout_s=5) as there:
         await there.status()
         assert 0 < server.time_remaining_s <= 6

@@ -68,7 +68,7 @@ def test_the_engine_of_grpc_itself_hands_every_message_from_thread_to_thread() -
 def test_with_quire_messages_pass_no_other_thread() -> None:
     count, variable = _wakes("import quire")
     assert count < MESSAGES / 4
-    assert variable == "None"  # no child process inherits it
+    assert variable == "None"  # Child processes must not inherit the variable.
 
 
 @pytest.mark.parametrize("module", ["quire_allocator.server", "quire_worker.process.server", "quire.cli.app"])

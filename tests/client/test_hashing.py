@@ -31,7 +31,7 @@ from quire.hashing import (
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hash.md"
 ROOT = root_digest(fingerprint=b"model", layout="nhd")
 
-# Reads the vectors as JSON and answers [[root, [extra keys of a block, ...], [digest, ...]], ...], all hexadecimal.
+# Reads the vectors as JSON, and prints [[root, [extra keys of a block, ...], [digest, ...]], ...] in hexadecimal.
 JAVASCRIPT = """
 const sha256 = (bytes) => require("crypto").createHash("sha256").update(bytes).digest();
 const int32 = (value) => { const bytes = Buffer.alloc(4); bytes.writeInt32LE(value | 0); return bytes; };

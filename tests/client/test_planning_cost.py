@@ -78,7 +78,7 @@ def test_the_more_a_group_is_worth_the_fewer_there_are_and_the_more_is_unused(la
         assert total <= min(other + price * group for other, group in zip(others, groups, strict=True)) + 1e-9
 
 
-# -- nothing costs less ------------------------------------------------------------------------------------------------
+# -- no layout costs less ----------------------------------------------------------------------------------------------
 
 
 class Choice(NamedTuple):

@@ -167,7 +167,7 @@ def test_layers_are_divided_evenly_where_that_costs_no_bytes() -> None:
     family = Divisions.of(layers).family(16, 10 * SLOT)
     assert family is not None
     assert [len(run) for run in family.runs] == [9, 9, 9, 9, 8, 8]
-    assert family.layers == layers  # in order
+    assert family.layers == layers  # The runs keep the layers' order.
     layout = plan_layout(layers_of(Kind(FULL, 12), Kind(SLIDING, 47, 1024)))
     assert [len(group.layers) for group in layout.groups] == [12, 12, 12, 12, 11]
     # A page of 4 layers holds 4 states, so 10 states take three runs.
@@ -177,7 +177,7 @@ def test_layers_are_divided_evenly_where_that_costs_no_bytes() -> None:
     # Bytes are divided evenly, not layers: 3 large and 5 small layers count as 11 halves; 3 groups get 4, 4 and 3.
     runs = divided(layers_of(Kind(FULL, 3, 0, 2), Kind(FULL, 5)), 3)
     assert [[layer.kv_head_count for layer in run] for run in runs] == [[2, 1, 1], [2, 1, 1], [2, 1]]
-    # A layer of four heads and six of one fill two pages of 5 slots, as five layers of a window do.
+    # One layer of four heads and six layers of one head fill two pages of 5 slots. Five window layers fill one.
     layout = plan_layout(layers_of(Kind(FULL, 1, 0, 4), Kind(FULL, 6), Kind(SLIDING, 5, 512)))
     assert [group.layers for group in layout.groups] == [(0, 1), (2, 3, 4, 5, 6), (7, 8, 9, 10, 11)]
     assert layout.padding_share(256) == 0
@@ -214,7 +214,7 @@ def test_checkpoints_lie_where_blocks_end() -> None:
     layout = plan_layout(layers, checkpoint_tokens=320)
     assert (layout.edge_tokens, layout.checkpoint_tokens, layout.checkpoint_block_count) == (64, 320, 16)
     assert plan_layout(layers[:4]).checkpoint_tokens == 0
-    huge = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 1, 1 << 24)))  # as large as 65,536 tokens
+    huge = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 1, 1 << 24)))  # the state is as large as 65,536 tokens
     assert huge.group_count == 513  # Pages of 64 tokens would take 1,025 groups; a pool has at most 1,024.
     assert huge.checkpoint_tokens == 4_096
     with pytest.raises(ValueError, match="multiple of blocks of 64"):
@@ -329,7 +329,7 @@ def check_slices(layout: Layout, layers: tuple[LayerSpec, ...]) -> None:
     assert padding == sum(family.padding_bytes for family in layout.families)
 
 
-# -- the package -------------------------------------------------------------------------------------------------------
+# -- public names ------------------------------------------------------------------------------------------------------
 
 
 def test_planning_needs_nothing_but_the_standard_library() -> None:

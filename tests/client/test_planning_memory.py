@@ -57,7 +57,7 @@ def test_memory_that_holds_no_block_is_refused(memory: int, utilization: float, 
 def test_the_longest_sequence_is_bounded_by_full_attention_alone() -> None:
     windows = {**WORKED_EXAMPLE, "model_type": "mistral", "sliding_window": 64}
     layout = plan_layout(layers_from_config(windows))
-    assert layout.blocks_peak(10**9) == 5  # 64 tokens that start at the end of a block
+    assert layout.blocks_peak(10**9) == 5  # 64 tokens that start at the last token of a block
     assert longest_sequence(layout, 5) is None
     assert longest_sequence(layout, 4) == 64
 

@@ -17,7 +17,7 @@ from quire import engine, errors, events, hashing, mirror, sampling, session, st
 MODULES = (quire, engine, errors, events, hashing, quire.local, mirror, sampling, session, streams, tls, types, views)
 PUBLIC = {
     id(value) for module in MODULES for name, value in vars(module).items() if not name.startswith("_")
-}  # by identity: unions and mappings cannot be hashed
+}  # identities, because unions and mappings cannot be hashed
 CLASSES = [
     *(getattr(quire, name) for name in quire.__all__ if inspect.isclass(getattr(quire, name))),
     *(getattr(engine, name) for name in engine.__all__),

@@ -91,7 +91,7 @@ def test_no_text_that_reaches_a_servers_callers_names_an_option(service: str) ->
     assert {str(path): found for path in paths if (found := [*named_outside_of_a_start(path)])} == {}
 
 
-# -- the same situations, as a caller of Python and a terminal meet them -----------------------------------------------
+# -- the same errors in Python and on a terminal -----------------------------------------------------------------------
 
 
 @contextmanager

@@ -97,7 +97,7 @@ async def test_a_session_is_resumed_with_the_same_features_alone(allocator: Runn
 
 # -- owners and clients from before features had names -----------------------------------------------------------------
 
-OLD_BOOLEANS = b"\x50\x01" + b"\x60\x01"  # append_only and tells_removed, fields 10 and 12
+OLD_BOOLEANS = b"\x50\x01" + b"\x60\x01"  # fields 10 and 12, append_only and tells_removed, are set
 
 
 def old_spec() -> pb.PoolSpec:

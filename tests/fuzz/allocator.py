@@ -95,7 +95,7 @@ class Episode:
             self._right_unary()
         self._state = self._look()
 
-    # -- rounds --------------------------------------------------------------------------------------------------------
+    # -- kinds of rounds -----------------------------------------------------------------------------------------------
 
     def round(self) -> None:
         """Sends one malformed message, or one exchange that contains one."""
@@ -292,7 +292,7 @@ class Episode:
         if bad is not None:
             self._call(method, bad)
 
-    # -- what must hold ------------------------------------------------------------------------------------------------
+    # -- conditions ----------------------------------------------------------------------------------------------------
 
     def _receive(
         self, machine: SessionMachine, request: packed.SessionRequest, kind: str, pool: str
@@ -338,7 +338,7 @@ class Episode:
         see = of or seen_of
         return {name: see(owner) for name, owner in self.directory._owners.items() if owner.session_id}
 
-    # -- right requests ------------------------------------------------------------------------------------------------
+    # -- valid requests ------------------------------------------------------------------------------------------------
 
     def _attach_message(self, name: str) -> pb.Attach:
         is_own = name == "pool"

@@ -33,7 +33,7 @@ def shown(key: str) -> tuple[str, str]:
     return "-H", f"Authorization: Bearer {key}"
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
+# -- the file of keys --------------------------------------------------------------------------------------------------
 
 
 def test_a_line_has_a_name_limits_and_an_end() -> None:
@@ -138,7 +138,7 @@ def test_a_limit_is_429_with_its_name_and_when_to_come_back(worker: ScriptedServ
         )
 
 
-# -- reading again -----------------------------------------------------------------------------------------------------
+# -- rereading the file ------------------------------------------------------------------------------------------------
 
 
 def test_a_replaced_file_and_a_hang_up_put_new_keys_in_force_and_kill_nothing(
@@ -165,7 +165,7 @@ def test_a_replaced_file_and_a_hang_up_put_new_keys_in_force_and_kill_nothing(
     assert not any(secret in log.read_text() for secret in (KEY, OTHER_KEY))
 
 
-# -- what operators see ------------------------------------------------------------------------------------------------
+# -- metrics and requests for operators --------------------------------------------------------------------------------
 
 
 def test_operators_see_requests_with_the_names_of_their_keys_and_why_they_wait(

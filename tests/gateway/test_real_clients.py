@@ -28,9 +28,9 @@ LARGE = json.dumps({"model": "scripted", "prompt": "p" * (20 << 20)})
 WRONG = json.dumps({"model": "scripted"})
 PATH = "/v1/completions"
 JSON = {"Content-Type": "application/json"}
-IN_TURN = 40  # requests
+IN_TURN = 40  # requests, one after another
 
-# Each request has an id, and a line of output is `ID STATUS ID_OF_THE_ANSWER BODY`.
+# Each request has an id. The program prints one line per answer: `ID STATUS ID_OF_THE_ANSWER BODY`.
 JAVA = """
 import java.net.URI;
 import java.net.http.*;

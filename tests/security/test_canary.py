@@ -272,7 +272,7 @@ def test_no_secret_and_no_tenant_is_in_the_metrics(outcome: Outcome, server: str
     assert NAMESPACE not in outcome.metrics[server]
 
 
-# -- the search itself -------------------------------------------------------------------------------------------------
+# -- tests of the search -----------------------------------------------------------------------------------------------
 
 DIGEST = bytes(range(120, 152))
 

@@ -101,7 +101,7 @@ def scene(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) 
             scene.close()
 
 
-# -- one call of each RPC, which succeeds for a caller that may do everything ------------------------------------------
+# -- one call of each RPC; it succeeds for a caller with all permissions -----------------------------------------------
 
 
 def session(scene: Scene, who: str) -> Any:

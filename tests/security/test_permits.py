@@ -212,7 +212,7 @@ def test_an_owner_takes_a_refused_report_for_final_and_keeps_what_it_knows() -> 
             assert side.judge(QuireError.of(reason, "")) is verdict
 
 
-# -- what a reader is shown --------------------------------------------------------------------------------------------
+# -- views of readers --------------------------------------------------------------------------------------------------
 
 
 async def a_red_and_a_blue_prefix(allocator: RunningAllocator, pool: str) -> None:

@@ -279,7 +279,7 @@ def _the_rest_of_a_long_table_is_dropped(original: Any, self: Any, message: Any,
         original(self, message, names)
 
 
-# -- what is dropped ---------------------------------------------------------------------------------------------------
+# -- dropped prefixes --------------------------------------------------------------------------------------------------
 
 
 @plant(SessionRegistry, "drop_cache")

@@ -64,7 +64,7 @@ class Text:
     written: int  # tokens written to the pages
     committed: int
     granted: int
-    prompt: int  # tokens to compute before anything is sampled
+    prompt: int  # tokens to compute before the first sample
     is_leaving: bool = False  # This field and the ones below take effect once all steps are answered.
     committing: int = 0
     growing: int = 0

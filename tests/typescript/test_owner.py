@@ -26,7 +26,7 @@ NOT_HERE = 3  # exit status of the build without node, npm or the packages
 VOCABULARY = 50_021
 PROMPT = [*range(10, 31)]  # five full blocks and one token
 
-pytestmark = pytest.mark.timeout(300)  # npm installs packages once
+pytestmark = pytest.mark.timeout(300)  # The first test waits for npm to install packages.
 
 
 @pytest.fixture(scope="module", autouse=True)

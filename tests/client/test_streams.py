@@ -1,4 +1,4 @@
-"""When the server of a chunk stream is lost, refuses, or is silent, both flavors behave alike."""
+"""Both flavors of chunk streams behave alike when the server is lost, refuses, or is silent."""
 
 from __future__ import annotations
 

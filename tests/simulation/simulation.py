@@ -175,7 +175,7 @@ class Simulation:
             self.outcome.comparisons += 1
 
     def _operator_drops(self) -> None:
-        """An operator drops a pool's cache."""
+        """Drops a pool's cache, as an operator would."""
         worker, link = self.worker, self.worker.link
         for allocator in self.allocators:
             for owner in allocator.directory.open_pools():
@@ -211,7 +211,7 @@ class Simulation:
         return True
 
     def _stream_lost_server_notices_late(self) -> bool:
-        """The client leaves the stream. Any part of its messages may still arrive later."""
+        """Ends the stream at the client alone. Any part of its messages may still arrive later."""
         link = self.worker.link
         if link is None:
             return False

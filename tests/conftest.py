@@ -1,4 +1,4 @@
-"""For all tests."""
+"""pytest hooks for all tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import signal
 
 
 def pytest_configure() -> None:
-    """Restores SIGINT, because a shell ignores it in background processes, and so would every process that tests
-    interrupt."""
+    """Restores SIGINT. A shell ignores it in background processes, and so would every child that tests interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

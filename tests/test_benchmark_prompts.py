@@ -1,4 +1,4 @@
-"""No round of a benchmark repeats another one's prompts, the warm-up included, because it would find them cached."""
+"""No round of a benchmark, including warm-up, repeats another round's prompts, because it would find them cached."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from allocator_sides import workload
 from load_sides import arrivals
 from serving_sides.workload import KINDS, Workload
 
-ROUNDS = range(-2, 5)  # the negative ones warm up
+ROUNDS = range(-2, 5)  # negative rounds are warm-up
 
 
 def test_no_two_rounds_of_the_allocators_benchmark_share_a_digest() -> None:
@@ -52,4 +52,4 @@ def test_arrivals_of_different_loads_repeat_no_prompt_and_come_at_their_rate(tmp
     for rate, load in zip((5.0, 50.0), loads, strict=True):
         times = [each.at_s for each in load]
         assert times == sorted(times)
-        assert 0.8 < times[-1] * rate / 400 < 1.25  # four standard deviations
+        assert 0.8 < times[-1] * rate / 400 < 1.25  # within four standard deviations

@@ -1,4 +1,4 @@
-"""A file of results holds the rows of one commit."""
+"""A results file holds the rows of only one commit."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from trees_sides.workload import Workload, distinct_blocks, minimum_blocks
 
 
 def distinct_naively(workload: Workload, block_tokens: int) -> int:
-    """Writes all branches down, each with tokens of its own, and counts distinct beginnings that end with a block."""
+    """Lists all branches, each with its own tokens, and counts distinct prefixes that end with a block."""
     number = itertools.count()
     level: list[list[int]] = [[next(number) for _ in range(workload.prompt_tokens)]]
     every = list(level)

@@ -1,4 +1,4 @@
-"""Modules loaded at run time, and modules that may be compiled; `.importlinter` has the rules of imports."""
+"""Tests which modules are loaded at run time, and which may be compiled. `.importlinter` has the import rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import quire_gateway
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "allocator_service" / "quire_allocator" / "core"
 
-# The modules of the base installation, as import names; everything else is an extra's.
+# Heavy packages, by import name. The base installation has none of them; extras bring them.
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
 EXTRAS_OF_SERVERS_AND_CLI = {"structlog", "prometheus_client", "uvloop", "typer", "rich", "cryptography"} | {
     "fastapi",
@@ -47,7 +47,7 @@ def imported_by(statement: str, *, hidden: set[str] = frozenset()) -> set[str]:
 
 
 def modules_of(package: object) -> list[str]:
-    """Every module of a package, itself included; `__main__` runs instead of being imported."""
+    """Returns every module of a package, itself included, except `__main__`, which would run on import."""
     name, path = package.__name__, package.__path__  # type: ignore[attr-defined]
     found = [module.name for module in pkgutil.walk_packages(path, f"{name}.")]
     return [name, *(module for module in found if not module.endswith("__main__"))]
@@ -95,7 +95,7 @@ def test_the_core_uses_the_standard_library_and_arrays_where_readers_count_block
 
 
 def imports_in(path: Path) -> set[str]:
-    """Top-level names of all that a file imports, wherever it does."""
+    """Returns the top-level names of all imports in a file, also inside functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -134,17 +134,18 @@ def compiled_modules() -> dict[str, Path]:
 
 @pytest.mark.parametrize("package", ["quire", "quire_cpu", "quire_gateway", "quire_kernels", "quire_worker"])
 def test_no_module_is_in_a_circle_also_of_imports_for_types(package: str) -> None:
-    """`.importlinter` forbids those at run time."""
+    """`.importlinter` forbids cycles at run time; this test also forbids cycles of imports for types."""
     graph = grimp.build_graph(package, exclude_type_checking_imports=False, cache_dir=None)
     imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert len(imported) > 5
-    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, with the circle
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError that names the cycle
 
 
 def test_no_compiled_class_derives_from_one_that_is_not() -> None:
-    """Reading a missing attribute of such an object is a SystemError in some releases of Python, such as 3.11.2."""
+    """Reading a missing attribute of such an object raises SystemError in some Python releases, such as 3.11.2."""
     paths = compiled_modules()
-    harmless = {"ABC", "Enum", "Generic", "IntEnum", "NamedTuple", "Protocol"}  # and compiled modules themselves
+    # bases that are safe although they are not compiled
+    harmless = {"ABC", "Enum", "Generic", "IntEnum", "NamedTuple", "Protocol"}
     found = 0
     for module, path in paths.items():
         tree = ast.parse(path.read_text())

@@ -1,4 +1,5 @@
-"""The recordings of conformance/ are fresh and complete, Python's owner agrees, and mistakes are noticed."""
+"""The recordings in conformance/ are current and complete, Python's owner agrees with them, and mistakes are
+noticed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ CONFORMANCE = Path(__file__).resolve().parent.parent / "conformance"
 LINES = [
     json.loads(line) for path in sorted((CONFORMANCE / "sessions").iterdir()) for line in path.read_text().splitlines()
 ]
-# Fields of steps and replies that no session has, each with the reason.
+# Fields of steps and replies that no recorded session contains, with the reason.
 NOT_RECORDED = {
     "StepReply.commit_results": "an owner that knows its tables makes no commit that is refused",
     "StepReply.free_results": "likewise",
@@ -26,7 +27,7 @@ NOT_RECORDED = {
     "Removed.is_cut": "a step with more than 8,192 digests",
 }
 
-# Python's owner, with one line of its answers replaced.
+# Runs Python's owner, but replaces one line of its answers.
 MISTAKEN = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -76,7 +77,7 @@ def test_the_recordings_are_small() -> None:
 
 
 def fields_in(message: Any) -> set[str]:
-    """Names of the fields that are set in a message and in those inside it."""
+    """Returns the names of the fields that are set in a message and in messages inside it."""
     found = set()
     for field, value in message.ListFields():
         found.add(f"{message.DESCRIPTOR.name}.{field.name}")
@@ -87,7 +88,7 @@ def fields_in(message: Any) -> set[str]:
 
 
 def fields_of(descriptor: Any) -> set[str]:
-    """Names of all fields that a message and those inside it may have."""
+    """Returns the names of all fields that a message and messages inside it may have."""
     found = {f"{descriptor.name}.{field.name}" for field in descriptor.fields}
     return found.union(
         *(fields_of(field.message_type) for field in descriptor.fields if field.message_type is not None)

@@ -1,4 +1,4 @@
-"""The contracts of `.importlinter` notice breaks: each is broken once, in a copy of the packages."""
+"""Breaks each contract of `.importlinter` once, in a copy of the packages, and checks that the linter notices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = (
 )
 LINT = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
 
-# The added line, its file, and the name of the contract that must then be broken.
+# An added line, its file, and the contract that the line breaks.
 PLANTED = {
     "the client imports its servers": (
         "client/quire/client.py",
@@ -67,7 +67,7 @@ PLANTED = {
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Checks the packages of a folder against its contracts."""
+    """Runs the import linter on the packages of a folder."""
     path = os.pathsep.join(str(folder / Path(package).parent) for package in PACKAGES)
     return subprocess.run(
         [sys.executable, "-c", LINT, "--no-logo", "--no-cache"],
@@ -82,7 +82,7 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages and their contracts, to be changed and put back."""
+    """Returns a copy of the packages and their contracts. A test changes it and restores it."""
     folder = tmp_path_factory.mktemp("packages")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""The dashboards are what scripts/boards/ says, show every series, and claim nothing while nobody reports."""
+"""The dashboards equal the output of scripts/boards/, show every series, and claim nothing without data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def board_at(path: Path) -> dict[str, Any]:
 
 
 def panels_of(board: dict[str, Any], *kinds: str) -> Iterator[dict[str, Any]]:
-    """Panels of these types; of all types without one."""
+    """Yields the panels of these types; all panels if no type is given."""
     yield from (panel for panel in board["panels"] if not kinds or panel["type"] in kinds)
 
 

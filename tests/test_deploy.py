@@ -1,4 +1,4 @@
-"""The deployment agrees with the services: names of metrics, ports, users, mounts. No Docker needed."""
+"""The deployment files agree with the services: names of metrics, ports, users, mounts. The tests need no Docker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOCKERFILES = [
 SERVICES_OF_OURS = ("allocator", "worker", "worker2")
 CLIENT_FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
 ONE_SHOT = ("certs", "quire")
-# Prometheus stores three series of a histogram under the family's name.
+# A histogram has three series in Prometheus: its name with each of these suffixes.
 HISTOGRAM_SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
 
@@ -153,7 +153,7 @@ def test_prometheus_itself_takes_the_configuration_and_fires_the_alerts(argument
     command = ["promtool", *arguments]
     done = subprocess.run(command, cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=60, check=False)
     output = done.stdout + done.stderr
-    # A configuration is checked with the files of token and certificate, which only the containers have.
+    # promtool also looks for the token and certificate files. Only the containers have them.
     assert done.returncode == 0 or "/run/quire/" in output, output
 
 
@@ -243,7 +243,7 @@ def test_images_run_as_a_user_of_their_own_and_start_the_service_without_a_shell
 
 
 def test_the_gpu_file_reserves_a_gpu_for_the_worker_and_names_what_it_may_write_to() -> None:
-    """It is laid over docker-compose.yml, which has the rest: a read-only root, /tmp in memory, no capability."""
+    """The GPU file extends docker-compose.yml, which sets a read-only root, /tmp in memory, and no capabilities."""
     project = load_yaml(ROOT / "docker-compose.gpu.yml")
     assert project["services"].keys() == {"worker", "worker2"}
     worker = project["services"]["worker"]
@@ -313,7 +313,7 @@ def test_vllm_is_started_only_when_asked_for_with_options_that_there_are(compose
 
 
 def test_no_index_but_the_usual_one_is_asked_for_more_than_torch() -> None:
-    """A package of any name at a second index would be installed in the place of ours."""
+    """A package at a second index could replace a package of the same name."""
     for path in (ROOT / ".github" / "workflows" / "ci.yml", ROOT / ".ci" / "run"):
         assert "EXTRA_INDEX" not in path.read_text(encoding="utf-8")
     commands = subprocess.run(

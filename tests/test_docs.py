@@ -1,4 +1,4 @@
-"""Documents that can be held against the code are."""
+"""Checks documents against the code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLDERS = (
     "docs",
 )
 SOURCES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-OF_OTHERS = {"_call.py", "mla/_batch_mla/_wrapper.py"}  # files of gRPC and FlashInfer
+OF_OTHERS = {"_call.py", "mla/_batch_mla/_wrapper.py"}  # files of gRPC and of FlashInfer
 DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(
@@ -68,7 +68,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def anchors_of(document: Path) -> set[str]:
-    """Anchors that a link may name behind `#`: the headings, as GitHub spells them there."""
+    """Returns the anchors of a document: its headings as GitHub spells them after `#` in a link."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -82,14 +82,14 @@ def test_links_into_a_document_lead_to_a_heading(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_python_file_that_is_named_exists(document: Path) -> None:
-    """`core/pool.py` is found by the end of its path, so that documents need not spell out folders that are clear."""
+    """A path such as `core/pool.py` matches the end of a file's path, so documents may omit obvious folders."""
     text = document.read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w/]+\.py)`", text) if not name.startswith("vllm/")}
     assert not [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in SOURCES)]
 
 
 def test_every_python_file_that_a_package_names_is_its_own_or_the_clients() -> None:
-    """A file that has moved or has another name now leaves its old name behind in comments."""
+    """After a file is moved or renamed, comments may still have its old name."""
     missing = []
     for folder in ("/client/", "/allocator_service/", "/gateway_service/", "/worker_service/"):
         near = [path for path in SOURCES if path.startswith((folder, "/client/"))]

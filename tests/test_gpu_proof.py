@@ -1,4 +1,5 @@
-"""The GPU proof without a GPU: ends of parts, kept files, and the goals and GPU time that rows give."""
+"""Tests the GPU proof without a GPU: how parts end, which files are kept, and the goals and GPU time computed from
+rows."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ ENDING
 
 
 def run(ending: str, seconds: float, tmp_path: Path) -> tuple[gpu_proof.Ran, str]:
-    """Runs a part that ends so, and returns its result and its output."""
+    """Runs a part that ends in this way; returns its result and its output."""
     package = tmp_path / "proof_sides"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -68,7 +69,7 @@ def test_a_part_keeps_its_whole_rows_and_leaves_no_process_behind(
     ran, printed = run(ending, seconds, tmp_path)
     assert (ran.ended, ran.rows) == (ended, [{"row": 1, "dry": "1"}])
     child, deadline = int(printed.split()[0]), time.monotonic() + 30
-    while is_alive(child):  # it was killed, and is ending
+    while is_alive(child):  # The child was killed and is ending.
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
 
@@ -85,7 +86,7 @@ def test_what_the_servers_need_travels_to_the_gpu_machine_or_is_there() -> None:
     assert there is not None
     had = {*there[1].split(), *re.findall(r"^([a-z0-9-]+)==", carried, re.MULTILINE)}
     asked, todo = set[str](), ["quire-kv[allocator,cli,worker]"]
-    while todo:  # what carried packages need in turn; those that are there have theirs
+    while todo:  # Follows the requirements of carried packages. Packages already there have theirs.
         wanted = Requirement(todo.pop())
         name = canonicalize_name(wanted.name)
         if name in there[1].split() or str(wanted) in asked:
@@ -109,7 +110,7 @@ def test_a_package_that_a_server_lacks_is_said_before_anything_runs(tmp_path: Pa
 def test_a_trace_tells_how_long_nothing_ran(tmp_path: Path) -> None:
     events = [
         {"cat": "kernel", "name": "void gemm<1>(int)", "ts": 100.0, "dur": 50.0},
-        {"cat": "kernel", "name": "norm", "ts": 120.0, "dur": 40.0},  # overlaps by 30
+        {"cat": "kernel", "name": "norm", "ts": 120.0, "dur": 40.0},  # overlaps the first kernel by 30
         {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 190.0, "dur": 10.0},
         {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 90.0, "dur": 5.0},
         {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 95.0, "dur": 100.0},
@@ -149,7 +150,7 @@ def test_bounds_are_what_a_llama_reads_and_multiplies(tmp_path: Path) -> None:
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "num_hidden_layers": 3, "vocab_size": 10}))
     bounds = Bounds(tmp_path, Chip(1.0, 1.0), element_bytes=2)
-    layer = 8 * 8 + 8 * 8 + 2 * 8 * 4 + 3 * 8 * 16  # q and o, k and v, the MLP
+    layer = 8 * 8 + 8 * 8 + 2 * 8 * 4 + 3 * 8 * 16  # weights of q and o, of k and v, of the MLP
     assert bounds.decode_s(2, 5) == 2 * (3 * layer + 80 + 2 * 5 * 3 * 8)
     assert bounds.prompt_s(4) == 2 * (3 * layer * 4 + 80) + 4 * 3 * 8 * 10
 

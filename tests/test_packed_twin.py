@@ -1,4 +1,4 @@
-"""The messages of a step have a private twin whose columns are bytes: both read and write the same bytes."""
+"""A step's messages have private twins with columns of bytes. Both read and write the same bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_column(field: FieldDescriptor) -> bool:
 
 
 def shape(field: FieldDescriptor) -> tuple[Any, ...]:
-    """All that makes the bytes of a field; a column has those of `bytes`."""
+    """Returns everything that determines a field's encoding. A packed column counts as `bytes`."""
     if is_column(field):
         return field.name, FieldDescriptor.TYPE_BYTES, False, None
     inner = field.message_type or field.enum_type

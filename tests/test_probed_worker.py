@@ -1,4 +1,4 @@
-"""The worker of GPU proofs answers at any moment with its notes: see `serving_sides/probed_worker.py`."""
+"""The worker of GPU proofs returns its notes at any moment: see `serving_sides/probed_worker.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from serving_sides.workload import KINDS, Workload
 def test_an_idle_worker_answers_as_soon_as_it_serves_and_after_each_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the tests of kernels: the worker would interpret, too
+    # Kernel tests set this variable. With it the worker would interpret its kernels, too.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     benchmarks = str(Path(__file__).resolve().parents[1] / "benchmarks")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([benchmarks, *filter(None, [os.environ.get("PYTHONPATH")])]))
     stack = ProbedStack(DEMO, tmp_path, ["--blocks", "256"], start_timeout_s=120)
@@ -29,7 +30,7 @@ def test_an_idle_worker_answers_as_soon_as_it_serves_and_after_each_round(
         asked = Workload(KINDS[0], 2, 16, 8).draw(0, stack.status.vocabulary_size)
         for _ in range(2):
             passes = stack.round(asked).passes
-            # The two requests decode side by side, or one after the other where the machine is busy.
+            # The two requests decode together, or on a busy machine one after the other.
             assert len(decoding_pairs(passes, 1)) + len(decoding_pairs(passes, 2)) >= 4
             assert sum(each["tokens"] for each in passes) >= 2 * (16 + 7)
         trace, passes = stack.profile(asked, after_s=-1.0, seconds=0.1)

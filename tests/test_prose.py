@@ -1,4 +1,4 @@
-"""Sizes that keep documents readable: of lines, pages, decisions, and subjects of commits."""
+"""Limits that keep documents readable: sizes of lines, pages, decisions and commit subjects."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MARKDOWN = sorted(
     for path in ROOT.rglob("*.md")
     if not any(part.startswith(".") or part in ("models", "build") for part in path.relative_to(ROOT).parts)
 )
-CHARACTERS_MAX = 160  # of a line outside of tables, code and the targets of links
+CHARACTERS_MAX = 160  # per line, outside tables, code and link targets
 LINES_MAX = {"README.md": 110, "ARCHITECTURE.md": 120}
 DECISION_LINES_MAX = 40
-PAGES_WORDS_MAX = 20_000  # of docs/ without tables, decisions and what is looked up, as `wc -w` counts
+PAGES_WORDS_MAX = 20_000  # words in docs/ as `wc -w` counts, without tables, decisions and reference pages
 SUBJECT_CHARACTERS_MAX = 72
-SUBJECTS_AFTER = "7e723954ef84b51f4dc586a74a69bc7546cd894d"  # the rule holds for later commits
+SUBJECTS_AFTER = "7e723954ef84b51f4dc586a74a69bc7546cd894d"  # The rule applies only to later commits.
 
 
 def name_of(path: Path) -> str:
@@ -29,7 +29,7 @@ def name_of(path: Path) -> str:
 
 
 def sentences(markdown: str) -> Iterator[tuple[int, str]]:
-    """Lines of a document by number: without code and tables, and of a link only what a reader sees."""
+    """Yields a document's numbered lines without code and tables. Links are reduced to their visible text."""
     is_code = False
     for number, line in enumerate(markdown.splitlines(), 1):
         is_fence = line.lstrip(" >").startswith("```")
@@ -60,7 +60,7 @@ def test_decisions_are_short(path: Path) -> None:
 
 
 def test_the_pages_of_the_documents_do_not_grow_again() -> None:
-    looked_up = {"alerts", "bugs", "metrics"}  # nobody reads more than a row of these
+    looked_up = {"alerts", "bugs", "metrics"}  # Readers look up single rows of these pages.
     pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions"]
     pages = [path for path in pages if path.stem not in looked_up]
     assert len(pages) > 20

@@ -1,4 +1,4 @@
-"""The generated code in the repository is that of the current protos."""
+"""The generated code in the repository matches the current protos."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMITTED = ROOT / "client" / "quire" / "v1"
 def test_regenerating_gives_the_files_that_are_in_the_repository(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "generate_protos.sh"
     environment = {**os.environ, "PYTHON": sys.executable}
-    target = tmp_path / "new"  # the script makes the folder
+    target = tmp_path / "new"  # The script creates this folder.
     done = subprocess.run(
         ["bash", str(script), "--to", str(target)],
         env=environment,
@@ -48,7 +48,7 @@ def test_every_proto_has_generated_code() -> None:
 
 
 def test_the_lowest_versions_that_the_metadata_allows_are_those_that_generated_code_needs() -> None:
-    """Generated modules check the version of their runtime, and fail to be imported on an older one."""
+    """Generated modules check the version of their runtime, and cannot be imported with an older one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     floors = dict(re.findall(r"^([a-z-]+)>=([0-9.]+)", "\n".join(project["dependencies"]), re.MULTILINE))
     generated = ROOT / "client" / "quire" / "v1"

@@ -1,4 +1,4 @@
-"""`make test-pythons`: which tests it leaves out on Pythons without torch."""
+"""Tests which tests `make test-pythons` leaves out on Pythons without torch."""
 
 from __future__ import annotations
 

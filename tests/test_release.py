@@ -1,4 +1,4 @@
-"""A release: one version, one name, and workflows that run what is run here."""
+"""A release has one version and one name, and its workflows run the same commands as developers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOWS = ROOT / ".github" / "workflows"
 PACKAGES = [quire, quire_allocator, quire_cpu, quire_gateway, quire_kernels, quire_worker]
-# The constant, what cannot import it, and pip's own words.
+# The file with the constant, files that cannot import it, and a page that quotes pip.
 NAMED_IN = {
     "client/quire/_distribution.py",
     "worker_service/quire_cpu/__init__.py",
@@ -79,7 +79,7 @@ def test_classifiers_name_the_pythons_that_are_tested() -> None:
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.py")), ids=lambda path: path.stem)
 def test_an_example_runs_as_a_file(example: Path, tmp_path: Path) -> None:
-    """All that it imports is found from any folder; the examples' own tests run them whole."""
+    """An example finds its imports from any folder. The examples' own tests run them completely."""
     if example.stem in {"extraction", "retrieval"}:
         pytest.skip("needs packages of agents: tests/gateway/test_package_examples.py runs it with them")
     load = f"import runpy, sys; sys.path.insert(0, {str(example.parent)!r}); runpy.run_path({str(example)!r})"

@@ -1,4 +1,4 @@
-"""Sentences for readers to mark: `scripts/sentences.py` finds each kind, and draws the same ones again."""
+"""`scripts/sentences.py` finds each kind of sentence, and draws the same sample for the same seed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ code of no interest here
 
 @pytest.fixture(scope="module")
 def sentences() -> ModuleType:
-    """The script as a module."""
+    """Loads the script as a module."""
     spec = importlib.util.spec_from_file_location("sentences", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

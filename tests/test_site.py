@@ -1,4 +1,4 @@
-"""The site of the documents: its sources, its links, and its pages on a phone. `make docs` builds all of it."""
+"""Tests the documentation site: its sources, its links, and its pages on a phone. `make docs` builds the whole site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from scripts import site as build
 
 BROWSER = shutil.which("chromium")
-QUESTIONS = 15  # at least, of a first day
+QUESTIONS = 15  # the page must answer at least this many questions of a first day
 
 
 def test_lists_and_tables_behind_a_paragraph_get_the_empty_line_that_they_need_and_code_gets_none() -> None:

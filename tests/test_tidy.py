@@ -1,4 +1,4 @@
-"""House rules that a machine can check: sizes, docstrings, comments, no leftovers."""
+"""Checks house rules: sizes, docstrings, comments, no leftovers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TEXT_SUFFIXES = {".py", ".md", ".proto", ".toml", ".sh", ".yml", ".yaml", ".json
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 70
 DOCSTRING_WORDS_MIN = 4
-NO_SUBJECT = ("Of ", "By ", "For ", "As ", "In ", "Without ")  # how a docstring begins that has to be solved
-# Written in two parts, so that this file does not find itself.
+NO_SUBJECT = ("Of ", "By ", "For ", "As ", "In ", "Without ")  # docstrings must not begin like this, without a subject
+# The words are split so that this check does not find its own file.
 LEFTOVERS = re.compile("TO" + "DO|FIX" + "ME|XX" + "X|HA" + "CK")
 MACHINE_PATHS = re.compile(r"(?<![\w.:/}])/(?:" + "ho" + "me|Us" + "ers|ro" + "ot|wo" + r"rk)/\w")
 
@@ -40,7 +40,8 @@ def functions_in(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function without its docstring: FlashInfer's calls have two dozen arguments, with a line each."""
+    """Counts a function's lines without its docstring, because FlashInfer's calls document two dozen arguments, one per
+    line."""
     lines = (function.end_lineno or function.lineno) - function.lineno + 1
     if ast.get_docstring(function) is None:
         return lines
@@ -49,7 +50,8 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def public_definitions(body: list[ast.stmt], *, within: str = "") -> Iterator[tuple[str, Definition]]:
-    """Public classes, functions and methods, but for overloads; those of a servicer are documented in the protos."""
+    """Yields public classes, functions and methods, except overloads and a servicer's methods. The protos document
+    these."""
     for node in body:
         if isinstance(node, Definition) and any(ast.unparse(each) == "overload" for each in node.decorator_list):
             continue
@@ -83,14 +85,14 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 @dataclass
 class ClassFacts:
-    """The known facts of the classes of one name: their bases, and the methods that they document."""
+    """Facts about all classes with the same name: their bases, and the methods that they document."""
 
     bases: set[str] = field(default_factory=set)
     documented: set[str] = field(default_factory=set)
 
 
 def classes_by_name() -> dict[str, ClassFacts]:
-    """Every class of the packages, by its name without a module."""
+    """Returns every class of the packages, by its name without a module."""
     found: dict[str, ClassFacts] = {}
     for path in SHIPPED:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -102,7 +104,7 @@ def classes_by_name() -> dict[str, ClassFacts]:
 
 
 def is_documented_above(name: str, classes: dict[str, ClassFacts]) -> bool:
-    """Whether a base of the class documents the method: `name` is `Class.method`, or nothing that could override."""
+    """Returns whether a base of the class documents the method. A `name` without a class overrides nothing."""
     owner, _, method = name.rpartition(".")
     above, seen = [owner.rpartition(".")[2]], set[str]()
     while above:
@@ -173,7 +175,7 @@ def test_nothing_is_left_for_later_and_no_machine_is_named() -> None:
 
 
 def undocumented(proto: str) -> Iterator[str]:
-    """Lines that open or declare an element and have neither a comment above nor share one with the line above."""
+    """Yields the lines that declare an element without a comment above them or above a group that they belong to."""
     element = re.compile(
         r"\s*(?:(?:message|enum|service|rpc)\s+\w+|(?:(?:repeated|optional)\s+)?[\w.]+\s+\w+\s*=\s*\d+|\w+\s*=\s*\d+)"
     )
@@ -196,19 +198,19 @@ def test_a_silent_proto_element_would_be_noticed() -> None:
     assert list(undocumented("// A.\nmessage A {\n  // Both.\n  uint32 b = 1;\n  uint32 c = 2;\n}\n")) == []
 
 
-# Beginnings of docstrings without a subject, or with one that the reader has to look for.
+# Docstrings that begin like this have no subject, or one that the reader must search for.
 NO_NAMED_SUBJECT = re.compile(r"(?:What|Who|Whom|Whoever|Whose|Those|Does (?:the same|so)|The same) ")
 
 
 def docstrings_in(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of the docstrings of a module, its classes and its functions."""
+    """Yields the line and the text of each docstring of a module, its classes and its functions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, Definition | ast.Module) and (text := ast.get_docstring(node)):
             yield node.body[0].lineno, text
 
 
 def without_a_named_subject(source: str) -> dict[int, str]:
-    """First lines of docstrings that begin with a pronoun in place of a thing's name, by their line numbers."""
+    """Returns the first lines of docstrings that begin with a pronoun instead of a thing's name, by line number."""
     return {line: text.splitlines()[0] for line, text in docstrings_in(source) if NO_NAMED_SUBJECT.match(text)}
 
 

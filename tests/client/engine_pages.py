@@ -1,6 +1,7 @@
-"""Pages of a pretended engine: whatever a pass would read back of them must be its sequence's own tokens.
+"""Simulates an engine's pages, and checks that each pass would read back its own sequence's tokens.
 
-A page of a group that holds tokens has a token in each place; one of a state has all tokens folded into it.
+In a group of tokens a page has one token in each place. In a group of states a page has all tokens that went into the
+state.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class PretendedEngine:
     """Plays random turns with an engine of any flavor, whose calls can be awaited.
 
     Attributes:
-        pages: by block.
+        pages: contents of each page, by block number.
         turns_played, refusal_count, hit_count, copy_count: counts of events.
     """
 
@@ -51,14 +52,14 @@ class PretendedEngine:
         return None
 
     def run_copies(self, copies: Iterable[Copy]) -> None:
-        """Runs them in their order."""
+        """Runs the copies in their order."""
         for source, destination in copies:
             page = self.pages[source]
             self.pages[destination] = dict(page) if isinstance(page, dict) else page
             self.copy_count += 1
 
     async def turn(self) -> int:
-        """Plays one turn, which computes some of the ready sequences; returns how many."""
+        """Plays one turn, which computes some of the ready sequences; returns their number."""
         self.run_copies(await self.engine.turn())
         ready = [each for each in self.engine.ready() if self.random.random() < 0.9]
         for sequence in ready:
@@ -70,7 +71,7 @@ class PretendedEngine:
         return len(ready)
 
     def compute(self, sequence: EngineSequence) -> None:
-        """Writes what is due, after a look at all that the pass reads."""
+        """Checks everything that the pass reads, then writes the tokens that are due."""
         self.check(sequence)
         for group, spec in enumerate(self.spec.groups):
             for position in sequence.due:
@@ -79,7 +80,7 @@ class PretendedEngine:
                     self.pages[slot] = tuple(sequence.tokens[: position + 1])
                 else:
                     number, place = divmod(slot, spec.block_size)
-                    if not isinstance(self.pages.get(number), dict):  # new, or a state's before
+                    if not isinstance(self.pages.get(number), dict):  # The page is new, or held a state.
                         self.pages[number] = {}
                     self.pages[number][place] = token
         if sequence.due.stop < len(sequence.tokens):
@@ -88,7 +89,7 @@ class PretendedEngine:
             sequence.append(self.random.randrange(100))
 
     def check(self, sequence: EngineSequence) -> None:
-        """Everything computed that the next pass reads is there."""
+        """Checks that the pages hold everything that the next pass reads."""
         computed = sequence.tokens[: sequence.computed]
         for group, spec in enumerate(self.spec.groups):
             if spec.kind is GroupKind.STATE:
@@ -101,7 +102,7 @@ class PretendedEngine:
                 assert page[slot % spec.block_size] == computed[position], (sequence, position)
 
     async def play(self, turn_count: int, *, length_max: int) -> None:
-        """Plays turns between which prompts come, texts are forked and end."""
+        """Plays turns. Between them it admits prompts, forks texts and ends them."""
         for _ in range(turn_count):
             chance, live = self.random.random(), self.engine.live
             if chance < 0.3:
@@ -126,7 +127,7 @@ class PretendedEngine:
             await self.turn()
 
     async def end(self) -> None:
-        """Ends every text, and says so."""
+        """Ends every text, and sends that to the allocator."""
         for sequence in self.engine.live:
             sequence.free()
         self.run_copies(await self.engine.turn())

@@ -1,4 +1,4 @@
-"""Real servers that the client's tests talk to: one that plays back a script, and the allocator as a process."""
+"""Servers for the client's tests: one that plays back a script, and the allocator as a process."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ USAGE = worker_pb.Usage(
 
 
 class ScriptedServer:
-    """Answers any method of both services and of health from `answers`; counts and keeps the requests.
+    """Answers every method of both services and of health from `answers`; counts and keeps the requests.
 
-    An answer is a function of request and context: it returns a message, or for a stream an iterator of messages.
+    An answer is a function of request and context. It returns a message, or for a stream an iterator of messages.
     """
 
     def __init__(self, *, threads: int = 8) -> None:
@@ -48,7 +48,7 @@ class ScriptedServer:
         self.cancelled = threading.Event()
         self.released = threading.Event()
         self.server = grpc.server(ThreadPoolExecutor(threads))
-        servicer: Any = self  # has every method, by __getattr__
+        servicer: Any = self  # `__getattr__` answers for every method
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(servicer, self.server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self.server)
@@ -78,7 +78,7 @@ def scripted_server(*, threads: int = 8) -> Iterator[ScriptedServer]:
 
 
 def failing(code: grpc.StatusCode, *, times: int, then: Any = None) -> Callable[[Any, grpc.ServicerContext], Any]:
-    """An answer that fails that many times before it succeeds."""
+    """Returns an answer that fails `times` times before it succeeds."""
     left = times
 
     def answer(_request: Any, context: grpc.ServicerContext) -> Any:
@@ -92,7 +92,7 @@ def failing(code: grpc.StatusCode, *, times: int, then: Any = None) -> Callable[
 
 
 def refusing(reason: Reason) -> Callable[[Any, grpc.ServicerContext], Any]:
-    """An answer that refuses, as one of Quire's servers does."""
+    """Returns an answer that refuses with a reason, as Quire's servers do."""
     error = QuireError.of(reason, "as the script says")
 
     def answer(_request: Any, context: grpc.ServicerContext) -> Any:
@@ -103,7 +103,7 @@ def refusing(reason: Reason) -> Callable[[Any, grpc.ServicerContext], Any]:
 
 
 def two_samples(_request: Any, _context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:
-    """A request with n = 2, interleaved."""
+    """Answers a request with n = 2; the chunks of both samples are interleaved."""
     yield worker_pb.GenerateResponse(sample=0, token_ids=[1], text="a")
     yield worker_pb.GenerateResponse(sample=1, token_ids=[3], text="x")
     yield worker_pb.GenerateResponse(sample=1, token_ids=[4], text="y", finish_reason=worker_pb.FINISH_REASON_LENGTH)
@@ -113,7 +113,8 @@ def two_samples(_request: Any, _context: grpc.ServicerContext) -> Iterator[worke
 
 
 def endless(server: ScriptedServer) -> Callable[[Any, grpc.ServicerContext], Iterator[worker_pb.GenerateResponse]]:
-    """A stream that gives one token, then nothing until it is cancelled, which the server notes."""
+    """Returns an answer that sends one token, then nothing until the caller cancels. The server records the
+    cancellation."""
 
     def answer(_request: Any, context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:
         context.add_callback(server.cancelled.set)
@@ -124,7 +125,7 @@ def endless(server: ScriptedServer) -> Callable[[Any, grpc.ServicerContext], Ite
 
 
 def silent(server: ScriptedServer) -> Callable[[Any, grpc.ServicerContext], Iterator[worker_pb.GenerateResponse]]:
-    """A stream that gives nothing until it is cancelled, which the server notes."""
+    """Returns an answer that sends nothing until the caller cancels. The server records the cancellation."""
 
     def answer(_request: Any, context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:
         context.add_callback(server.cancelled.set)
@@ -170,7 +171,7 @@ def lost_worker() -> Iterator[str]:
 
 @contextmanager
 def allocator_process(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
-    """The real allocator on free ports of this machine."""
+    """Runs the real allocator on free ports of this machine."""
     command = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", *arguments]
     process = ServerProcess("quire_allocator", command, folder=folder, log=folder / "allocator.log", drain_timeout_s=5)
     try:
@@ -181,14 +182,14 @@ def allocator_process(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
 
 
 def secret_file(path: Path, text: str) -> Path:
-    """A file that only we can read."""
+    """Writes a file that only its owner can read."""
     path.touch(mode=0o600)
     path.write_text(text)
     return path
 
 
 def quire(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command line as a process of its own."""
+    """Runs the `quire` command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "quire.cli", *arguments],
         input=stdin,
@@ -201,6 +202,6 @@ def quire(*arguments: str, stdin: str = "", **environment: str) -> subprocess.Co
 
 
 def parsed(result: subprocess.CompletedProcess[str]) -> Any:
-    """Standard output of a command that was asked for JSON."""
+    """Returns the JSON that a command printed."""
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)

@@ -32,7 +32,7 @@ class BrokenError(Exception):
 
 
 class LossyStream(SessionStream):
-    """Applies steps, and loses the stream instead of answering as often as its service says."""
+    """Applies steps, but breaks the stream instead of answering, as often as its service says."""
 
     async def _write(self, reply: packed.SessionReply) -> None:
         service = self._service
@@ -44,7 +44,7 @@ class LossyStream(SessionStream):
 
 
 class LossyService(AllocatorService):
-    """Counts attaches."""
+    """Serves lossy streams, and counts attaches."""
 
     replies_to_lose = 0
     attach_count = 0
@@ -108,7 +108,7 @@ async def setting(*, lease_s: float = 10.0) -> AsyncIterator[Setting]:
 
 
 def set_periods(monkeypatch: pytest.MonkeyPatch, heartbeat_s: float, silence_s: float = SILENCE_S) -> None:
-    """Makes allocators of this process tell these."""
+    """Makes allocators of this process announce these periods to their owners."""
     told = server_pb2.Limits()
     told.CopyFrom(translate.LIMITS)
     told.heartbeat_ms, told.silence_ms = int(heartbeat_s * 1000), int(silence_s * 1000)

@@ -1,4 +1,4 @@
-"""Addresses: every form that one listener or client takes, all take, and it means the same to each."""
+"""Every listener and every client accepts the same forms of addresses, and reads them alike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quire.errors import UsageError
 def test_every_way_to_write_loopback_is_this_machine_to_grpc_and_to_sockets(written: str, meant: str) -> None:
     assert canonical(written) == meant
     assert is_local(written)
-    link = SyncLink(written, "a secret of 32 characters and more", None, 1.0)  # which does not leave this machine
+    link = SyncLink(written, "a secret of 32 characters and more", None, 1.0)  # The token does not leave this machine.
     try:
         assert link.address == meant
     finally:
@@ -48,7 +48,7 @@ def test_what_only_looks_like_loopback_is_another_machine(written: str) -> None:
 
 
 def addresses_of_a_name(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
-    """Lets every name have these addresses, as a name server with AAAA and A records would."""
+    """Resolves every name to these addresses, as a name server with AAAA and A records would."""
 
     def found(host: str, port: int, **_: object) -> list[Any]:
         families = [socket.AF_INET6 if ":" in each else socket.AF_INET for each in hosts]

@@ -1,4 +1,4 @@
-"""Room ahead as a session offers it: against a naive twin, and against a real allocator."""
+"""Tests the room that a session asks for ahead of decoding, against a naive twin and a real allocator."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ HYBRID = (GroupSpec(GroupKind.FULL_ATTENTION, 16), GroupSpec(GroupKind.SLIDING_W
 
 
 def blocks_of(token_count: int, sizes: tuple[int, ...]) -> int:
-    """Blocks in tables of so many tokens."""
+    """Returns the number of blocks in the tables of a sequence with this many tokens."""
     return sum(math.ceil(Fraction(token_count, size)) for size in sizes)
 
 
 def naive_needs(
     decoding: list[Decoding[int]], free_block_count: int, *, ahead_tokens: int, sizes: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """The rules of `quire.session.lookahead` again, one whole increment after the other."""
+    """Applies the rules of `quire.session.lookahead` naively, one whole increment at a time."""
     if not any(each.granted < min(each.length + ahead_tokens, each.last) for each in decoding):
         return []
     increment = math.lcm(*sizes)
@@ -36,14 +36,15 @@ def naive_needs(
     free = free_block_count
 
     def add_unit(sequence: int) -> int:
-        """Returns the tokens up to the next multiple of an increment."""
+        """Extends the room to the next multiple of an increment; returns the number of blocks for it."""
         before = room[sequence]
         room[sequence] = (before // increment + 1) * increment
         return blocks_of(room[sequence], sizes) - blocks_of(before, sizes)
 
     for each in decoding:
         if min(each.length, each.last) > room[each.sequence]:
-            free -= sum(each.granted % size > 0 for size in sizes)  # a block that others may share is copied
+            # Another sequence may share the half-filled block, so it is copied.
+            free -= sum(each.granted % size > 0 for size in sizes)
         while min(each.length, each.last) > room[each.sequence]:
             free -= add_unit(each.sequence)
     if free < 0:
@@ -122,7 +123,7 @@ def test_no_more_is_given_back_than_a_block_too_much_and_nobody_loses_what_it_ne
 
 
 async def opened(client: AsyncAllocator, spec: PoolSpec, lengths: list[int], *, ahead_tokens: int) -> AsyncSession:
-    """A session with sequences 1, 2, ... of so many tokens, which are committed."""
+    """Opens a session with committed sequences 1, 2, ... of these lengths."""
     session = client.session("p", spec, ahead_tokens=ahead_tokens)
     await session.open()
     step = StepBuilder()
@@ -137,12 +138,12 @@ async def opened(client: AsyncAllocator, spec: PoolSpec, lengths: list[int], *, 
 
 
 def room_of(session: AsyncSession, sequence_id: int) -> int:
-    """Tokens that the session's ledger says that there is room for."""
+    """Returns the number of tokens that a sequence has room for, by the session's ledger."""
     return session.ledger.sequences[sequence_id].token_count
 
 
 async def asked(session: AsyncSession, *decoding: Decoding[int]) -> tuple[StepOutcome, list[int]]:
-    """Asks ahead for these; the answer, and the room of each afterwards, which is what the answer said."""
+    """Asks ahead for these sequences. Returns the answer, and the room of each sequence as the answer says it."""
     step = StepBuilder()
     session.ahead.ask(step, decoding)
     outcome = await session.step(step)

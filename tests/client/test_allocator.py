@@ -1,4 +1,4 @@
-"""The calls of a pool's owner and readers, in both flavors of the client, to a real allocator."""
+"""Tests the calls of a pool's owner and readers on a real allocator, in both flavors of the client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DIGESTS = block_digests(ROOT, TOKENS, 4)
 
 
 class Awaited:
-    """A client for threads whose methods are awaited, so that one test can use either flavor."""
+    """Wraps the blocking client so that its methods can be awaited, and one test can use either flavor."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -55,14 +55,14 @@ class Scene:
     session: Any = None
 
     async def open(self, spec: PoolSpec) -> Any:
-        """Takes pool "a"."""
+        """Opens a session of pool "a"."""
         opened = self.client.session("a", spec, transport="calls")
         self.session = OneByOne(Awaited(await opened) if isinstance(self.client, Awaited) else opened)
         await self.session.open()
         return self.session
 
     async def compute(self, sequence_id: int, digests: list[bytes], namespace: str = "") -> None:
-        """A sequence with so many published blocks of 4 tokens."""
+        """Computes a sequence with one published block of 4 tokens per digest."""
         assert (await self.session.allocate(sequence_id, 4 * len(digests), (), namespace)).ok
         assert (await self.session.commit(sequence_id, 4 * len(digests), digests)).ok
 
@@ -84,7 +84,7 @@ async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
         yield made
 
 
-# -- what a pool is ----------------------------------------------------------------------------------------------------
+# -- descriptions of pools ---------------------------------------------------------------------------------------------
 
 
 async def test_a_specification_comes_back_as_it_was_declared(scene: Scene) -> None:
@@ -280,7 +280,7 @@ async def test_pages_of_tables_of_different_lengths_are_put_together(
     assert await scene.client.get_pool_blocks("a") == whole
 
 
-# -- the same over a stream --------------------------------------------------------------------------------------------
+# -- operations over a stream ------------------------------------------------------------------------------------------
 
 
 async def test_a_step_defers_defends_quotas_and_names_victims() -> None:

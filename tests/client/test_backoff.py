@@ -1,4 +1,4 @@
-"""Pauses grow while nothing helps, are never shorter than asked for, and are spread."""
+"""Pauses between retries grow, are never shorter than the server asks for, and have jitter."""
 
 from __future__ import annotations
 

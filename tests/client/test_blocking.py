@@ -1,4 +1,4 @@
-"""A session for threads, against the real allocator as a process, which is killed; also in an append-only pool."""
+"""Tests a blocking session on a real allocator process that is killed; also in an append-only pool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.client.servers import allocator_process
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
 APPEND_ONLY = replace(SPEC, append_only=True)
 TOKENS = list(range(40))
-ANSWER_S = 20.0  # more than any answer takes, on any machine
+ANSWER_S = 20.0  # longer than any answer takes on any machine
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_an_allocator_that_comes_back_empty_is_not_told_of_what_was_dropped(tmp_
         step.free(1)
         answered(session, step)
         assert client.drop_cache("mine", "", digests(0, 3), 1).dropped_block_count == 2
-        answered(session, allocate(2, 4))  # the answer tells the owner
+        answered(session, allocate(2, 4))  # This answer tells the owner of the drop.
         first.process.kill()
         first.process.wait()
     with client, allocator_process(tmp_path / "next", "--listen", first.address):
@@ -96,7 +96,7 @@ def test_digests_of_16_bytes_of_a_foreign_hash_are_taken_one_by_one(allocator: S
         step = StepBuilder()
         step.commit(1, 8, foreign)
         answered(session, step)
-        answered(session, allocate(2, 4))  # which acknowledges it
+        answered(session, allocate(2, 4))  # This step acknowledges the answer.
         assert client.match_prefix(foreign)[0].matched_token_count == 8
         assert client.match_prefix([digest + bytes(16) for digest in foreign])[0].matched_token_count == 8
         with pytest.raises(ValueError, match="32 bytes, or 16"):
@@ -156,7 +156,8 @@ def test_a_closed_session_says_so(allocator: ServerProcess) -> None:
 
 
 def test_kept_blocks_outlive_the_allocator(allocator: ServerProcess, tmp_path: Path) -> None:
-    """Two sequences compute the same side by side. The next allocator knows both, and the owner hears of takeovers."""
+    """Two sequences compute the same tokens concurrently. The next allocator knows both, and the owner hears of
+    takeovers."""
     port = allocator.address.rpartition(":")[2]
     with Allocator(allocator.address) as client, client.session("mine", APPEND_ONLY) as session:
         first = answered(session, allocate(1, 13)).grows[0].blocks[0]

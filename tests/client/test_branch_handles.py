@@ -1,4 +1,4 @@
-"""Handles of branches in a client: refusals before anything is sent, and renewal."""
+"""Tests a client's branch handles: what they refuse before sending, and how they renew branches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_handles_may_come_and_go_while_others_are_renewed() -> None:
         thread = threading.Thread(target=fork)
         thread.start()
         while not ended.is_set():
-            wanted.ids()  # RuntimeError would end the thread that renews
+            wanted.ids()  # A RuntimeError here would end the renewing thread.
         thread.join()
     finally:
         sys.setswitchinterval(interval)

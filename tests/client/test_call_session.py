@@ -1,4 +1,4 @@
-"""A session of unary calls, and an engine over it: each step is applied once, whatever becomes of its answer."""
+"""Over unary calls, a session and an engine apply each step exactly once, even if the answer is lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Scene(NamedTuple):
         return self.allocator.service.directory.pool("a")
 
     def session(self, **options: object) -> AsyncCallSession:
-        """A session of pool "a" that calls nothing by itself."""
+        """Returns a session of pool "a" that sends no calls by itself."""
         return self.client.session("a", SPEC, transport="calls", keep_alive=False, **options)  # type: ignore[call-overload, no-any-return]
 
     async def applied(self, number: int) -> None:
@@ -74,7 +74,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 async def lose_the_answer(scene: Scene, session: AsyncCallSession, step: StepBuilder, number: int) -> None:
-    """Has a step applied, and kills the connection before its answer."""
+    """Lets the allocator apply a step, and cuts the connection before the answer."""
     scene.proxy.swallow_replies()
     asked = asyncio.create_task(session.step(step))
     await scene.applied(number)
@@ -91,7 +91,7 @@ async def test_a_step_whose_connection_was_killed_before_its_answer_is_applied_o
         scene.proxy.swallow_replies()
         asked = asyncio.create_task(session.step(StepBuilder().commit(1, 6, d("a")).fork(1, 2).grow(2, 9)))
         await scene.applied(2)
-        scene.proxy.cut()  # gRPC calls again, by itself
+        scene.proxy.cut()  # gRPC repeats the call by itself.
         scene.proxy.let_through()
         outcome = await asked
         assert [*outcome.commits, *outcome.forks, outcome.grows[0].result] == [Result.OK] * 3
@@ -142,7 +142,7 @@ async def test_a_refused_step_says_which_field_and_its_number_is_used_again(scen
 
 async def test_ids_that_are_not_new_or_not_known_are_refused_before_anything_is_sent(scene: Scene) -> None:
     async with scene.session() as session:
-        await session.step(StepBuilder().allocate(1, 4).allocate(3, 400))  # there is no room for the second
+        await session.step(StepBuilder().allocate(1, 4).allocate(3, 400))  # The second sequence does not fit.
         with pytest.raises(ValueError, match="sequence 3 is not known to exist"):
             await session.step(StepBuilder().grow(3, 8))
         with pytest.raises(ValueError, match="sequence 1 is not new"):
@@ -166,7 +166,7 @@ async def test_a_session_that_is_opened_by_the_same_request_again_goes_on_where_
         assert (await again.step(StepBuilder().grow(5, 8).allocate(6, 4))).grows[1].result
         with pytest.raises(ValueError, match="ids only rise, and 6 was given already"):
             await again.step(StepBuilder().allocate(4, 4))
-        with pytest.raises(QuireError) as raised:  # this one does not know
+        with pytest.raises(QuireError) as raised:  # The first session does not know of that step.
             await session.step(StepBuilder().free(5))
         assert raised.value.reason is Reason.STEP_MISMATCH
 
@@ -216,7 +216,8 @@ async def test_an_engine_begins_anew_where_the_allocator_has_other_steps_of_it(s
     async with scene.client.engine("a", SPEC, transport="calls") as engine:
         await engine.admit(range(6))
         before = scene.pool
-        await scene.allocator.stub.Apply(pb.Step(session_id=before.session_id, number=2))  # by somebody else
+        # Another client sends step 2.
+        await scene.allocator.stub.Apply(pb.Step(session_id=before.session_id, number=2))
         with pytest.raises(SessionLostError):
             await engine.admit(range(6))
         assert scene.pool is not before

@@ -1,4 +1,4 @@
-"""Places that callers share."""
+"""Tests how a server divides its places among callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls before their handlers: memory that their messages take, and objects that a refused one leaves."""
+"""Tests calls before they reach their handlers: memory of their messages, and objects that a refused call leaves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Answer = Callable[[BytesValue, Any], Awaitable[BytesValue]]
 
 @contextlib.asynccontextmanager
 async def served(answer: Answer) -> AsyncIterator[Callable[[bytes], Awaitable[BytesValue]]]:
-    """Serves one unary method, and yields what calls it."""
+    """Serves one unary method, and yields a function that calls it."""
     server = aio.server(interceptors=[calls.CallInterceptor(None, 200)])
     handler = grpc.unary_unary_rpc_method_handler(answer, BytesValue.FromString, BytesValue.SerializeToString)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Call": handler}),))
@@ -42,7 +42,7 @@ async def served(answer: Answer) -> AsyncIterator[Callable[[bytes], Awaitable[By
 
 async def test_of_a_refused_call_nothing_is_left_though_no_garbage_is_collected() -> None:
     class Marker:
-        """Stands for a message, of which there can be no weak reference."""
+        """Stands in for a message, because weak references to messages are impossible."""
 
     left, gone = list[weakref.ref[Marker]](), asyncio.Semaphore(0)
 

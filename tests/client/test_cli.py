@@ -47,7 +47,7 @@ TOKEN = "0123456789abcdef"
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CallSession]:
-    """A pool with a prompt of two blocks that two sequences share, a third block of each, and a cached one."""
+    """Opens a pool with a prompt of two blocks that two sequences share, a third block of each, and a cached block."""
     with (
         allocator_process(tmp_path_factory.mktemp("allocator"), "--lease", "600") as process,
         Allocator(process.address) as client,
@@ -190,7 +190,7 @@ def test_watch_as_json_goes_on_where_an_earlier_one_ended(session: CallSession) 
     assert [event["event"] for event in events] == ["cleared", "stored", "stored", "snapshot_end"]
     assert sorted(len(event["digests"]) for event in events[1:3]) == [1, 2]
     assert (events[0]["session_id"], events[0]["pool"]) == (session.session_id.hex(), "chat/demo")
-    # A pool of its own to change: the others are looked at by other tests.
+    # This test changes a pool of its own, because other tests read the other pools.
     with Allocator(address) as client, calls(client, "watched", SPEC) as watched:
         watched.allocate(1, 8)
         watched.commit(1, 4, DIGESTS[:1])
@@ -236,7 +236,7 @@ def test_health_is_success_only_where_somebody_serves(allocator: str) -> None:
 
 
 def test_health_keeps_to_its_timeout_where_nobody_answers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # accepted by the kernel, read by no process
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # The kernel accepts connections; no process reads them.
         start = time.monotonic()
         result = quire("health", f"127.0.0.1:{listening.getsockname()[1]}", "--timeout", "0.5")
     assert (result.returncode in (3, 4), result.stdout) == (True, "")
@@ -249,7 +249,7 @@ def test_the_timeout_of_health_is_for_all_its_questions_together(worker: Scripte
 
     def check(_request: Any, context: grpc.ServicerContext) -> health_pb2.HealthCheckResponse:
         remaining_s.append(context.time_remaining())
-        worker.released.wait(0.2)  # is never set: a slow answer
+        worker.released.wait(0.2)  # Never set: the answer comes late.
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
     worker.answers["Check"] = check
@@ -288,7 +288,7 @@ def test_generate_shows_samples_side_by_side_on_a_terminal(worker: ScriptedServe
     with subprocess.Popen(command, stdout=end, stderr=subprocess.DEVNULL, env=environment) as process:
         os.close(end)
         seen = b""
-        with contextlib.suppress(OSError):  # as a terminal ends when its other side is gone
+        with contextlib.suppress(OSError):  # Reading fails once the other side of the terminal has closed.
             while piece := os.read(terminal, 4096):
                 seen += piece
     os.close(terminal)
@@ -329,7 +329,7 @@ def test_control_characters_do_not_reach_a_terminal() -> None:
     assert printable("a\x1b[2J\n\tb\x9b\r") == "a\N{REPLACEMENT CHARACTER}[2J\n\tb" + "\N{REPLACEMENT CHARACTER}" * 2
 
 
-# -- the command line itself -------------------------------------------------------------------------------------------
+# -- usage of the command line -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

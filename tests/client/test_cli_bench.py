@@ -23,7 +23,7 @@ SALTS: set[str] = set()
 
 
 def answer(request: pb.GenerateRequest, _context: object) -> Iterator[pb.GenerateResponse]:
-    """Two pieces of two tokens; half of the prompt was cached."""
+    """Sends two pieces of two tokens, and reports half of the prompt as cached."""
     SALTS.add(request.cache_salt)
     count = len(request.tokens.ids)
     yield pb.GenerateResponse(token_ids=[7, 7])
@@ -49,7 +49,7 @@ def reported(server: ScriptedServer, *arguments: str) -> dict[str, Any]:
 
 
 def prompts(server: ScriptedServer) -> list[list[int]]:
-    """Returns the prompts of the run, without the request that is not measured."""
+    """Returns the prompts of the run, without the warm-up request."""
     asked = [each for each in server.requests if isinstance(each, pb.GenerateRequest)]
     return [list(each.tokens.ids) for each in asked][1:]
 
@@ -100,7 +100,7 @@ def test_no_more_are_under_way_than_have_a_place(server: ScriptedServer) -> None
             under_way += 1
             most = max(most, under_way)
             both.notify_all()
-            if len(server.requests) > 2:  # status and the first one, which comes alone
+            if len(server.requests) > 2:  # The first two are `status` and the warm-up request.
                 both.wait_for(lambda: most == 3, 30)
             under_way -= 1
         return answer(request, context)

@@ -1,4 +1,4 @@
-"""Words of a server steer no terminal: names in tables, and its errors."""
+"""Names and errors from a server cannot send control codes to a terminal."""
 
 from __future__ import annotations
 

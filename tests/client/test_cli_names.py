@@ -1,4 +1,4 @@
-"""Old names of commands and options: refused with their new ones, and left nowhere."""
+"""Old names of commands and options are refused with their new names, and no document uses them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_up_listens_where_its_own_options_say() -> None:
     for old, new in OPTIONS.items():
         result = quire("up", f"{old}=127.0.0.1:0", "--json", **calls)
         assert (result.returncode, f"{old} is called {new}" in result.stderr) == (2, True), result.stderr
-    # What others call is not what this machine listens at: its default is used, and here refused for its model alone.
+    # Variables for callers do not set the listening address. `up` uses its default and fails here only at the model.
     result = quire("up", "--model", "/nowhere", *(f"{new}=127.0.0.1:0" for new in OPTIONS.values()), **calls)
     assert (result.returncode, "/nowhere" in result.stderr) == (2, True)
 
@@ -48,7 +48,7 @@ def test_documents_examples_and_messages_know_the_new_names_alone() -> None:
         if name in KNOW_OLD_NAMES or path.suffix not in TEXT or not path.is_file():
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-            # What follows -- is the worker's, which has options of the same names.
+            # Arguments after -- go to the worker, and the worker has options of the same names.
             found = old_command.search(line) or old_option.search(line.partition(" -- ")[0])
             strays += [f"{name}:{number}: {found.group()}"] if found else []
     assert not strays

@@ -1,4 +1,4 @@
-"""`quire plan`: tables and JSON from a `config.json`, and its errors."""
+"""Tests `quire plan`: its tables, its JSON and its errors for a `config.json`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The command in this process: much faster than in one of its own."""
+    """Returns a function that runs the command in this process, which is much faster than in a new one."""
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(*arguments: str) -> Outcome:
@@ -73,8 +73,8 @@ def test_a_plan_is_tables_that_fit_a_terminal(plan: Any) -> None:
     rows = [line.split() for line in lines]
     assert ["2", "full", "attention", "10,", "5", "a", "page", "16", "tokens", "131,072", "0.0%"] in rows
     assert ["11", "sliding", "window", "1,024", "52,", "5", "a", "page", "16", "tokens", "131,072", "5.5%"] in rows
-    # 2 x 2,048 blocks of full attention and 11 x 65 of the window make 4,811: 7 times in 34,041 blocks, which hold one
-    # sequence of 32,768 x 507,904 bytes.
+    # 2 x 2,048 blocks of full attention and 11 x 65 of the window make 4,811. The pool's 34,041 blocks, as large as one
+    # sequence of 32,768 x 507,904 bytes, hold that 7 times.
     assert ["32,768", "4,811", "2.9", "GiB", "0.8%", "0.8%", "15.5", "GiB", "7", "1"] in rows
     assert "weights" not in out
 
@@ -154,8 +154,8 @@ def test_what_a_group_is_worth_decides_between_groups_and_bytes(plan: Any) -> No
 
 def test_idle_chats_are_counted_by_what_the_pool_retains(plan: Any) -> None:
     asked = [GEMMA, "--memory", "80GiB", "--used", "50GiB", "--chat-tokens", "8k", "--chat-tokens", "30000"]
-    # 36,044 blocks; 2 groups of full attention with 512 and 1,875 blocks a chat, 11 of a window with as many, or with
-    # the 64 of its 1,023 tokens and 2.
+    # The pool has 36,044 blocks. Each of 2 groups of full attention takes 512 or 1,875 blocks a chat.
+    # Each of 11 window groups takes as many, or only 66: 64 for its 1,023 tokens and 2 more.
     found = json.loads(plan(*asked, "--json").out)
     assert found["memory"]["block_count"] == 36_044
     assert [tuple(row.values()) for row in found["chats"]] == [
@@ -179,7 +179,7 @@ def test_heads_of_two_sizes_are_one_group_with_two_sizes_per_layer(plan: Any, tm
 
 def test_a_state_is_told_in_blocks_and_in_tokens(plan: Any) -> None:
     out = plan(str(CONFIGS / "jamba-v0.1.json"), "--checkpoint-tokens", "512", "--state-dtype", "bf16").out
-    # 28 x (65,536 + 262,144) bytes in pages of 4 layers x 64 tokens x 4,096 bytes; a token takes 16,384.
+    # A state has 28 x (65,536 + 262,144) bytes. A page has 4 layers x 64 tokens x 4,096 bytes, 16,384 bytes a token.
     assert "state   9,175,040 bytes in 9 blocks, as much as 576 tokens" in out
     assert "kept at the end of a prompt and every 512 tokens" in out
     assert "prefix hits are multiples of 64 tokens" in out
@@ -238,7 +238,7 @@ def test_a_config_that_is_not_understood_names_its_field(plan: Any, tmp_path: Pa
 
 
 def hub(download: Callable[..., str]) -> SimpleNamespace:
-    """Returns a package of Hugging Face that has nothing in its cache."""
+    """Returns a stand-in for the huggingface_hub package whose cache is empty."""
     online = SimpleNamespace(HF_HUB_OFFLINE=False)
     return SimpleNamespace(hf_hub_download=download, try_to_load_from_cache=lambda *_: None, constants=online)
 
@@ -300,7 +300,7 @@ def test_a_hub_that_must_not_be_asked_is_said_to_be_so(tmp_path: Path) -> None:
 
 
 def connections_to(server: socket.socket) -> int:
-    """Counts the connections that were made and not accepted yet, and accepts them."""
+    """Accepts all pending connections and returns their number."""
     server.setblocking(False)
     count = 0
     with contextlib.suppress(BlockingIOError):
@@ -311,7 +311,7 @@ def connections_to(server: socket.socket) -> int:
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepted by the kernel, read by no process
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # The kernel accepts connections; no process reads them.
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         result = quire("plan", "no/model", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path))
         tries = connections_to(silent)

@@ -1,4 +1,4 @@
-"""Commands that take prompts, and those that look at the machine: as processes, against scripted servers."""
+"""Tests commands that take prompts or inspect the machine, as processes, against scripted servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANSWERS = ("Four.", "I said four.")
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    """A worker that writes conversations down as JSON, and answers one thing after the other."""
+    """Runs a scripted worker that renders conversations as JSON and gives its answers in turn."""
     answers = iter(ANSWERS)
 
     def tokenize(request: Any, _context: grpc.ServicerContext) -> worker_pb.TokenizeResponse:
@@ -45,7 +45,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def asked(server: ScriptedServer) -> list[Any]:
-    """The conversation of each Tokenize, in order."""
+    """Returns the conversation of each Tokenize request, in order."""
     found = [each for each in server.requests if isinstance(each, worker_pb.TokenizeRequest)]
     return [json.loads(each.conversation.messages_json) for each in found]
 
@@ -78,7 +78,7 @@ def test_a_chat_on_a_terminal_asks_for_lines_and_outlives_a_refused_one(server: 
     with subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment) as process:
         os.close(end)
         seen = b""
-        for typed in (b"too long\n", b"Two and two?\n", b"\x04"):  # each once it is asked for
+        for typed in (b"too long\n", b"Two and two?\n", b"\x04"):  # Each line is typed after its prompt.
             while not seen.endswith(b"> "):
                 seen += os.read(terminal, 4096)
             os.write(terminal, typed)

@@ -1,4 +1,4 @@
-"""Messages before any server of a command line is started, completion in shells, and errors as JSON."""
+"""Tests messages before a command starts a server, shell completion, and errors as JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Run = Callable[..., Outcome]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process, where no server may be started."""
+    """Returns a function that runs the command in this process and fails if it starts a server."""
 
     def started(*_: object, **__: object) -> None:
         raise AssertionError("a server was started")
@@ -68,7 +68,7 @@ def taken() -> Iterator[str]:
 
 
 def copy_of_demo(folder: Path, *without: str) -> Path:
-    """The demo's folder without some of its files."""
+    """Copies the demo model's folder without some of its files."""
     return Path(shutil.copytree(DEMO, folder / "model", ignore=shutil.ignore_patterns(*without)))
 
 
@@ -180,7 +180,7 @@ def test_what_a_server_needs_is_what_its_extra_brings() -> None:
 
 @pytest.mark.parametrize("server", ["allocator", "worker", "gateway"])
 def test_a_server_without_its_packages_says_what_to_install(server: str, tmp_path: Path) -> None:
-    """As where the client alone is installed: -S leaves the environment's packages out, and the client's are linked."""
+    """The process sees only the client's packages: -S hides the environment's packages, and the client's are linked."""
     for name in ("grpc", "google", "grpc_health", "typing_extensions.py"):
         (tmp_path / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
     folders = [tmp_path, *(DEMO.parents[1] / name for name in ("client", f"{server}_service"))]

@@ -1,4 +1,4 @@
-"""The command in a bad place: one sentence, and an exit code."""
+"""In bad surroundings the command prints one sentence and returns an exit code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMMANDS = {
     "gateway": ["quire_gateway", "--help"],
     "quire worker": ["quire.cli", "worker", "--help"],
 }
-WRONG_USES = {  # and their exit codes
+WRONG_USES = {  # arguments and their exit codes
     "quire": (2, ["quire.cli", "plan", "--nonsense"]),
     "no allocator": (3, ["quire.cli", "pool", "list", "--allocator", "unix:///none", "--timeout", "9", "--json"]),
     "allocator": (2, ["quire_allocator", "--listen", "0.0.0.0:1"]),
@@ -108,7 +108,8 @@ def test_a_server_that_may_open_too_few_files_is_one_sentence(command: list[str]
 
 @pytest.mark.parametrize("limits", [f"-n {OPEN_FILES_MIN}", "-Sn 20"])
 def test_servers_start_with_as_few_files_as_they_may_have(limits: str, tmp_path: Path) -> None:
-    """At the least that is allowed, and where the soft limit alone is lower; three servers and a request."""
+    """Starts three servers and sends a request, at the least allowed limit of files, and with only the soft limit
+    lower."""
     script = """
 import sys
 from quire import Client

@@ -1,4 +1,4 @@
-"""`quire top`, on a worker that plays back a script and a real allocator."""
+"""Tests `quire top` on a scripted worker and a real allocator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RUNNING = [
 
 @pytest.fixture(scope="module")
 def allocator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A pool in which acme holds three blocks."""
+    """Runs an allocator with a pool in which the namespace acme holds three blocks."""
     with (
         allocator_process(tmp_path_factory.mktemp("allocator"), "--lease", "600") as process,
         Allocator(process.address) as client,
@@ -56,7 +56,8 @@ def allocator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def worker() -> Iterator[ScriptedServer]:
-    """A worker that says each time that it has generated more, and found half of further prompts cached."""
+    """Runs a scripted worker. Each status reports more generated tokens, and more prompts with half of their tokens
+    cached."""
     with scripted_server() as running:
         asked = iter(range(1, 1_000))
 

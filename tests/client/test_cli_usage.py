@@ -1,4 +1,4 @@
-"""The `quire` command used wrongly, without its packages, and asked how it is used."""
+"""Tests the `quire` command with wrong usage, without its packages, and with `--help`."""
 
 from __future__ import annotations
 

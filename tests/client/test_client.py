@@ -241,7 +241,7 @@ async def test_every_call_has_a_deadline(server: ScriptedServer) -> None:
         client.status()
         assert 0 < server.time_remaining_s <= 31
         client.generate("p")
-        assert 31 < server.time_remaining_s <= 610  # the wire rounds up
+        assert 31 < server.time_remaining_s <= 610  # gRPC rounds the timeout up.
     async with AsyncClient(server.address, timeout_s=5) as there:
         await there.status()
         assert 0 < server.time_remaining_s <= 6
@@ -296,7 +296,7 @@ def test_a_pool_over_unary_calls(allocator: str) -> None:
         )
         assert [sequence.sequence_id for sequence in pool.sequences] == [1, 2, 3]
         assert pool.sequences[0].tables == first.tables
-        assert max(pool.block_states) == 4  # held by three
+        assert max(pool.block_states) == 4  # three sequences hold this block
         assert session.free(1).result is Result.OK
     with Allocator(allocator) as client:
         assert "unary" not in [summary.pool for summary in client.list_pools()]

@@ -1,4 +1,4 @@
-"""Errors of calls and streams of a client that was closed, before or meanwhile."""
+"""Tests the errors of calls and streams whose client was closed before or during them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOBODY = "127.0.0.1:1"
 
 
 async def says_so_when_closed(client: AsyncAllocator | AsyncClient, stream: AsyncIterator[Any]) -> None:
-    """A task reads, and another one closes the client."""
+    """Closes the client while another task reads the stream; expects an error that says so."""
 
     async def read() -> Any:
         return await anext(stream)

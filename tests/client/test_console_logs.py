@@ -1,4 +1,4 @@
-"""Logs on a terminal."""
+"""Tests the format of logs on a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ except ValueError:
 @pytest.mark.parametrize("log_format", ["console", "json"])
 def test_what_others_have_sent_steers_no_terminal(log_format: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, log_format], capture_output=True, timeout=60, check=True)
-    own = {b"\x1b[0m", b"\x1b[1m", b"\x1b[2m"}  # of structlog's colors
+    own = {b"\x1b[0m", b"\x1b[1m", b"\x1b[2m"}  # escape codes that structlog writes
     text = done.stderr
     for code in (*own, *(b"\x1b[%dm" % color for color in range(30, 48))):
         text = text.replace(code, b"")

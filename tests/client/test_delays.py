@@ -1,4 +1,4 @@
-"""A server that says when to come back is obeyed: unary calls, streams, watches, in both flavours."""
+"""When a server says when to retry, unary calls, streams and watches wait that long, in both flavors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reason of a call's end is the peer's, even during a write."""
+"""A call ends with the reason that the peer gave, even during a write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 from tests.allocator.service.harness import StreamOwner, running_allocator
 
-CALLS = 150  # of some hundred, grpc.aio alone forgets several
+CALLS = 150  # In a few hundred calls, grpc.aio alone forgets several.
 BAD_CHUNK = pb.SessionRequest(report_chunk=pb.ReportChunk(namespaces=["x" * 129]))
 
 

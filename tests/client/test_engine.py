@@ -1,5 +1,4 @@
-"""gRPC runs on the engine that reads sockets in the thread that completes calls, unless the application chose
-another."""
+"""gRPC's engine reads sockets on the thread that completes calls, unless the application chose another engine."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import pytest
 from quire._transport import grpc_io
 
 MESSAGES = 200
-# How often the threads of gRPC's own EventEngine ran while this many messages were exchanged.
+# Prints how often the threads of gRPC's EventEngine ran during these messages.
 SCRIPT = f"""
 import asyncio, os, pathlib, sys
 {{imports}}
@@ -62,14 +61,14 @@ def _wakes(imports: str, **environment: str) -> tuple[int, str]:
 
 
 def test_the_engine_of_grpc_itself_hands_every_message_from_thread_to_thread() -> None:
-    count, _ = _wakes("import grpc, quire")  # an application that uses gRPC itself has chosen
+    count, _ = _wakes("import grpc, quire")  # The application imported gRPC first, so Quire keeps its engine.
     assert count > MESSAGES
 
 
 def test_with_quire_messages_pass_no_other_thread() -> None:
     count, variable = _wakes("import quire")
     assert count < MESSAGES / 4
-    assert variable == "None"  # no child process inherits it
+    assert variable == "None"  # Child processes must not inherit the variable.
 
 
 @pytest.mark.parametrize("module", ["quire_allocator.server", "quire_worker.process.server", "quire.cli.app"])
@@ -85,6 +84,6 @@ def test_the_environment_decides() -> None:
 
 
 def test_the_installed_grpc_is_one_that_was_looked_at() -> None:
-    """A newer release runs on its own engine until a developer has checked whether it still has both."""
+    """A newer gRPC release runs on its default engine until a developer has checked that it still has both engines."""
     major, minor, *_ = version("grpcio").split(".")
     assert (int(major), int(minor)) == grpc_io.LAST_WITH_BOTH

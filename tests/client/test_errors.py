@@ -1,4 +1,4 @@
-"""The one table of errors: every reason has a code and a class, and survives the wire."""
+"""Every reason in the table of errors has a code and a class, and survives the wire."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ PROTO = Path(__file__).resolve().parents[2] / "protos" / "quire" / "v1" / "error
 
 
 def as_received(code: grpc.StatusCode, details: bytes | None, message: str = "what happened") -> aio.AioRpcError:
-    """Returns the error that a client's call raises when a server ended it like that."""
+    """Returns the error that a client's call raises when a server ends it with this code, these details and this
+    message."""
     trailing = aio.Metadata() if details is None else aio.Metadata((DETAILS_KEY, details))
     return aio.AioRpcError(code, aio.Metadata(), trailing, details=message)
 

@@ -1,7 +1,7 @@
-"""Each RPC of both services has a method on both flavours of the clients, and that method calls it.
+"""Each RPC of both services has a method on both flavors of the clients, and the method calls the RPC.
 
-The name of the method is the RPC's in snake case, but for what NAMES lists. For threads, Session is opened on an event
-loop in a thread of its own: an owner has to send heartbeats while its caller computes.
+The method's name is the RPC's name in snake case, except for those in NAMES. The blocking client opens Session on an
+event loop in a thread of its own, because an owner must send heartbeats while its caller computes.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ def test_the_synchronous_client_calls_it(server: ScriptedServer, service: str, m
         if method.name == "RenewBranches":
             branch = client.prefill("prompt")  # type: ignore[union-attr]
             target = branch._opened
-        # Without `keep_alive` it does not call on beside the next test.
+        # With `keep_alive` the session would still send calls during the next test.
         options = {"transport": "calls", "keep_alive": False} if method.name == "OpenSession" else {}
         outcome = getattr(target, method_name(method.name))(*ARGUMENTS.get(method.name, ()), **options)
         if method.name == "Session":
             with pytest.raises(FailedPreconditionError, match="as the script says"), outcome:
                 pass
-            assert server.attempts[method.name] > before  # see below
+            assert server.attempts[method.name] > before  # The asyncio test below says why it is not `+ 1`.
             return
         if method.name == "OpenSession":
             outcome.open()
@@ -144,8 +144,8 @@ async def test_the_asyncio_client_calls_it(server: ScriptedServer, service: str,
         if method.name == "Session":
             with pytest.raises(FailedPreconditionError, match="as the script says"):
                 await outcome.open()
-            # The script refuses before it has read: where writing notices first, gRPC hides the reason, and the session
-            # attaches again.
+            # The script refuses before it reads. If the client's write fails first, gRPC hides the reason, and the
+            # session attaches again.
             assert server.attempts[method.name] > before
             return
         if method.name == "OpenSession":

@@ -1,4 +1,4 @@
-"""A step and its answer are one operation of gRPC's core where nothing else is under way."""
+"""With nothing else in flight, a step and its answer are one operation of gRPC's core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOON_S = 20.0
 
 @pytest.fixture
 def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns the kinds of the messages that were sent together with reading their answers."""
+    """Returns a list that collects the kinds of messages that were sent and answered in one operation."""
     kinds: list[str] = []
 
     async def counting(call: Any, request: Any) -> Any:
@@ -40,7 +40,7 @@ def grow(token_count: int) -> StepBuilder:
 
 
 def test_the_installed_grpc_is_one_that_was_looked_at() -> None:
-    """A newer release is used the public way until a developer has checked whether it still offers the other."""
+    """With a newer gRPC release the client uses the public interface until a developer has checked the private one."""
     major, minor, *_ = version("grpcio").split(".")
     assert (int(major), int(minor)) == exchanges.LAST_KNOWN
     assert exchanges.IS_OFFERED
@@ -49,7 +49,7 @@ def test_the_installed_grpc_is_one_that_was_looked_at() -> None:
 async def test_steps_that_are_waited_for_are_exchanged_for_their_answers(exchanged: list[str]) -> None:
     async with setting() as scene:
         await scene.session.step(allocate(1))
-        exchanged.clear()  # the first one may have found the session reading
+        exchanged.clear()  # The session may still have been reading during the first step.
         for token_count in range(7, 12):
             assert (await scene.session.step(grow(token_count))).grows[0].result is Result.OK
         assert exchanged.count("step") == 5
@@ -105,7 +105,7 @@ async def test_an_answer_whose_caller_was_cancelled_is_still_read(exchanged: lis
 async def test_any_order_of_steps_is_answered_and_both_sides_agree(
     seed: int, offered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With heartbeats in between, and streams that break."""
+    """Heartbeats come in between, and streams break."""
     monkeypatch.setattr(exchanges, "IS_OFFERED", offered)
     set_periods(monkeypatch, 0.01)
     dice = random.Random(seed)

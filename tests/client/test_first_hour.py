@@ -1,4 +1,4 @@
-"""A new user's first hour: wrong addresses, wrong services, pipes, and words for each of them."""
+"""In a new user's first hour, wrong addresses, wrong services and closed pipes all give helpful messages."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_is_piped_in_and_is_no_text_is_said() -> None:
     done = subprocess.run(arguments, capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (2, b"quire: the prompt is no UTF-8 text: byte 3 is 0xff\n")
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError) as raised:
-        client.generate(b"abc\xff".decode(errors="surrogateescape"))  # as Python reads the arguments of a command
+        client.generate(b"abc\xff".decode(errors="surrogateescape"))  # Python decodes command-line arguments like this.
     assert raised.value.message == "text is no text: it has half of a surrogate pair"
 
 
@@ -226,7 +226,7 @@ def test_what_is_at_an_address_where_nobody_answers_is_looked_at(allocator: str)
 
 @contextmanager
 def wsgi_server() -> Iterator[str]:
-    """The address of a plain HTTP server."""
+    """Yields the address of a plain HTTP server."""
     with make_server("127.0.0.1", 0, lambda _environ, respond: respond("200 OK", []) or [b"hello"]) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()

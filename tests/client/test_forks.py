@@ -1,4 +1,4 @@
-"""A child that was forked beside open sessions, streams and servers leaves, and nothing of its parent's has changed."""
+"""A forked child ends without disturbing its parent's open sessions, streams and servers."""
 
 from __future__ import annotations
 

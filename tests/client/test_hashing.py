@@ -1,4 +1,5 @@
-"""Digests: the vectors of docs/hash.md, an independent computation, and the inputs that must change a digest."""
+"""Tests digests against the vectors of docs/hash.md and an independent computation, and with inputs that must change
+them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from quire.hashing import (
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hash.md"
 ROOT = root_digest(fingerprint=b"model", layout="nhd")
 
-# Reads the vectors as JSON and answers [[root, [extra keys of a block, ...], [digest, ...]], ...], all hexadecimal.
+# Reads the vectors as JSON, and prints [[root, [extra keys of a block, ...], [digest, ...]], ...] in hexadecimal.
 JAVASCRIPT = """
 const sha256 = (bytes) => require("crypto").createHash("sha256").update(bytes).digest();
 const int32 = (value) => { const bytes = Buffer.alloc(4); bytes.writeInt32LE(value | 0); return bytes; };
@@ -67,7 +68,7 @@ console.log(JSON.stringify(JSON.parse(require("fs").readFileSync(0, "utf8")).map
 
 
 def read_vectors() -> dict[str, dict[str, str]]:
-    """Title of each vector and its fields, as they stand on the page."""
+    """Returns the title and the fields of each vector on the page."""
     section = PAGE.read_text(encoding="utf-8").split("## Test vectors")[1]
     vectors = {}
     for title, body in re.findall(r"### (.+?)\n\n```text\n(.+?)```", section, re.DOTALL):

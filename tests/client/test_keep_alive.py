@@ -1,4 +1,4 @@
-"""Unary sessions keep their pool while their owner thinks, and say so when they are forgotten."""
+"""Unary sessions keep their pool while their owner is idle, and raise an error once the allocator has dropped them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.allocator.service.one_by_one import calls
 from tests.client.servers import allocator_process
 
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
-LEASES = 4  # these pass without a call
+LEASES = 4  # so many leases pass without a call
 LEASE_S = 0.3
 
 
 def look_for(client: Allocator, seconds: float) -> None:
-    """Readers of a pool do not renew its lease."""
+    """Reads the pool for this long. Reading does not renew its lease."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         client.list_pools()

@@ -1,4 +1,4 @@
-"""Silence of the other side is counted only while this process was there to hear it."""
+"""Only time in which this process was running counts as silence of the other side."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def test_a_process_that_stood_still_for_a_minute_has_heard_half_a_second_of_sile
     silence = Silence(100.0)
     silence.tick(100.25, 0.25)
     assert silence.tick(160.25, 0.25) == 0.75
-    silence.heard()  # reads the messages that arrived meanwhile
+    silence.heard()  # The process reads the messages that arrived during the pause.
     assert silence.tick(160.5, 0.25) == 0.25

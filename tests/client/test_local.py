@@ -1,4 +1,4 @@
-"""Servers as child processes: starting, failing, stopping, and never outliving their parent."""
+"""Tests servers as child processes: how they start, fail and stop, and that they never outlive their parent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
 def child(folder: Path, script: str) -> ServerProcess:
-    """A child that runs a script instead of a server."""
+    """Starts a child process that runs a script instead of a server."""
     (folder / "scripted_child.py").write_text(script)
     return ServerProcess(
         "scripted_child",
@@ -96,7 +96,7 @@ def test_who_interrupts_the_wait_for_a_child_has_it_killed(tmp_path: Path) -> No
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(KeyboardInterrupt):  # as Ctrl-C raises it
+        with pytest.raises(KeyboardInterrupt):  # Ctrl-C raises the same exception.
             process.stop()
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -107,7 +107,7 @@ def test_the_allocator_stops_cleanly(tmp_path: Path) -> None:
     with allocator_process(tmp_path) as process:
         assert process.metrics_address.startswith("127.0.0.1:")
     assert process.process.returncode == 0
-    process.stop()  # twice is no error
+    process.stop()  # Stopping twice is no error.
 
 
 def test_servers_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_stack_serves_text_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert len(said) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["quire_allocator.log", "quire_worker.log"]
     log = (tmp_path / "quire_allocator.log").read_text()
-    assert log.index("pool detached") < log.index("draining")  # the worker went first and gave its pool back
+    assert log.index("pool detached") < log.index("draining")  # The worker stopped first and gave its pool back.
 
 
 def test_a_stack_whose_worker_dies_says_so(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_stack_whose_worker_cannot_start_stops_the_allocator_again(tmp_path: P
 def test_nobody_is_killed_while_it_drains() -> None:
     assert local.DRAIN_S == _child.DRAIN_S == DRAIN_S == 30
     for drain_s, arguments in ((local.DRAIN_S, []), (5.0, ["quire_worker", "--drain-timeout", "5.0"])):
-        needed_s = drain_s + 2.0  # for open calls, and for the work after them
+        needed_s = drain_s + 2.0  # time for open calls, and for the work after them
         assert min(local.grace_s(drain_s), _child.kill_s(arguments)) >= 2 * needed_s
 
 
@@ -218,7 +218,7 @@ def test_a_worker_with_an_open_stream_and_no_allocator_ends_by_itself(how: str) 
     with stack:
         assert stack.allocator is not None
         assert stack.worker is not None
-        stack.allocator.process.send_signal(signal.SIGSTOP)  # the worker waits for its answer
+        stack.allocator.process.send_signal(signal.SIGSTOP)  # The worker now waits for the allocator's answer.
         with Client(stack.worker_address) as client, client.stream("The for statement"):
             while not (status := client.status()).waiting_count + status.running_count:
                 pass
@@ -230,7 +230,7 @@ def test_a_worker_with_an_open_stream_and_no_allocator_ends_by_itself(how: str) 
                 assert stack.worker.process.stdin is not None
                 stack.worker.process.stdin.close()
                 stack.worker.process.wait(60)
-    assert stack.worker.process.returncode == 0  # and not by SIGKILL
+    assert stack.worker.process.returncode == 0  # SIGKILL would give -9
 
 
 def test_up_runs_until_it_is_told_to_stop() -> None:

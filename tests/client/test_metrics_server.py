@@ -60,7 +60,7 @@ def test_more_half_requests_than_connections_cost_the_oldest_their_place() -> No
 def test_a_request_has_a_time_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "REQUEST_S", 0.5)
     with serving() as server, half_a_request(server) as slow, contextlib.suppress(OSError):
-        while True:  # a byte before each read's own limit
+        while True:  # Each byte arrives before the limit of a single read.
             slow.sendall(b"a")
             slow.settimeout(0.1)
             with contextlib.suppress(TimeoutError):
@@ -113,7 +113,7 @@ def test_callers_cannot_fill_the_log(capfd: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
         for _ in range(5):
             assert ask(server, Host="[") == 421
-        for _ in range(5):  # what the server cannot read
+        for _ in range(5):  # The server cannot read these requests: the client resets the connection.
             with socket.create_connection(split(server.bound_address), WAIT_S) as connection:
                 connection.sendall(b"GET /readyz HTTP/1.1\r\n\r\n")
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

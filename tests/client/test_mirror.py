@@ -1,4 +1,4 @@
-"""A watcher that applies its events knows exactly the hits of a real pool, however its connection breaks."""
+"""A watcher that applies its events knows exactly a pool's possible hits, even if its connection breaks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Scene:
     client: AsyncAllocator = field(init=False)
 
     async def serve(self) -> None:
-        """Listens, on the same port as before."""
+        """Starts to listen, on the same port as before."""
         self.server = aio.server(options=[("grpc.so_reuseport", 0)])
         add_to_server(self.service, self.server)
         self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
@@ -102,7 +102,8 @@ async def catch_up(events: AsyncEventStream, mirror: PrefixMirror, log: EventLog
 
 
 class RandomOwner:
-    """Operations on sequences over a few prompts that share beginnings, with digests as an honest owner has them."""
+    """Makes random operations on sequences of a few prompts that share prefixes, with the digests of an honest
+    owner."""
 
     def __init__(self, seed: int, spec: PoolSpec) -> None:
         self.random = random.Random(seed)
@@ -116,7 +117,7 @@ class RandomOwner:
         self.last_id = 0
 
     async def act(self, session: OneByOne) -> None:
-        """One operation; most that are refused change nothing here either."""
+        """Sends one random operation. Most refused operations change nothing here, either."""
         kind = self.random.choice(["allocate", "allocate", "commit", "commit", "commit", "grow", "fork", "free"])
         if kind == "allocate" or not self.live:
             await self._allocate(session)
@@ -162,7 +163,7 @@ class RandomOwner:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", POOLS)
 async def test_a_watcher_ends_with_exactly_what_the_pool_can_hit(kind: str, seed: int) -> None:
-    """However it is broken off and taken up again: by its own hand, by a cut connection, in or after a snapshot."""
+    """The watch is closed or its connection is cut, during or after a snapshot, and then continued."""
     spec = POOLS[kind]
     async with setting(spec) as scene, calls(scene.client, "a", spec) as session:
         owner, mirror = RandomOwner(seed, spec), PrefixMirror(spec)
@@ -219,14 +220,14 @@ async def test_a_new_session_of_the_pool_is_told_as_another_snapshot() -> None:
         step = StepBuilder()
         step.commit(1, 4, [ONE])
         await owner.step(step)
-        await owner.step(StepBuilder())  # acknowledges the one before
+        await owner.step(StepBuilder())  # This step acknowledges the previous one.
         mirror = PrefixMirror(spec)
         async with scene.client.watch_events("a") as events:
             while not mirror.is_exact:
                 mirror.apply(await anext(events))
             assert (mirror.stored(0), mirror.matched_token_count([ONE])) == ({ONE}, 4)
             before = mirror.session_id
-            owner._owner.disown()  # as after the allocator has lost it: the pool is reported
+            owner._owner.disown()  # After this the owner reports its pool, as if the allocator had lost it.
             owner._drop()
             mirror.apply(await anext(events))
             assert (mirror.is_exact, mirror.stored(0)) == (False, frozenset())
@@ -261,7 +262,7 @@ async def test_a_watch_ends_with_not_found_when_its_pool_goes() -> None:
     ],
 )
 async def test_a_hit_is_as_long_as_every_group_can_serve(kind: str, lengths: tuple[int, int, int]) -> None:
-    """A prompt of 24 tokens computed 4 at a time: all of it, without its last block, and with a half as long."""
+    """Computes a prompt of 24 tokens 4 at a time. Matches all of it, all but the last block, and half of it."""
     spec = POOLS[kind]
     digests = block_digests(bytes(32), list(range(24)), 4)
     half = [*digests[:3], *block_digests(digests[2], [7] * 12, 4)]

@@ -1,6 +1,6 @@
-"""Numbers at the edge of every public parameter: refused with name, value and range before anything is sent.
+"""Numbers beyond the range of a public parameter are refused with name, value and range, before anything is sent.
 
-The parameters are read from the signatures, so that a new one is tried, too. Times are in `test_timeouts.py`.
+The tests read the parameters from the signatures, so they cover new ones. `test_timeouts.py` tests times.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ CONFIG = Path(__file__).parent / "configs" / "llama-3-70b.json"
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4, cache_layout="l", model_fingerprint=b"f" * 32)
 NO_INTEGERS: list[Any] = ["5", True, 1.5, math.nan, math.inf, [1], -(10**5000), 10**5000, 2**64, -(2**63) - 1]
 NO_NUMBERS: list[Any] = ["5", True, math.nan, math.inf, -math.inf, [1], 10**5000, 1e300]
-# Of operations: where all of a column are zeros it is not sent.
+# Columns of operations. A step does not send a column that holds only zeros.
 LEFT_OUT = ("keep_token_count", "prompt_token_count", "priority", "defer_token_count")
-# Called with a value for each of its numbers in turn; what is made before is made once.
+# Arguments of the calls below, by name. Each test case then replaces one number.
 GIVEN: dict[str, Any] = {
     "prompt": "p", "many": ["p"], "conversation": [{"role": "user", "content": "u"}], "pool": "p", "spec": SPEC,
     "sequence_id": 2, "token_count": 1, "parent_id": 1, "child_id": 2, "namespace": "n", "digests": b"d" * 32,
@@ -56,7 +56,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def numbers_of(function: Any) -> dict[str, bool]:
-    """Returns the numbers that a function takes, and whether each is whole."""
+    """Returns the numeric parameters of a function, and whether each is an integer."""
     found = {}
     for parameter in inspect.signature(function).parameters.values():
         words = set(str(parameter.annotation).split(" "))
@@ -94,7 +94,7 @@ def refuse(call: Callable[..., Any], name: str, values: list[Any]) -> None:
         assert name in said, (name, value, said)
         assert shown(value) in said, (name, value, said)
         assert "proto" not in said.lower(), said
-        assert "range" not in said, said  # protobuf's own word
+        assert "range" not in said, said  # protobuf's own wording
 
 
 OWNERS = {"client": Client, "branch": Branch, "allocator": Allocator}
@@ -230,7 +230,7 @@ def test_a_number_that_a_step_does_not_carry_is_told_with_what_it_does(value: An
 )
 def test_a_number_of_an_operation_is_refused_with_the_name_of_its_parameter(method: str, name: str, value: Any) -> None:
     if value is False and name in LEFT_OUT:
-        return  # a column of zeros is not sent, and nobody looks at it
+        return  # `False` counts as 0, and a column of zeros is not sent.
     step = StepBuilder()
     beside = {"namespace": "n", "digests": b"d" * 64} if method == "drop" else {}
     call = call_on(step.grow(1, 7), method)
@@ -258,7 +258,7 @@ NO_CALLERS = {
     "PageSlice",
     "ConfigError",
     "Retention",
-}  # made by the planner alone
+}  # Only the planner makes objects of these classes.
 FUNCTIONS = {
     name: value
     for module in (planning, hashing)

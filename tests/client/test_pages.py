@@ -1,4 +1,4 @@
-"""The contents of pages, by stretches, equal a record block by block."""
+"""The record of page contents by stretches equals a naive record by blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCKS = 96
 
 
 class NaivePages:
-    """A record for every block."""
+    """Keeps one record for every block."""
 
     def __init__(self) -> None:
         self.carried: dict[int, Published] = {}
@@ -54,7 +54,7 @@ def order(pages: Pages) -> list[int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_history_is_known_as_block_by_block(seed: int) -> None:
     dice, pages, naive = random.Random(seed), Pages(), NaivePages()
-    chains: list[tuple[DigestSpace, int, int, bytes]] = []  # scope, next position, last block and its digest
+    chains: list[tuple[DigestSpace, int, int, bytes]] = []  # scope, next position, last block, digest of that block
     for step in range(1, 400):
         free = [block for block in range(BLOCKS) if dice.random() < 0.15]
         dice.shuffle(free)
@@ -77,7 +77,8 @@ def test_a_random_history_is_known_as_block_by_block(seed: int) -> None:
             count = dice.randint(1, len(stretch.blocks))
             table = list(range(1_000, 1_000 + stretch.first_position)) + list(stretch.blocks[:count])
             table += dice.sample(range(BLOCKS), dice.randrange(3))
-            let_go = list(dict.fromkeys(reversed(table)))  # a sampled block may stand further ahead, too
+            # Sampling may repeat a block of the table, so duplicates are dropped.
+            let_go = list(dict.fromkeys(reversed(table)))
             naive.release(step, operation, 0, let_go)
             let_go_of(pages, step, operation, let_go, begin=dice.randrange(2))
         assert pages.carried() == naive.carried, f"seed {seed}, step {step}"
@@ -86,13 +87,13 @@ def test_a_random_history_is_known_as_block_by_block(seed: int) -> None:
 
 
 def let_go_of(pages: Pages, step: int, operation: int, blocks: list[int], begin: int = 0) -> int:
-    """Releases blocks in this order, as the end of a table that begins with others."""
+    """Releases the last blocks of a table, in this order. `begin` blocks precede them in the table."""
     table = array("I", [*range(5_000, 5_000 + begin), *reversed(blocks)])
     return pages.release(step, operation, 0, table, begin=begin, end=len(table))
 
 
 def check_bounds(pages: Pages) -> None:
-    """Checks that counts agree, and that a small rest of a stretch does not keep all of it alive."""
+    """Checks that counts agree, and that a few remaining blocks do not keep a whole stretch in memory."""
     for stretch in pages.stretches():
         own = [block for block in stretch.blocks if pages.published.get(block) is stretch]
         assert stretch.live == len(own)
@@ -167,5 +168,6 @@ def test_of_two_blocks_with_one_digest_the_later_is_reported_unless_the_earlier_
     pages, space = Pages(), DigestSpace("", 0)
     for block in (4, 9):
         pages.publish(space, 0, None, bytes(32), array("I", [block]))
-    pages.publish(DigestSpace("other", 0), 0, None, bytes(32), array("I", [7]))  # none in another namespace
+    # Blocks of another namespace are never outdated here.
+    pages.publish(DigestSpace("other", 0), 0, None, bytes(32), array("I", [7]))
     assert _outdated(pages, held) == outdated

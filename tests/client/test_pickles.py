@@ -1,4 +1,4 @@
-"""Every public exception and value is pickled, copied and printed: engines run in the processes of a pool."""
+"""Every public exception and value can be pickled, copied and printed, because engines run in process pools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MADE_BY: dict[type[Exception], Callable[[], Exception]] = {
 
 
 def exceptions() -> list[type[Exception]]:
-    """Every exception of the client, wherever it is defined."""
+    """Returns every exception class of the client, from all its modules."""
     found: dict[str, type[Exception]] = {}
     for module in pkgutil.walk_packages(quire.__path__, "quire."):
         if module.name.startswith(("quire.v1", "quire.cli", "quire._serving")) or module.name.endswith("__main__"):
@@ -58,7 +58,7 @@ def test_whoever_catches_errors_of_quire_catches_every_one_that_is_public(kind: 
 
 
 def values() -> list[Any]:
-    """An instance of every public value, with something in each field."""
+    """Returns an instance of every public value class, with every field set."""
     made: list[Any] = []
     modules = (quire, quire.errors, events, quire.sampling, quire.session, quire.types, views)
     public = {name: value for module in modules for name, value in vars(module).items() if not name.startswith("_")}

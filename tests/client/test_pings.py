@@ -1,4 +1,4 @@
-"""Callers that ping a server while nothing else happens, as routers do to notice dead connections."""
+"""Servers accept pings on idle connections. Routers send them to notice dead connections."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.client.servers import allocator_process
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, PING, GOAWAY, ACK = 4, 6, 7, 1
-APART_S = 2.5  # servers permit 2; gRPC's default is 5 minutes, and hangs up at the third ping
+APART_S = 2.5  # seconds; our servers permit 2. With gRPC's default, 5 minutes, a server hangs up at the third ping.
 PING_COUNT = 5
 
 
 class Frame(NamedTuple):
-    """A frame of HTTP/2 that belongs to no stream."""
+    """An HTTP/2 frame that belongs to no stream."""
 
     kind: int
     flags: int
@@ -29,7 +29,7 @@ class Frame(NamedTuple):
 
 
 def frames(connection: socket.socket) -> Iterator[Frame]:
-    """Yields what a server sends, until it hangs up."""
+    """Yields the frames that a server sends, until it closes the connection."""
     with connection.makefile("rb") as stream:
         while head := stream.read(9):
             yield Frame(head[3], head[4], stream.read(int.from_bytes(head[:3], "big")))
@@ -44,7 +44,7 @@ def test_an_idle_caller_that_pings_every_few_seconds_keeps_its_connection(tmp_pa
             for number in range(PING_COUNT):
                 connection.sendall(Frame(PING, 0, number.to_bytes(8, "big")).sent())
                 assert is_answered(connection, received, number)
-                until = time.monotonic() + APART_S  # a later ping is permitted in any case
+                until = time.monotonic() + APART_S  # By then the server permits another ping.
                 while (left := until - time.monotonic()) > 0:
                     if select.select([connection], [], [], left)[0]:
                         take(connection, next(received))
@@ -59,7 +59,7 @@ def is_answered(connection: socket.socket, received: Iterator[Frame], number: in
 
 
 def take(connection: socket.socket, frame: Frame) -> bool:
-    """Answers what a caller has to; an end fails the test."""
+    """Answers a frame if HTTP/2 demands it; fails the test if the server ends the connection."""
     assert frame.kind != GOAWAY, frame.payload
     if frame.kind in (SETTINGS, PING) and not frame.flags & ACK:
         answer = frame.payload if frame.kind == PING else b""

@@ -1,4 +1,5 @@
-"""Reading the cache's shape from a `config.json`: ten architectures and the words of others, all counted by hand."""
+"""Reads the cache's shape from a `config.json`: ten architectures and the field names of others, all counted by
+hand."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ def published(name: str) -> dict[str, Any]:
 
 
 def summary(layers: tuple[LayerSpec, ...]) -> dict[tuple[GroupKind, int, int], int]:
-    """Layers with pages of their own: per kind, window and bytes (of a token, or of a state)."""
+    """Counts the layers that have pages of their own, by kind, window and bytes of a token or state."""
     own = (layer for layer in layers if layer.shared_with is None)
     return dict(Counter((layer.kind, layer.window, layer.token_bytes or layer.state_bytes) for layer in own))
 
 
-# Bytes of a token: 2 (keys and values) x heads x head_dim x 2. Of a state: convolution x 2 + recurrent x 4.
+# A token takes 2 (keys and values) x heads x head_dim x 2 bytes. A state takes convolution x 2 + recurrent x 4 bytes.
 TEN = {
     "llama-3-70b": {(FULL, 0, 2 * 8 * 128 * 2): 80},
     "gemma-3-27b": {(FULL, 0, 2 * 16 * 128 * 2): 10, (SLIDING, 1024, 2 * 16 * 128 * 2): 52},
@@ -53,7 +54,8 @@ TEN = {
     },
     "minimax-text-01": {(FULL, 0, 2 * 8 * 128 * 2): 10, (STATE, 0, 64 * 128 * 128 * 2): 70},
 }
-# On one of 8 ranks: heads divided; 2 KV heads repeated, latents and the one group of B and C whole.
+# Sizes on one of 8 ranks. Heads are divided, and 2 KV heads are repeated. Every rank holds the latents and the only
+# group of B and C whole.
 ON_EIGHT_RANKS = {
     "llama-3-70b": {(FULL, 0, 512): 80},
     "gemma-3-27b": {(FULL, 0, 1024): 10, (SLIDING, 1024, 1024): 52},
@@ -76,7 +78,8 @@ def test_ten_architectures_are_read_as_they_are(name: str) -> None:
     assert cache.token_count_max is not None
     assert summary(layers_from_config(published(name), tensor_parallel=8)) == ON_EIGHT_RANKS[name]
     whole = {layer: count for layer, count in TEN[name].items() if layer[0] is STATE}
-    shared = read_config(published(name), tensor_parallel=8, state_ranks=1)  # as a worker of ours keeps them
+    # Quire's worker keeps whole states on each rank.
+    shared = read_config(published(name), tensor_parallel=8, state_ranks=1)
     assert {layer: count for layer, count in summary(shared.layers).items() if layer[0] is STATE} == whole
 
 
@@ -102,14 +105,15 @@ def test_layers_that_share_name_the_last_of_their_kind_that_does_not() -> None:
     [
         ({"model_type": "mistral"}, [4096] * 4),  # transformers' default
         ({"model_type": "mistral", "sliding_window": None}, [0] * 4),
-        ({"model_type": "qwen2", "sliding_window": 8}, [0] * 4),  # switched off unless it says otherwise
+        ({"model_type": "qwen2", "sliding_window": 8}, [0] * 4),  # off unless `use_sliding_window` is set
         ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
          [0, 0, 0, 8]),
         ({"model_type": "gemma2", "sliding_window": 8}, [8, 0, 8, 0]),
         ({"model_type": "cohere2", "sliding_window": 8}, [8, 8, 8, 0]),
         ({"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LLG"}, [8, 8, 0, 8]),
         ({"model_type": "phi3", "sliding_window": 2047}, [2047] * 4),
-        ({"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0]}, [0] * 4),  # rotary or not is no matter of the cache
+        # Rotary embeddings do not change the cache.
+        ({"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0]}, [0] * 4),
         ({"model_type": "llama4_text", "no_rope_layers": [1, 0, 1, 1]}, [8192, 0, 8192, 8192]),
         ({"model_type": "llama4_text", "attention_chunk_size": None}, [0] * 4),
         ({"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 8}, [0, 8, 0, 8]),

@@ -1,4 +1,4 @@
-"""Costs of layouts: no layout costs less, and costs follow bytes, groups and edges."""
+"""No layout costs less than the planned one, and costs depend on bytes, groups and edges."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.client.test_planning_layout import CHUNKED, FULL, SLIDING, STATE, Kin
 
 THREE_WINDOWS = layers_of(Kind(FULL, 9), Kind(SLIDING, 39, 128), Kind(SLIDING, 5, 2048))
 GEMMA = layers_of(Kind(FULL, 10), Kind(SLIDING, 52, 1024))
-LENGTHS = (256, 1_024, 4_096, 16_384, 32_768)  # the range of the layouts' comparison: sequences up to 32,768 tokens
+LENGTHS = (256, 1_024, 4_096, 16_384, 32_768)  # The comparison of layouts covers sequences up to 32,768 tokens.
 
 
 def test_windows_of_two_lengths_are_eleven_groups_and_long_sequences_waste_nothing() -> None:
-    """The rule of smallest counts makes 11 groups as well, and rounds the growing part of a sequence up by a ninth."""
+    """The rule of smallest counts also makes 11 groups, but makes the growing part of a sequence a ninth larger."""
     ours, theirs = plan_layout(THREE_WINDOWS), smallest_count_layout(THREE_WINDOWS)
-    # 3 layers of full attention in blocks of 32 take a page that holds 6 layers in blocks of 16.
+    # A page holds 3 layers of full attention in blocks of 32, or 6 layers in blocks of 16.
     assert [(f.group_count, f.layers_per_run, f.block_size) for f in ours.families] == [
         (3, 3, 32),
         (7, 6, 16),
@@ -28,8 +28,8 @@ def test_windows_of_two_lengths_are_eleven_groups_and_long_sequences_waste_nothi
     assert ours.group_count == theirs.group_count == 11
     assert (ours.growth_bytes_per_token, theirs.growth_bytes_per_token) == (9 * 256, 10 * 256)
     assert (ours.edge_tokens, theirs.edge_tokens) == (32, 16)
-    # In blocks of 16 alone 18 groups of 3 are the best, and cost 0.1 % more; a group for each layer, which leaves no
-    # padding at all, costs 15 % more.
+    # With only blocks of 16, 18 groups of 3 are best and cost 0.1 % more. One group per layer has no padding and costs
+    # 15 % more.
     eighteen, each = plan_layout(THREE_WINDOWS, block_size_max=16), plan_layout(THREE_WINDOWS, group_cost=0)
     assert [family.group_count for family in eighteen.families] == [3, 13, 2]
     assert each.group_count == 53
@@ -65,12 +65,12 @@ def test_the_example_of_the_cost_is_right() -> None:
     ids=["gemma", "three windows", "states"],
 )
 def test_the_more_a_group_is_worth_the_fewer_there_are_and_the_more_is_unused(layers: tuple[LayerSpec, ...]) -> None:
-    """And between two that follow each other no layout is better than both, wherever the price lies."""
+    """Between two neighboring prices, no other layout beats the layouts of both."""
     prices = [0.0, *(0.0005 * 1.3**step for step in range(24))]
     layouts = [plan_layout(layers, group_cost=price) for price in prices]
     groups = [Prices(layers, group_cost=1).layout(layout).groups for layout in layouts]
     totals = [Prices(layers, group_cost=p).layout(layout).total for p, layout in zip(prices, layouts, strict=True)]
-    others = [Prices(layers, group_cost=0).layout(layout).total for layout in layouts]  # bytes and edges
+    others = [Prices(layers, group_cost=0).layout(layout).total for layout in layouts]  # cost of bytes and edges alone
     assert all(after <= before for before, after in pairwise(groups))
     assert all(after >= before - 1e-9 for before, after in pairwise(others))
     assert len(set(groups)) > 1
@@ -78,11 +78,11 @@ def test_the_more_a_group_is_worth_the_fewer_there_are_and_the_more_is_unused(la
         assert total <= min(other + price * group for other, group in zip(others, groups, strict=True)) + 1e-9
 
 
-# -- nothing costs less ------------------------------------------------------------------------------------------------
+# -- no layout costs less ----------------------------------------------------------------------------------------------
 
 
 class Choice(NamedTuple):
-    """A family as a person without a planner would choose it."""
+    """A family of layers, divided as a person without a planner would choose."""
 
     kind: Kind
     group_count: int
@@ -94,7 +94,7 @@ class Choice(NamedTuple):
         return -(-self.kind.count // self.group_count) * self.block_size * self.kind.heads * 256
 
     def blocks_at_most(self, token_count: int) -> int:
-        """Blocks of a group, at any time until a sequence is so long: looked at token by token."""
+        """Returns the most blocks that a group has until a sequence has this length, counted token by token."""
         starts = {FULL: lambda last: 0, SLIDING: lambda last: max(last - self.kind.window + 1, 0)}
         starts[CHUNKED] = lambda last: last - last % self.kind.window
         first = starts[self.kind.kind]
@@ -111,7 +111,7 @@ def least_cost(kinds: list[Kind], block_sizes: list[int], lengths: tuple[int, ..
     blocks = {(c.kind, c.block_size, n): c.blocks_at_most(n) for row in choices for c in row for n in lengths}
     live = {
         n: sum(min(n, k.window or n) * k.count * k.heads * 256 for k in kinds) for n in lengths
-    }  # at lengths where chunks are full
+    }  # at these lengths all chunks are full
     costs = []
     for chosen in product(*choices):
         page_bytes = max(choice.page_bytes for choice in chosen)

@@ -1,4 +1,4 @@
-"""The figures of docs/layout.md are those of the code, and padding stays where it promises."""
+"""The figures of docs/layout.md equal the code's, and padding stays within the promised limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.types import GroupKind
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "layout.md"
-LENGTH = 10_000  # tokens; no multiple of anything, so that half-filled blocks show
+LENGTH = 10_000  # tokens; no multiple of a block size, so that half-filled blocks count
 
 
 def read(path: Path) -> ModelCache:
@@ -47,7 +47,7 @@ def tokens_per_block(layout: Layout) -> int:
 
 
 def figures(path: Path) -> tuple[str, ...]:
-    """Cells of a model's row in the first table."""
+    """Returns the cells of a model's row in the first table."""
     cache = read(path)
     assert cache.token_count_max is not None
     lengths = lengths_up_to(cache.token_count_max)
@@ -67,7 +67,7 @@ def figures(path: Path) -> tuple[str, ...]:
 
 
 def state_figures(path: Path) -> tuple[str, ...]:
-    """Cells of a model's row in the table of states; empty if it has none."""
+    """Returns the cells of a model's row in the table of states; empty if the model has no states."""
     cache = read(path)
     layout = plan_layout(cache.layers, token_count_max=cache.token_count_max or 1)
     if not layout.state_bytes:
@@ -85,7 +85,7 @@ def state_figures(path: Path) -> tuple[str, ...]:
 
 
 def rows_of(document: str, header: str = "model") -> set[tuple[str, ...]]:
-    """Returns the cells of all tables whose first column has this header, without those of the header."""
+    """Returns the body rows of all tables whose first column has this header."""
     rows: set[tuple[str, ...]] = set()
     is_wanted = was_row = False
     for line in document.splitlines():

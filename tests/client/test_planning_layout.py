@@ -1,4 +1,5 @@
-"""From layers to a layout: scenarios counted by hand, and a slow obvious model of a sequence's blocks."""
+"""Plans layouts from layers: compares them with scenarios counted by hand, and with a naive model of a sequence's
+blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ FULL, SLIDING, CHUNKED, STATE = (
     GroupKind.CHUNKED_LOCAL,
     GroupKind.STATE,
 )
-# One KV head of 64 elements in bf16, keys and values: 256 bytes a token, 4,096 bytes a layer in a block of 16 tokens.
+# Keys and values of one KV head of 64 bf16 elements: 256 bytes a token, 4,096 bytes a layer in a block of 16 tokens.
 SLOT = 4_096
 
 
@@ -48,28 +49,29 @@ def layers_of(*kinds: Kind) -> tuple[LayerSpec, ...]:
 
 
 class Scenario(NamedTuple):
-    """Layers, and their results by hand."""
+    """Layers, and their layout as computed by hand."""
 
     kinds: tuple[Kind, ...]
-    groups: tuple[tuple[int, int, int], ...]  # per family: groups, layers in each, tokens per block
+    groups: tuple[tuple[int, int, int], ...]  # per family: groups, layers per group, tokens per block
     page_bytes: int
     buffer_count: int
-    padding: float  # share at 256 tokens, where every group holds equally many bytes
+    padding: float  # share at 256 tokens, where every group holds the same number of bytes
 
 
 SCENARIOS = {
-    # 20 : 10 is 2 : 1, so 10 layers everywhere, as in the reference: 1 group of full attention, 2 of sliding windows.
+    # 20 : 10 is 2 : 1, so each group has 10 layers, as in the reference: 1 of full attention, 2 of sliding windows.
     "a regular ratio": Scenario((Kind(FULL, 10), Kind(SLIDING, 20, 32)), ((1, 10, 16), (2, 10, 16)), 10 * SLOT, 10, 0),
-    # 10 = 2 x 5 and 52 = 11 x 5 - 3: 3 of 13 x 5 = 65 slots stay empty. Groups of 10 would leave 8 of 70 empty, of 11
-    # in long sequences one of the 11 that grow: 5 % more bytes for 6 or 7 groups less, which are worth 3.5 % at most.
+    # 10 = 2 x 5 and 52 = 11 x 5 - 3: 3 of 13 x 5 = 65 slots stay empty. Groups of 10 would leave 8 of 70 slots empty.
+    # Groups of 11 would waste one of 11 growing slots in long sequences. Either costs 5 % more bytes, and saves 6 or 7
+    # groups that are worth at most 3.5 %.
     "an irregular ratio": Scenario(
         (Kind(FULL, 10), Kind(SLIDING, 52, 1024)), ((2, 5, 16), (11, 5, 16)), 5 * SLOT, 5, 3 / 65
     ),
-    # The layer that speculative decoding adds: 11 and 52 = 5 x 11 - 3: 3 of 66.
+    # Speculative decoding adds a layer of full attention: 11, and 52 = 5 x 11 - 3. So 3 of 66 slots stay empty.
     "one layer more": Scenario(
         (Kind(FULL, 11), Kind(SLIDING, 52, 1024)), ((1, 11, 16), (5, 11, 16)), 11 * SLOT, 11, 3 / 66
     ),
-    # 20 and 30 share 10. The smallest count, 20, would need 40 slots for 30 layers: 10 of 60 empty.
+    # 20 and 30 are multiples of 10. Groups of 20, the smallest count, would leave 10 of 60 slots empty.
     "close counts": Scenario((Kind(FULL, 20), Kind(SLIDING, 30, 1024)), ((2, 10, 16), (3, 10, 16)), 10 * SLOT, 10, 0),
     "equal counts": Scenario((Kind(FULL, 12), Kind(SLIDING, 12, 128)), ((1, 12, 16), (1, 12, 16)), 12 * SLOT, 12, 0),
     "three kinds": Scenario(
@@ -79,26 +81,27 @@ SCENARIOS = {
         10,
         0,
     ),
-    # 5 layers of 512 bytes a token for 16 tokens = 5 of 256 for 32. Blocks of 16 throughout would halve the edges,
-    # worth 1.7 %, and take 18 groups instead of 6, or leave 5 of 30 slots of the windows empty: 5 % or more either way.
+    # 5 layers of 512 bytes a token fill a page in 16 tokens, 5 layers of 256 bytes in 32. Blocks of 16 everywhere would
+    # halve the edges, worth 1.7 %. They would need 18 groups instead of 6, or leave 5 of 30 window slots empty. Either
+    # costs 5 % or more.
     "layers of two sizes": Scenario(
         (Kind(FULL, 5, heads=2), Kind(SLIDING, 25, 512)), ((1, 5, 16), (5, 5, 32)), 10 * SLOT, 5, 0
     ),
-    # 6 x 768 = 9 x 512 bytes a token: pages of 6 and of 9 layers; 3 buffers hold 2 and 3 layers each.
+    # 6 x 768 = 9 x 512 bytes a token, so a page holds 6 or 9 layers. Each of 3 buffers holds 2 or 3 of them.
     "sizes in a ratio of three to two": Scenario(
         (Kind(FULL, 6, heads=3), Kind(SLIDING, 18, 512, heads=2)), ((1, 6, 16), (2, 9, 16)), 18 * SLOT, 3, 0
     ),
-    # A page of 4 layers x 64 tokens x 256 bytes has 65,536; 28 states of 36,864 are 15.75 pages, so 16: 7 states in
-    # every 4. At 256 tokens 4 + 16 pages; a quarter of one is empty: 0.5 % on average. Pages of a quarter of that would
-    # leave nothing empty, and take 63 groups of states: 47 more, each worth 1/20 of 0.5 %. A checkpoint of 16 pages is
-    # as large as 16 x 64 = 1,024 tokens.
+    # A page has 4 layers x 64 tokens x 256 = 65,536 bytes. 28 states of 36,864 bytes are 15.75 pages, so they take 16:
+    # 4 pages hold 7 states. 256 tokens take 4 + 16 pages, and a quarter of one is empty: 0.5 % on average. Pages a
+    # quarter as large would leave nothing empty, but need 63 groups of states: 47 more, each worth 1/20 of 0.5 %. A
+    # checkpoint of 16 pages is as large as 16 x 64 = 1,024 tokens.
     "states larger than a slot": Scenario(
         (Kind(FULL, 4), Kind(STATE, 28, 36_864)), ((1, 4, 64), (16, 7, 1024)), 65_536, 1, 0.25 / 20
     ),
-    # A state of exactly the page: one group per layer, nothing straddles.
+    # A state is exactly as large as a page: there is one group per layer, and no state straddles pages.
     "states of one page": Scenario((Kind(FULL, 1), Kind(STATE, 3, 16_384)), ((1, 1, 64), (3, 1, 256)), 16_384, 1, 0),
-    # 10 states of 4,096 in one page; larger pages would leave more of it empty: at 256 tokens 16 + 1 pages of 49,152.
-    # 12 slots of 4,096: the states leave two of them empty.
+    # One page of 49,152 bytes has 12 slots of 4,096; 10 states leave two of them empty. At 256 tokens a sequence takes
+    # 16 + 1 pages. Larger pages would leave more of the states' page empty.
     "small states": Scenario(
         (Kind(FULL, 12), Kind(STATE, 10, 4_096)), ((1, 12, 16), (1, 10, 256)), 12 * SLOT, 12, 2 / (12 * 17)
     ),
@@ -117,8 +120,8 @@ def test_layers_are_grouped_as_worked_out_by_hand(scenario: Scenario) -> None:
 
 
 def test_the_example_of_the_reference_holds_eleven_blocks() -> None:
-    # Blocks of 16 tokens, a window of 32, a sequence of 112: 7 blocks of full attention, and of each of two groups with
-    # windows the blocks that hold tokens 80 to 111.
+    # Blocks have 16 tokens, the window 32, the sequence 112. Full attention takes 7 blocks. Each of the two window
+    # groups takes the blocks of tokens 80 to 111.
     layout = plan_layout(layers_of(Kind(FULL, 10), Kind(SLIDING, 20, 32)))
     assert [family.block_count(112) for family in layout.families] == [7, 2]
     assert layout.blocks_needed(112) == 11
@@ -128,7 +131,7 @@ def test_the_example_of_the_reference_holds_eleven_blocks() -> None:
 def test_a_pass_over_many_tokens_keeps_what_its_first_one_attends_to() -> None:
     layout = plan_layout(layers_of(Kind(FULL, 1), Kind(SLIDING, 1, 32)))
     _, sliding = layout.families
-    assert sliding.block_count(112, pass_token_count=64) == 6  # token 48 attends from 17 on: blocks 1 to 6
+    assert sliding.block_count(112, pass_token_count=64) == 6  # token 48 attends to tokens from 17 on, in blocks 1 to 6
     assert sliding.block_count(112, pass_token_count=112) == 7
 
 
@@ -148,7 +151,8 @@ def test_a_latent_is_one_vector_for_all_heads() -> None:
 
 
 def test_a_state_over_several_pages_is_cut_where_they_end() -> None:
-    layout = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 2, 40_000)))  # pages of 16,384; 2 x 40,192 take 5
+    # 2 states of 40,192 bytes take 5 pages of 16,384
+    layout = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 2, 40_000)))
     first, second = (layer for layer in layout.slices() if layer.kind is STATE)
     assert layout.slices()[first] == ((1, 0, 16_384), (2, 0, 16_384), (3, 0, 7_232))
     assert layout.slices()[second] == ((3, 7_424, 8_960), (4, 0, 16_384), (5, 0, 14_656))
@@ -158,46 +162,47 @@ def test_a_state_over_several_pages_is_cut_where_they_end() -> None:
 
 
 def test_layers_are_divided_evenly_where_that_costs_no_bytes() -> None:
-    # 52 layers in pages of 10 take 6 groups, however they are dealt: not 10, 10, 10, 10, 10 and 2.
+    # 52 layers in pages of 10 take 6 groups in any case, so they are dealt evenly: not 10, 10, 10, 10, 10 and 2.
     layers = layers_of(Kind(SLIDING, 52, 1024))
     family = Divisions.of(layers).family(16, 10 * SLOT)
     assert family is not None
     assert [len(run) for run in family.runs] == [9, 9, 9, 9, 8, 8]
-    assert family.layers == layers  # in order
+    assert family.layers == layers  # The runs keep the layers' order.
     layout = plan_layout(layers_of(Kind(FULL, 12), Kind(SLIDING, 47, 1024)))
     assert [len(group.layers) for group in layout.groups] == [12, 12, 12, 12, 11]
-    # A page of 4 layers holds 4 of 10 states.
+    # A page of 4 layers holds 4 states, so 10 states take three runs.
     states = Divisions.of(layers_of(Kind(STATE, 10, 4_096))).family(16, 4 * SLOT)
     assert states is not None
     assert [len(run) for run in states.runs] == [4, 3, 3]
-    # Sizes are evened out together: 3 large and 5 small layers are 11 halves, in 3 groups 4, 4 and 3.
+    # Bytes are divided evenly, not layers: 3 large and 5 small layers count as 11 halves; 3 groups get 4, 4 and 3.
     runs = divided(layers_of(Kind(FULL, 3, 0, 2), Kind(FULL, 5)), 3)
     assert [[layer.kv_head_count for layer in run] for run in runs] == [[2, 1, 1], [2, 1, 1], [2, 1]]
-    # A layer of four heads and six of one fill two pages of 5 slots, as five layers of a window do.
+    # One layer of four heads and six layers of one head fill two pages of 5 slots. Five window layers fill one.
     layout = plan_layout(layers_of(Kind(FULL, 1, 0, 4), Kind(FULL, 6), Kind(SLIDING, 5, 512)))
     assert [group.layers for group in layout.groups] == [(0, 1), (2, 3, 4, 5, 6), (7, 8, 9, 10, 11)]
     assert layout.padding_share(256) == 0
 
 
 def test_heads_of_different_sizes_share_groups_and_lie_apart_in_the_page() -> None:
-    # 8 layers of two heads and 8 of one, of one kind: 16 tokens of all of them, in 12 slots of one large or two small.
+    # 8 layers of two heads and 8 of one are of one kind. A page holds 16 tokens of all of them in 12 slots; a slot
+    # holds one large layer or two small ones.
     layout = plan_layout(layers_of(Kind(FULL, 8, 0, 2), Kind(FULL, 8)))
     assert (layout.group_count, layout.edge_tokens, layout.page_bytes, layout.buffer_count) == (1, 16, 24 * SLOT, 12)
     assert layout.padding_share(256) == 0
-    # Beside 12 layers of a window that fill 12 slots, in two groups of 4 + 4 layers.
+    # With 12 window layers that fill 12 slots, the others form two groups of 4 + 4 layers.
     layers = layers_of(Kind(FULL, 8, 0, 2), Kind(FULL, 8), Kind(SLIDING, 12, 512))
     layout = plan_layout(layers)
     assert [group.layers for group in layout.groups[:2]] == [(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
     assert (layout.group_count, layout.edge_tokens, layout.padding_share(256)) == (3, 16, 0)
     check_slices(layout, layers)
-    # 2 large layers and one small: in one page with the window's 4, where the small one would be alone in a page.
+    # 2 large layers and a small one share a page of 5 slots; otherwise the small one would need a page of its own.
     assert plan_layout(layers_of(Kind(FULL, 2, 0, 2), Kind(FULL, 1), Kind(SLIDING, 5, 512))).group_count == 2
 
 
 def test_where_groups_are_limited_blocks_may_grow_as_far_as_needed() -> None:
-    # 29 states of 4 MiB. Pages of half a state are 58 groups of states, and 512 tokens of attention fill a quarter of
-    # one. That leaves more unused than pages that 4,096 tokens fill (40 groups), 26 %, and costs less than hits at
-    # multiples of 4,096 tokens: 53 % instead of 427 %.
+    # There are 29 states of 4 MiB. With pages of half a state they form 58 groups, and 512 tokens of attention fill a
+    # quarter of a page. That wastes 26 %, more than pages filled by 4,096 tokens (40 groups). It still costs less than
+    # hits only at multiples of 4,096 tokens: 53 % instead of 427 %.
     layers = layers_of(Kind(FULL, 3), Kind(STATE, 29, 4 << 20))
     layout = plan_layout(layers, group_count_max=64, block_size_max=8_192)
     assert (layout.group_count, layout.families[0].block_size) == (59, 512)
@@ -209,8 +214,8 @@ def test_checkpoints_lie_where_blocks_end() -> None:
     layout = plan_layout(layers, checkpoint_tokens=320)
     assert (layout.edge_tokens, layout.checkpoint_tokens, layout.checkpoint_block_count) == (64, 320, 16)
     assert plan_layout(layers[:4]).checkpoint_tokens == 0
-    huge = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 1, 1 << 24)))  # as large as 65,536 tokens
-    assert huge.group_count == 513  # a page of 64 tokens would take 1,025, and a pool has 1,024 at most
+    huge = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 1, 1 << 24)))  # the state is as large as 65,536 tokens
+    assert huge.group_count == 513  # Pages of 64 tokens would take 1,025 groups; a pool has at most 1,024.
     assert huge.checkpoint_tokens == 4_096
     with pytest.raises(ValueError, match="multiple of blocks of 64"):
         plan_layout(layers, checkpoint_tokens=96)
@@ -241,7 +246,7 @@ def test_what_cannot_be_laid_out_is_refused() -> None:
 
 
 def attended(family: Family, position: int) -> Iterable[int]:
-    """Tokens that one query reads."""
+    """Returns the tokens that the query at a position attends to."""
     if family.kind is SLIDING:
         return range(max(position - family.window + 1, 0), position + 1)
     if family.kind is CHUNKED:
@@ -250,7 +255,7 @@ def attended(family: Family, position: int) -> Iterable[int]:
 
 
 def naive_blocks(family: Family, token_count: int, pass_token_count: int) -> int:
-    """Blocks with a token that some query of the pass reads or writes, one by one."""
+    """Counts the blocks with a token that some query of the pass reads or writes, one token at a time."""
     if family.kind is STATE:
         return 1
     queries = range(max(token_count - pass_token_count, 0), token_count)
@@ -301,8 +306,8 @@ def test_a_layout_agrees_with_a_model_that_looks_at_every_token_and_byte(seed: i
 
 
 def check_slices(layout: Layout, layers: tuple[LayerSpec, ...]) -> None:
-    """Checks that every layer has all its bytes, in groups that name it, aligned, inside slots, and apart from all
-    others."""
+    """Checks every layer's slices: they have all its bytes, belong to groups that name the layer, are aligned, lie
+    inside slots, and overlap no other slice."""
     taken: dict[int, list[tuple[int, int]]] = {}
     slices = layout.slices()
     assert set(slices) == set(layers)
@@ -324,7 +329,7 @@ def check_slices(layout: Layout, layers: tuple[LayerSpec, ...]) -> None:
     assert padding == sum(family.padding_bytes for family in layout.families)
 
 
-# -- the package -------------------------------------------------------------------------------------------------------
+# -- public names ------------------------------------------------------------------------------------------------------
 
 
 def test_planning_needs_nothing_but_the_standard_library() -> None:

@@ -1,4 +1,4 @@
-"""The number of blocks that fit, against the worked example of the sizing document, and sizes as people write them."""
+"""Tests how many blocks fit, against the sizing document's worked example, and how written sizes are parsed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_the_worked_example_of_the_sizing_document_comes_out_right() -> None:
     layout = plan_layout(layers_from_config(WORKED_EXAMPLE, tensor_parallel=8))
     assert layout.page_bytes == 2 * 80 * 16 * 8 * 64 * 2 == 2_621_440
     assert layout.slot_bytes == 2 * 16 * 8 * 64 * 2
-    assert 10_800 * layout.page_bytes == 28_311_552_000  # 28.3 GB; the document says ten times that
-    # Its 27,000 MB, where 2.5 MB are 2,621,440 bytes:
+    assert 10_800 * layout.page_bytes == 28_311_552_000  # 28.3 GB; the document says 283 GB
+    # The document's 27,000 MB are MiB, because its 2.5 MB are 2,621,440 bytes.
     used_bytes = parse_bytes("45000MiB")
     assert blocks_for(layout, parse_bytes("80000MiB"), utilization=0.9, used_bytes=used_bytes) == 10_800
     assert longest_sequence(layout, 10_800) == 172_800
-    # And from its 80 GiB with 35 GB of weights and 10 GB of activations: 32.3 GB, not 27.
+    # The document's 80 GiB less 35 GB of weights and 10 GB of activations leave 32.3 GB, not 27.
     assert blocks_for(layout, 80 << 30, utilization=0.9, used_bytes=45 * 10**9) == 32_309_411_328 // 2_621_440 == 12_325
 
 
@@ -57,7 +57,7 @@ def test_memory_that_holds_no_block_is_refused(memory: int, utilization: float, 
 def test_the_longest_sequence_is_bounded_by_full_attention_alone() -> None:
     windows = {**WORKED_EXAMPLE, "model_type": "mistral", "sliding_window": 64}
     layout = plan_layout(layers_from_config(windows))
-    assert layout.blocks_peak(10**9) == 5  # 64 tokens that start at the end of a block
+    assert layout.blocks_peak(10**9) == 5  # 64 tokens that start at the last token of a block
     assert longest_sequence(layout, 5) is None
     assert longest_sequence(layout, 4) == 64
 

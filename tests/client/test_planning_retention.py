@@ -1,4 +1,4 @@
-"""The number of idle chats that stay hittable, against blocks that are looked up token by token."""
+"""Tests how many idle chats stay hittable, against a naive count of blocks token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DENSE, TAIL = Retention.DENSE, Retention.TAIL
 
 
 def layout_of(*kinds: Kind, block_size: int = 16) -> Layout:
-    """With blocks of one size."""
+    """Plans a layout with blocks of one size."""
     return plan_layout(layers_of(*kinds), block_size=block_size, block_size_max=block_size)
 
 
@@ -36,7 +36,8 @@ def test_short_chats_and_full_attention_keep_the_same_either_way() -> None:
 
 
 def test_of_states_the_end_stays_and_the_prompts_end_or_all_checkpoints() -> None:
-    layout = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 3, 16_384)))  # blocks of 64, checkpoints every 256
+    # blocks of 64 tokens, a checkpoint every 256
+    layout = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 3, 16_384)))
     assert (layout.group_count, layout.checkpoint_tokens) == (4, 256)
     for token_count, dense, tail in ((50, 1, 1), (256, 3, 2), (1_024, 6, 2), (100_000, 392, 2)):
         full = -(-token_count // 64)
@@ -45,7 +46,7 @@ def test_of_states_the_end_stays_and_the_prompts_end_or_all_checkpoints() -> Non
 
 
 def naive_tail(window: int, block_size: int, edge_tokens: int, token_count: int) -> set[int]:
-    """Blocks with a token that is read after a hit at the last edge or at the one before it, and the one at the end."""
+    """Returns the last block, and all blocks with a token that is read after a hit at one of the last two edges."""
     last = token_count // edge_tokens * edge_tokens
     edges = [edge for edge in (last, last - edge_tokens) if edge > 0]
     read = {token // block_size for edge in edges for token in range(max(edge - window + 1, 0), edge)}

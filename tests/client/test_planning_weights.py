@@ -1,4 +1,4 @@
-"""The bytes of weights, as estimated from a configuration, against the models that transformers makes of it."""
+"""Compares the weights' bytes as estimated from a configuration with the models that transformers builds from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The series that every server has: its process, its build, the ends of its certificates."""
+"""Tests the metrics that every server has: its process, its build, and when its certificates expire."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_process_says_what_it_uses_and_which_build_runs() -> None:
 def test_the_end_of_a_certificate_is_that_of_the_file_as_it_is_now(tmp_path: Path) -> None:
     authority = make_authority(tmp_path, days=90)
     made = registry(tls_cert=str(tmp_path / "server.pem"), worker_ca=str(tmp_path / "ca.pem"), allocator_cert=None)
-    assert made.get_sample_value(ENDS, {"certificate": "tls-cert"}) is None  # not there yet
+    assert made.get_sample_value(ENDS, {"certificate": "tls-cert"}) is None  # The file does not exist yet.
     assert made.get_sample_value(ENDS, {"certificate": "worker-ca"}) == authority.cert.not_valid_after_utc.timestamp()
     ends = []
     for name, days in (("server", 5), ("later", 50)):

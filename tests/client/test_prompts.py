@@ -1,4 +1,4 @@
-"""Chats, many prompts, and what an allocator knows of a prompt: against a scripted server and a real one."""
+"""Tests chats, lists of prompts, and an allocator's knowledge of a prompt, on scripted and real servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADAPTER = bytes(range(32))
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    """A worker whose tokens are the bytes of a text, or of the content of a conversation's messages."""
+    """Runs a scripted worker. Its tokens are the bytes of a text, or of the contents of a conversation's messages."""
 
     def tokenize(request: Any, _context: grpc.ServicerContext) -> worker_pb.TokenizeResponse:
         told = json.loads(request.conversation.messages_json or "[]")
@@ -135,7 +135,7 @@ def test_cached_says_what_this_workers_pool_would_serve_of_a_prompt(server: Scri
         assert client.cached(text, allocator=allocator, namespace="tenant") == 8
         assert client.cached(text, allocator=allocator) == 0
         mine.commit(1, 12, [digests[2]])
-        # A prompt's last token is computed in any case, so that a last full block is hit by longer ones alone.
+        # A worker always computes a prompt's last token. So only a longer prompt hits the last full block.
         assert asyncio.run(asked(process.address, text)) == 8
         assert asyncio.run(asked(process.address, text + ".")) == 12
 
@@ -144,6 +144,6 @@ def test_greedy_samples_that_are_all_the_same_are_warned_of(server: ScriptedServ
     with Client(server.address) as client:
         with pytest.warns(UserWarning, match="n=4 greedy samples are all the same text; give a temperature"):
             client.generate("p", n=4)
-        warnings.simplefilter("error")  # until the end of the test, as pytest keeps filters
+        warnings.simplefilter("error")  # pytest restores the filters after the test
         for options in ({"n": 4, "temperature": 0.7}, {"n": 1}, {"n": 2, "num_beams": 2}):
             client.generate("p", **options)  # type: ignore[arg-type]

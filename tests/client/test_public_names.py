@@ -1,4 +1,4 @@
-"""Public names: few at the root, the rest in its module, and every type that a public method names."""
+"""Few public names are at the root and the others in their modules. Every type in a public signature is public."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from quire import engine, errors, events, hashing, mirror, sampling, session, st
 MODULES = (quire, engine, errors, events, hashing, quire.local, mirror, sampling, session, streams, tls, types, views)
 PUBLIC = {
     id(value) for module in MODULES for name, value in vars(module).items() if not name.startswith("_")
-}  # by identity: unions and mappings cannot be hashed
+}  # identities, because unions and mappings cannot be hashed
 CLASSES = [
     *(getattr(quire, name) for name in quire.__all__ if inspect.isclass(getattr(quire, name))),
     *(getattr(engine, name) for name in engine.__all__),
     *(getattr(session, name) for name in session.__all__ if inspect.isclass(getattr(session, name))),
     *(getattr(streams, name) for name in streams.__all__),
 ]
-# What an engine reads in `AsyncSession`: the owner's state below it, and the messages of the protocol.
+# An engine also reads the owner's state and the protocol's messages through `AsyncSession`.
 BELOW = {"quire.session.ledger.Ledger"}
 
 
 def named(hint: Any) -> Iterator[type[Any]]:
-    """Every class in an annotation."""
+    """Yields every class in an annotation."""
     if isinstance(hint, type) and not typing.get_args(hint):
         yield hint
     for each in typing.get_args(hint):

@@ -1,4 +1,4 @@
-"""A message speaks to the one who reads it: a Python caller has no options, and a terminal no arguments of Python."""
+"""Messages use their reader's terms: no command-line options for Python callers, no Python arguments on a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from tests.client.servers import ScriptedServer, quire, scripted_server, secret_file
 
 LIBRARY = Path(inspect.getfile(library)).parent
-# What is a program, or starts one, and has options.
+# Modules that are programs or start programs. These have options.
 PROGRAMS = ("_certs.py", "_child.py", "_serving", "cli", "local.py")
 OPTION = re.compile(r"(?<![\w-])--[a-z]")
 NAMES = {
@@ -36,7 +36,7 @@ ARGUMENT = re.compile(rf"\b(?:{'|'.join(sorted(NAMES))})\b|\b[a-z]\w*=(?!\S*\.pe
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields every string of a file that is no docstring, such as the text of an error, with its line."""
+    """Yields every string of a file except docstrings, for example the text of an error, with its line."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docstrings = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
     for node in ast.walk(tree):
@@ -54,7 +54,7 @@ def test_no_text_of_the_library_names_an_option(path: Path) -> None:
 
 
 SERVICES = Path(__file__).parents[2]
-# What only the one who starts a server reads: errors of a start, and what a command line is read with.
+# Calls whose texts only an operator reads: errors at start, and help of the command line.
 OF_A_START = {
     "add_argument",
     "UsageError",
@@ -69,7 +69,7 @@ TABLES = ("process/options.py", "options.py", "execution/sizing.py", "quire_gate
 
 
 def named_outside_of_a_start(path: Path) -> Iterator[tuple[int, str]]:
-    """The texts with an option that are in no error of a start."""
+    """Yields texts that name an option and that are not part of an error at start."""
 
     def look(node: ast.AST, calls: frozenset[str]) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -92,7 +92,7 @@ def test_no_text_that_reaches_a_servers_callers_names_an_option(service: str) ->
     assert {str(path): found for path in paths if (found := [*named_outside_of_a_start(path)])} == {}
 
 
-# -- the same situations, as a caller of Python and a terminal meet them -----------------------------------------------
+# -- the same errors in Python and on a terminal -----------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The block report of an owner: within every bound of a chunk, and nothing of the ledger is missing."""
+"""An owner's block report keeps every limit of a chunk, and contains all of the ledger."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Shape(NamedTuple):
 
     group_count: int
     sequence_count: int
-    long_entries: int  # of the first tables of the first sequences
-    short_entries: int  # of all others
+    long_entries: int  # entries in the first tables of the first sequences
+    short_entries: int  # entries in all other tables
     namespace_bytes: int
     namespace_count: int
-    long_stretch_blocks: int  # of the first one
+    long_stretch_blocks: int  # blocks of the first stretch
     stretch_count: int
-    stretch_blocks: int  # of the others, at most
+    stretch_blocks: int  # at most, in each other stretch
 
 
 SHAPES = st.builds(
@@ -49,7 +49,7 @@ SHAPES = st.builds(
 
 
 def ledger_of(shape: Shape) -> Ledger:
-    """Numbers are as large as possible, because large ones take the most bytes."""
+    """Makes a ledger of this shape. Numbers are as large as possible, because large ones take the most bytes."""
     group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=1)
     ledger = Ledger(pb.PoolSpec(block_count=1 << 24, groups=[group] * shape.group_count))
     names = [f"{number:x}".rjust(shape.namespace_bytes, "n")[:NAMESPACE_BYTES_MAX] for number in range(5_000)]

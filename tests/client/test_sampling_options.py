@@ -1,4 +1,4 @@
-"""Sampling options: their form on the wire and in answers, and refusals before anything is sent."""
+"""Tests sampling options: their form on the wire and in answers, and what is refused before sending."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines on `quire.engine`: they read back from their pages what they wrote, over streams and unary calls."""
+"""Engines on `quire.engine` read back from their pages what they wrote, over streams and over unary calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FLAVOURS = ("stream", "unary", "stream, for threads", "unary, for threads")
 
 
 class Turned(Awaited):
-    """An engine for threads whose calls are awaited; other attributes are its own."""
+    """Wraps the blocking engine so that its calls can be awaited; passes other attributes through."""
 
     def __getattr__(self, name: str) -> Any:
         target = getattr(self._target, name)
@@ -42,7 +42,7 @@ class Turned(Awaited):
 
 @asynccontextmanager
 async def opened(allocator: RunningAllocator, flavour: str, spec: PoolSpec) -> AsyncIterator[Any]:
-    """An engine on pool "a"."""
+    """Opens an engine on pool "a"."""
     transport: Literal["stream", "calls"] = "stream" if flavour.startswith("stream") else "calls"
     if "threads" not in flavour:
         client = AsyncAllocator(allocator.address)
@@ -75,7 +75,7 @@ async def test_every_pass_reads_what_was_computed(flavour: str, kind: str) -> No
     spec = SPECS[kind]
     async with running_allocator() as allocator, AsyncAllocator(allocator.address) as reader:
         refused = hits = copies = 0
-        for seed in range(8):  # of states one in a hundred prompts hits, by threads as they happen to run
+        for seed in range(8):  # With states one in a hundred prompts hits. The number depends on thread timing.
             async with opened(allocator, flavour, spec) as engine:
                 pretended = PretendedEngine(engine, spec, random.Random(seed))
                 for _ in range(4):
@@ -94,7 +94,8 @@ async def test_every_pass_reads_what_was_computed(flavour: str, kind: str) -> No
 
 
 async def settle(pretended: PretendedEngine) -> None:
-    """Runs turns until nothing is under way, and every fork and free is sent; a sequence without room asks forever."""
+    """Runs turns until no step is in flight and every fork and free is sent. A sequence without room would ask
+    forever."""
     engine = pretended.engine
     while engine._under_way is not None or engine._agenda._forks or engine._agenda._freed:
         pretended.run_copies(await engine.turn())
@@ -124,7 +125,8 @@ async def test_a_refused_prompt_says_what_is_missing_and_whom_to_free(engine: An
     with pytest.raises(NotAdmittedError, match="NO_SPACE, 7 blocks are missing") as raised:
         await engine.admit(range(100, 160))
     refusal = raised.value.refusal
-    assert (refusal.result, refusal.shortfall, refusal.victim) == (Result.NO_SPACE, 7, first)  # one for a running one
+    # The victim is the running sequence.
+    assert (refusal.result, refusal.shortfall, refusal.victim) == (Result.NO_SPACE, 7, first)
     refusal.victim.free()
     assert (await engine.admit(range(100, 160))).room >= 60
     with pytest.raises(NotAdmittedError, match="TOO_LONG"):
@@ -186,7 +188,7 @@ async def test_who_is_cancelled_while_asking_leaves_nothing_behind(engine: Any) 
         await asking
     while engine._under_way is not None:
         await engine.turn()
-    other = await engine.admit(range(90))  # of 96: there is no room for both
+    other = await engine.admit(range(90))  # The pool has room for 96 tokens, so not for both.
     assert engine.live == (other,)
 
 
@@ -211,11 +213,11 @@ async def test_a_fork_shares_what_is_computed_and_copies_the_block_that_it_write
     parent = await engine.admit(range(6))
     parent.append(6)
     child, late = parent.fork(), parent.fork()
-    late.free()  # before the owner got it
+    late.free()  # freed before the owner received the fork
     grandchild = child.fork()
     child.append(7)
     grandchild.append(8)
-    parent.free()  # its forks come first
+    parent.free()  # The owner gets the forks before this free.
     copies = await engine.turn()
     assert {child.table[0][0], grandchild.table[0][0]} == {parent.table[0][0]}
     assert child.table[0][1] != grandchild.table[0][1]

@@ -1,4 +1,4 @@
-"""Numbers at the edge of every option of the servers: refused with the option's name and code 2, or a number."""
+"""Each server option either accepts a number as a number, or refuses it with the option's name and exit code 2."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CASES = [
     for server in SERVERS
     for name, action in options(server).items()
     for value in (NO_INTEGERS if takes_integers(action) else NO_NUMBERS if name in IS_A_NUMBER or name in SIZES else [])
-    if (name, value) != ("--cpu", "-1")  # the machine says which there are
+    if (name, value) != ("--cpu", "-1")  # The machine decides which CPU numbers exist.
 ]
 
 
@@ -78,7 +78,7 @@ def test_a_number_that_an_option_does_not_take_ends_with_2_and_its_name(
     assert any(each in said for each in names), said
 
 
-@pytest.mark.parametrize("name", sorted({*whole_numbers("worker")} - {"--max-model-len"}))  # the model says how long
+@pytest.mark.parametrize("name", sorted({*whole_numbers("worker")} - {"--max-model-len"}))  # The model limits this one.
 def test_a_count_of_a_worker_beyond_32_bits_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, parse, needed = SERVERS["worker"]
     with pytest.raises(SystemExit) as ended:

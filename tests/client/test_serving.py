@@ -30,11 +30,11 @@ from tests.client.servers import quire, secret_file
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
-WORKER_CALLS = 1_024 + 64  # calls that a worker queues and computes at a time by default
+WORKER_CALLS = 1_024 + 64  # By default a worker queues 1,024 calls and computes 64.
 
 
 class WaitingService(worker_pb_grpc.WorkerServiceServicer):
-    """Streams that wait until they are released."""
+    """Serves streams that wait until the test releases them."""
 
     def __init__(self) -> None:
         self.waiting_count = 0
@@ -52,7 +52,7 @@ class WaitingService(worker_pb_grpc.WorkerServiceServicer):
         return worker_pb.GetStatusResponse()
 
     async def wait_for(self, count: int) -> None:
-        """Returns once that many streams wait."""
+        """Returns once this many streams wait."""
         async with self.changed:
             await self.changed.wait_for(lambda: self.waiting_count >= count)
 
@@ -163,7 +163,7 @@ async def test_a_server_that_is_not_ready_is_alive_all_the_same_over_grpc_and_ht
         await server.set_serving(True)
         assert await states() == (True, True, 200, 200)
         await server.withdraw()
-        await server.set_serving(True)  # a session that comes back while the server leaves
+        await server.set_serving(True)  # The session comes back while the server shuts down.
         assert await states() == (True, False, 200, 503)
 
 
@@ -172,7 +172,7 @@ async def test_a_server_whose_event_loop_stands_still_is_not_alive(monkeypatch: 
     async with running(WaitingService()) as server:
         with ThreadPoolExecutor(1) as threads:
             asked = threads.submit(probe, server, "/healthz")
-            assert asked.result(timeout=30) == 503  # asked for here, in the loop's own thread
+            assert asked.result(timeout=30) == 503  # Waiting here blocks the event loop.
         assert await asyncio.to_thread(probe, server, "/healthz") == 200
 
 
@@ -227,7 +227,7 @@ def test_a_ready_file_takes_the_place_of_no_device_and_no_link(server: str, kind
     before = ready.lstat()
     given = {"worker": ["--model", str(DEMO)], "gateway": ["--worker", "127.0.0.1:1"], "allocator": []}[server]
     where = ["--listen", "127.0.0.1:0", *([] if server == "gateway" else ["--metrics", "127.0.0.1:0"])]
-    done = quire(server, *given, *where, "--ready-file", str(ready))  # it ends: nobody has to stop it
+    done = quire(server, *given, *where, "--ready-file", str(ready))  # The server ends by itself.
     said = f": cannot write the ready file {ready}: there is something that is no regular file\n"
     assert (done.returncode, done.stderr.count("\n"), done.stderr.endswith(said)) == (2, 1, True), done.stderr
     assert (ready.lstat().st_ino, ready.lstat().st_mode) == (before.st_ino, before.st_mode)

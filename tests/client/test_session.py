@@ -1,4 +1,4 @@
-"""The owner's side of the Session stream, against a real allocator whose connections break in many ways."""
+"""Tests the owner's side of the Session stream on a real allocator whose connections break in many ways."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_an_outage_that_is_longer_than_the_silence_of_a_stream_ends_with_i
         await scene.stop_allocator()
         step = asyncio.create_task(scene.session.step(allocate(1)))
         async with asyncio.timeout(30):
-            while len(scene.waits) < 4:  # of calls that waited for a connection, and were given up
+            while len(scene.waits) < 4:  # Each entry is a call that gave up waiting for a connection.
                 await asyncio.sleep(0)
         await scene.start_allocator()
         async with asyncio.timeout(30):
@@ -174,7 +174,7 @@ async def test_a_process_that_stood_still_keeps_its_stream(monkeypatch: pytest.M
         assert scene.service is not None
         await scene.session.step(allocate(1))
         for _ in range(3):
-            end = time.monotonic() + 0.4  # twice as long as a stream may be silent
+            end = time.monotonic() + 0.4  # seconds; a stream may be silent for half of that
             while time.monotonic() < end:
                 pass
             assert (await scene.session.step(StepBuilder())).free_block_count == 14

@@ -1,4 +1,4 @@
-"""Peers that send invalid bytes, and sessions whose own parts fail: every waiting caller hears of it."""
+"""If a peer sends invalid bytes or a part of the session fails, every waiting caller gets an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOON_S = 10.0
 
 
 class Spoiler(grpc.GenericRpcHandler):
-    """An allocator of one pool that answers the first steps, or every attach, with bytes that are no message."""
+    """Serves one pool, but answers the first steps, or every attach, with bytes that are no message."""
 
     def __init__(self, *, spoils_attach: bool) -> None:
         self.seen: list[str] = []
@@ -36,7 +36,7 @@ class Spoiler(grpc.GenericRpcHandler):
         self._spoils_attach = spoils_attach
 
     def service(self, details: Any) -> Any:
-        """The Session stream, as bytes."""
+        """Handles the Session stream, as bytes."""
         return grpc.stream_stream_rpc_method_handler(self._answer)
 
     async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> None:
@@ -60,7 +60,7 @@ class Spoiler(grpc.GenericRpcHandler):
 
 
 class Deaf(Spoiler):
-    """Reads and sends nothing on its first stream once that is open."""
+    """Stops reading and sending on its first stream once the stream is open."""
 
     async def _serve(self, requests: AsyncIterator[bytes], context: Any) -> None:
         await super()._serve(requests if "report_end" in self.seen else self._until_open(requests), context)
@@ -76,7 +76,7 @@ class Deaf(Spoiler):
 async def spoiled(
     *, spoils_attach: bool, kind: type[Spoiler] = Spoiler
 ) -> AsyncIterator[tuple[Spoiler, AsyncAllocator]]:
-    """A server with that, and a client of it."""
+    """Serves with a spoiler; yields it and a client."""
     spoiler, server = kind(spoils_attach=spoils_attach), aio.server()
     server.add_generic_rpc_handlers((spoiler,))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -128,7 +128,8 @@ async def test_steps_that_are_being_written_when_their_stream_is_left_are_sent_o
         for number, step in enumerate(steps, 1):
             step.allocate(number, 16, bytes(1_900_000 // 32 * 32))
         async with asyncio.timeout(SOON_S):
-            answers = [await session.submit(step) for step in steps]  # the last ones find no way out
+            # The stream takes no more data, so the last steps stay unsent.
+            answers = [await session.submit(step) for step in steps]
             while "step" not in spoiler.seen:
                 await asyncio.sleep(0)
         assert not any(answer.done() for answer in answers)
@@ -160,7 +161,7 @@ async def test_a_session_that_ended_by_itself_leaves_its_stream_and_stays_ended(
         session = client.session("p", SPEC)
         session.on_change = refuse
         await session.open()
-        await asyncio.wait_for(was_lost.wait(), SOON_S)  # no heartbeat is answered
+        await asyncio.wait_for(was_lost.wait(), SOON_S)  # The server answers no heartbeat.
         await asyncio.wait_for(spoiler.ended.wait(), SOON_S)
         await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=1.0)
         assert spoiler.seen.count("attach") == 1
@@ -190,10 +191,10 @@ async def test_a_closed_session_is_not_opened_again() -> None:
 
 
 class Gibberish(grpc.GenericRpcHandler):
-    """A server that answers every call with bytes that are no message."""
+    """Answers every call with bytes that are no message."""
 
     def service(self, details: Any) -> Any:
-        """One answer, of a stream or not."""
+        """Handles any method with one answer, as a stream or not."""
         if details.method.endswith(("Generate", "WatchEvents")):
             return grpc.unary_stream_rpc_method_handler(self._stream)
         return grpc.unary_unary_rpc_method_handler(self._answer)

@@ -1,4 +1,4 @@
-"""Abandoned calls: steps that are cancelled, sessions that are not opened in time."""
+"""Tests abandoned calls: cancelled steps, and sessions that do not open in time."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_who_waits_for_the_window_only_is_cancelled_and_nothing_was_sent()
 
 
 async def lose(scene: Setting, patch: pytest.MonkeyPatch) -> None:
-    """The next allocator will not have our report."""
+    """Replaces the allocator by one that refuses the owner's report."""
 
     def refuse(*_: Any) -> None:
         raise Refusal("MALFORMED", "not this one")
@@ -217,7 +217,8 @@ async def test_ids_are_new_or_known_as_the_operations_say() -> None:
         fork.fork(1, 5)
         grow.grow(5, 9)
         unanswered = await scene.session.submit(fork)
-        with pytest.raises(ValueError, match="not known"):  # the fork may be refused, and the grow make another one
+        # If the fork were refused, the grow would create another sequence.
+        with pytest.raises(ValueError, match="not known"):
             await scene.session.submit(grow)
         assert (await unanswered).forks == [Result.OK]
         assert (await scene.session.step(grow)).grows[0].result is Result.OK

@@ -1,4 +1,4 @@
-"""An owner whose allocator refuses its messages, or the owner itself."""
+"""Tests an owner whose allocator refuses messages that are too large, or refuses the owner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_a_step_of_more_than_the_allocator_takes_is_refused_before_anythin
         assert scene.service is not None
         limits = scene.session.limits
         large, many = StepBuilder(), StepBuilder()
-        large.allocate(2, 6, bytes(32 * 70_000))  # more than a message may have
+        large.allocate(2, 6, bytes(32 * 70_000))  # beyond the size limit of a message
         for _ in range(limits.operations_per_step_max + 1):
             many.free(1)
         under_way = await scene.session.submit(allocate(1))
@@ -62,7 +62,8 @@ async def test_the_largest_step_that_is_not_refused_here_is_taken() -> None:
 async def test_a_step_that_never_gets_through_is_tried_again_with_pauses() -> None:
     async with setting() as scene:
         await scene.stop_allocator()
-        await scene.start_allocator(("grpc.max_receive_message_length", 4_000))  # fewer bytes than it says
+        # The server accepts fewer bytes than it announces.
+        await scene.start_allocator(("grpc.max_receive_message_length", 4_000))
         assert scene.service is not None
         large = StepBuilder()
         large.allocate(1, 6, bytes(32 * 200))
@@ -117,7 +118,7 @@ async def test_an_owner_says_that_it_lives_three_times_a_lease(monkeypatch: pyte
         original(owner)
 
     monkeypatch.setattr(PoolOwner, "heartbeat", heartbeat)
-    async with setting(lease_s=0.3), asyncio.timeout(10):  # 16 of them, one a second, would take longer
+    async with setting(lease_s=0.3), asyncio.timeout(10):  # 16 heartbeats at one a second would exceed the limit.
         while len(beats) < 16:
             await asyncio.sleep(0)
     assert min(later - earlier for earlier, later in pairwise(beats)) > 0.09

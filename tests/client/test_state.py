@@ -1,4 +1,4 @@
-"""The digest after a step covers a part of large tables, and in a while all of them."""
+"""A step's digest covers only part of large tables; over many steps the digests cover all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building steps and reading replies: fields on the wire, omitted fields, and limits."""
+"""Tests building steps and reading replies: fields on the wire, omitted fields, and limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ONE, TWO = b"1" * 32, b"2" * 32
 
 
 def sent(step: StepBuilder) -> pb.Step:
-    """The message that others read."""
+    """Returns the step as the public message class reads it."""
     return pb.Step.FromString(step.message.SerializeToString())
 
 

@@ -1,4 +1,4 @@
-"""A stream of chunks whose server is lost, refuses, or is silent: the same in both flavors."""
+"""Both flavors of chunk streams behave alike when the server is lost, refuses, or is silent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def texts(flavour: str, address: str, **options: Any) -> list[str]:
-    """The text of each chunk of one request, or the error that ended it."""
+    """Returns the text of each chunk of one request; raises the error that ended it."""
 
     async def over_asyncio() -> list[str]:
         async with AsyncClient(address) as client, client.stream("p", **options) as chunks:
@@ -45,7 +45,7 @@ def texts(flavour: str, address: str, **options: Any) -> list[str]:
 
 
 def failing_first(*codes: grpc.StatusCode) -> Any:
-    """Returns answers that fail with these codes, one after the other, before one gives two samples."""
+    """Returns an answer that fails with each of these codes in turn, and then gives two samples."""
     left = iter(codes)
 
     def answer(request: Any, context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:
@@ -117,7 +117,7 @@ def test_an_attempt_gets_only_the_time_that_is_left(flavour: str, server: Script
     with pytest.raises(UnavailableError):
         texts(flavour, server.address, timeout_s=10)
     assert len(remaining_s) == 4
-    assert remaining_s[0] - remaining_s[-1] > 0.4  # pauses of 50, 150 and 450 ms, each give or take a fifth
+    assert remaining_s[0] - remaining_s[-1] > 0.4  # pauses of 50, 150 and 450 ms, each with 20 % jitter
 
 
 def test_no_attempt_is_made_that_could_not_begin_before_the_deadline(flavour: str, server: ScriptedServer) -> None:
@@ -132,7 +132,7 @@ def test_closing_a_stream_that_waits_for_its_next_attempt_ends_iteration(server:
     streams: queue.SimpleQueue[ChunkStream] = queue.SimpleQueue()
 
     def answer(_request: Any, context: grpc.ServicerContext) -> None:
-        # Runs once the refusal below is on its way; the request may be here before its stream is known.
+        # gRPC runs this after it sends the refusal below. The request may arrive before the test has put its stream in.
         context.add_callback(lambda: streams.get(timeout=10).close())
         context.abort(grpc.StatusCode.UNAVAILABLE, "as the script says")
 

@@ -1,4 +1,4 @@
-"""Numbers at the edge of every parameter that says how long a call may take."""
+"""Tests numbers at the limits of every timeout parameter."""
 
 from __future__ import annotations
 

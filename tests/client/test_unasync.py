@@ -1,4 +1,4 @@
-"""The client's blocking half is what scripts/unasync.py makes of the asyncio one, and has the same methods."""
+"""scripts/unasync.py generates the client's blocking half from the asyncio half, with the same methods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAIRS = [
 
 @pytest.fixture
 def unasync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, on a copy of the package."""
+    """Returns the script's module, set up to work on a copy of the package."""
     spec = importlib.util.spec_from_file_location("unasync", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -34,7 +34,7 @@ def unasync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for folder in (module.PACKAGE / "_async", module.PACKAGE / "_sync"):
         shutil.copytree(folder, package / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(module.ROOT / "pyproject.toml", tmp_path)
-    (package / "__init__.py").touch()  # by which ruff knows the package
+    (package / "__init__.py").touch()  # ruff recognizes a package by this file
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "PACKAGE", package)
     return module

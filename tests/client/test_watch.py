@@ -1,4 +1,4 @@
-"""A stream of events: its events, where it continues after a break, and the errors that end it."""
+"""Tests event streams: their events, where they continue after a break, and the errors that end them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def stored(cursor: int, digest: bytes = ONE) -> pb.CacheEvent:
 
 
 def attempts(*script: Sequence[pb.CacheEvent | grpc.StatusCode | Reason]) -> Any:
-    """Returns answers whose attempts, one after the other, send events and end as the script says."""
+    """Returns an answer. In each attempt it sends the next events and ends as the script says."""
     left = iter(script)
 
     def answer(request: Any, context: grpc.ServicerContext) -> Iterator[pb.CacheEvent]:
@@ -72,7 +72,7 @@ def attempts(*script: Sequence[pb.CacheEvent | grpc.StatusCode | Reason]) -> Any
 
 
 def watched(flavour: str, address: str, *arguments: Any, **options: Any) -> tuple[list[CacheEvent], QuireError | None]:
-    """Everything that one watch tells, and the error that ended it."""
+    """Returns all events of one watch, and the error that ended it."""
     found: list[CacheEvent] = []
 
     async def over_asyncio() -> None:
@@ -92,7 +92,7 @@ def watched(flavour: str, address: str, *arguments: Any, **options: Any) -> tupl
 
 
 def asked(server: ScriptedServer) -> list[tuple[bytes, int]]:
-    """Session and cursor of each attempt."""
+    """Returns the session and the cursor of each attempt."""
     return [(request.session_id, request.cursor) for request in server.requests]
 
 
@@ -150,7 +150,7 @@ def test_a_snapshot_that_is_cut_off_is_begun_again(flavour: str, server: Scripte
 def test_a_watch_that_hears_nothing_is_taken_up_again(
     flavour: str, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proxy may keep up a connection, and answer its pings, behind which nobody lives."""
+    """A proxy may keep a connection open and answer pings although the server behind it is gone."""
     monkeypatch.setattr("quire._transport.streams.SILENCE_S", 0.3)
     scripts = iter([[cleared(), snapshot_end(), stored(6)], [], [stored(7)]])
 

@@ -1,4 +1,4 @@
-"""Files as editors of Windows write them: a mark of UTF-8 at the front, and lines that end with two characters."""
+"""Reads files as Windows editors write them: a byte order mark first, and lines that end with CR LF."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY = "a-key-0123456789abcdef"
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """A file that a test fills."""
+    """Returns the path of a file that a test fills."""
     path = tmp_path / "written"
     path.touch(mode=0o600)
     return path
@@ -58,4 +58,4 @@ def test_a_chat_template_writes_no_mark_into_prompts(written: Path) -> None:
     conversation = read_conversation(
         json.dumps([{"role": "user", "content": "Hello"}]), "", "", with_generation_prompt=False
     )
-    assert template.text(conversation).strip() == "Hello"  # a mark is no white space
+    assert template.text(conversation).strip() == "Hello"  # `strip` does not remove a byte order mark

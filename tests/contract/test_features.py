@@ -1,4 +1,4 @@
-"""Features that may not be ignored have names, and a side that does not know a name says so."""
+"""Features that a peer must not ignore have names. A side that does not know a name refuses it."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ async def test_a_session_is_resumed_with_the_same_features_alone(allocator: Runn
     assert tuple(reply.resumed.features) == FEATURES
 
 
-# -- an owner and a client of before features had names ----------------------------------------------------------------
+# -- owners and clients from before features had names -----------------------------------------------------------------
 
-OLD_BOOLEANS = b"\x50\x01" + b"\x60\x01"  # append_only and tells_removed, fields 10 and 12
+OLD_BOOLEANS = b"\x50\x01" + b"\x60\x01"  # fields 10 and 12, append_only and tells_removed, are set
 
 
 def old_spec() -> pb.PoolSpec:
@@ -114,7 +114,7 @@ async def test_an_old_client_is_refused_by_its_version(allocator: RunningAllocat
         await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="r", pool="a", spec=old_spec()))
 
 
-# -- an allocator of before, or of other features ----------------------------------------------------------------------
+# -- an older allocator, or one with other features --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def attaching(features: tuple[str, ...]) -> Callable[[Iterator[pb.SessionRequest], grpc.ServicerContext], Any]:
-    """An allocator that knows these features and opens any pool."""
+    """Returns the answers of an allocator that knows these features and opens any pool."""
 
     def answer(requests: Iterator[pb.SessionRequest], _context: grpc.ServicerContext) -> Iterator[pb.SessionReply]:
         for request in requests:
@@ -157,7 +157,7 @@ async def test_an_owner_leaves_an_allocator_that_lacks_a_feature(
             await client.session("pool", RELYING, transport=transport).open()
         assert caught.value.reason is Reason.VERSION
         async with client.session("pool", PLAIN, transport=transport):
-            pass  # relies on nothing
+            pass  # This session relies on no feature.
 
 
 def test_the_blocking_client_leaves_too(server: ScriptedServer) -> None:

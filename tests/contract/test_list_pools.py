@@ -1,4 +1,4 @@
-"""ListPools in pages: however many pools there are, and whatever they declare, each is told once."""
+"""ListPools lists each pool exactly once, however many pages the pools and their names take."""
 
 from __future__ import annotations
 

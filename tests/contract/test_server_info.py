@@ -1,4 +1,4 @@
-"""Servers say what they are, and owners go by the periods that they are told."""
+"""Servers describe themselves, and owners follow the periods that the allocator announces."""
 
 from __future__ import annotations
 

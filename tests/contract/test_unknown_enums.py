@@ -1,6 +1,7 @@
-"""Values of enums that the receiver does not know: their meaning, for each field of an enum in the protos.
+"""Tests the meaning of unknown enum values, for each enum field in the protos.
 
-A request with one is refused with the field. An answer with one has a defined meaning: see the comments of the enums.
+A request with an unknown value is refused with the field's name. In an answer an unknown value has the meaning that the
+enum's comments define.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ UNKNOWN = cast("Any", 99)
 
 
 def enum_fields() -> set[str]:
-    """Message.field of each field of an enum, in all protos."""
+    """Returns `Message.field` for each enum field in all protos."""
     found = set()
 
     def walk(message: Descriptor) -> None:
@@ -235,7 +236,7 @@ def test_an_answer_with_an_unknown_value_has_a_meaning(server: ScriptedServer, f
 
 
 def test_an_error_with_an_unknown_reason_keeps_its_code(server: ScriptedServer) -> None:
-    """Reasons travel by name."""
+    """Reasons travel by name, so a client can receive one that it does not know."""
 
     def fail(_request: Any, context: grpc.ServicerContext) -> Any:
         status = status_pb2.Status(code=code_pb2.NOT_FOUND, message="gone")

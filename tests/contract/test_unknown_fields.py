@@ -1,4 +1,4 @@
-"""Fields that the receiver does not know are ignored: every message, in both directions, carries one on its way."""
+"""Receivers ignore unknown fields. A proxy adds one to every message, in both directions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def with_unknown_fields(message: Message) -> Message:
 
 
 class Meddler(grpc.GenericRpcHandler):
-    """A proxy of the allocator that adds an unknown field to every message."""
+    """Forwards calls to the allocator, and adds an unknown field to every message."""
 
     def __init__(self, channel: aio.Channel) -> None:
         self._channel = channel
@@ -93,7 +93,7 @@ async def meddled(allocator: RunningAllocator) -> AsyncIterator[tuple[Meddler, s
 
 
 async def history(address: str) -> list[Any]:
-    """Answers to an owner over a stream, to one over calls and to a reader."""
+    """Returns the allocator's answers to an owner over a stream, to an owner over unary calls, and to a reader."""
     seen: list[Any] = []
     async with AsyncAllocator(address) as client:
         async with client.session("streamed", SPEC) as session:

@@ -1,4 +1,4 @@
-"""A project that Docker Compose runs, as tests look at it from outside."""
+"""Controls a Docker Compose project for tests, from outside its containers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class Deployment:
 
     Attributes:
         environment: the environment of `docker compose`; it names the project and the ports.
-        ports: published port of each lasting service, on 127.0.0.1.
+        ports: published port of each long-running service, on 127.0.0.1.
     """
 
     environment: dict[str, str]
     ports: dict[str, int]
 
     def compose(self, *arguments: str, timeout_s: float = 120) -> str:
-        """Standard output of `docker compose ARGUMENTS`; a failed command fails the test with all it printed."""
+        """Returns the standard output of `docker compose ARGUMENTS`. A failed command fails the test with all that it
+        printed."""
         result = subprocess.run(
             ["docker", "compose", *arguments],
             cwd=ROOT,
@@ -42,15 +43,15 @@ class Deployment:
         return result.stdout
 
     def execute(self, service: str, *command: str) -> str:
-        """Standard output of a command inside a service's container."""
+        """Returns the standard output of a command in a service's container."""
         return self.compose("exec", "-T", service, *command)
 
     def operate(self, *arguments: str) -> str:
-        """Standard output of `quire` with the operator's certificate."""
+        """Returns the standard output of `quire` with the operator's certificate."""
         return self.compose("run", "--rm", "-T", "quire", *arguments)
 
     def start(self, service: str, *command: str) -> subprocess.Popen[bytes]:
-        """Starts it in the background, with standard output as a pipe."""
+        """Starts a command in a service's container in the background; its standard output is a pipe."""
         return subprocess.Popen(
             ["docker", "compose", "exec", "-T", service, *command],
             cwd=ROOT,
@@ -59,13 +60,15 @@ class Deployment:
         )
 
     def up(self) -> None:
-        """Runs the one command of a user; returns when every service is healthy."""
+        """Starts the project by the same single command as a user; returns when every service is healthy."""
         self.compose("up", "--detach", "--wait", timeout_s=1500)
 
     def kill(self, service: str) -> None:
-        """A crash: SIGKILL from outside, which the engine does not take for a wish, so that it restarts the service.
+        """Crashes a service by SIGKILL from outside. The engine does not take it for a user's wish, so it restarts the
+        service.
 
-        It comes from a container that sees the engine's processes as the same user, so no privilege is needed here.
+        The signal comes from a container that sees the engine's processes as the same user, so the test needs no
+        privilege.
         """
         pid = str(self.inspect(service)["State"]["Pid"])
         signalling = ["docker", "run", "--rm", "--pid=host", "--network=none", "--cap-drop=ALL", "--entrypoint=python"]
@@ -73,7 +76,7 @@ class Deployment:
         subprocess.run([*signalling, "quire-allocator", "-c", script, pid], check=True, timeout=60)
 
     def remains(self) -> list[str]:
-        """Ids of containers, volumes and networks of the project."""
+        """Returns the ids of the project's containers, volumes and networks."""
         label = f"label=com.docker.compose.project={self.environment['COMPOSE_PROJECT_NAME']}"
         kinds = (["container", "ls", "--all"], ["volume", "ls"], ["network", "ls"])
         commands = (["docker", *kind, "--quiet", "--filter", label] for kind in kinds)
@@ -88,12 +91,12 @@ class Deployment:
         return description
 
     def get_json(self, service: str, path: str) -> Any:
-        """The JSON that a service answers on its published port."""
+        """Returns the JSON that a service answers on its published port."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[service]}{path}", timeout=10) as answer:
             return json.load(answer)
 
     def query_all(self, expression: str) -> list[float]:
-        """Values of a PromQL expression, one for each series."""
+        """Returns the values of a PromQL expression, one per series."""
         path = "/api/v1/query?" + urllib.parse.urlencode({"query": expression})
         return [float(series["value"][1]) for series in self.get_json("prometheus", path)["data"]["result"]]
 
@@ -103,7 +106,7 @@ class Deployment:
 
 
 def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
-    """Ask again until the condition holds: Prometheus scrapes on its own schedule, and nothing announces it."""
+    """Polls until the condition holds, because Prometheus scrapes on its own schedule and does not announce it."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"

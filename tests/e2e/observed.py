@@ -1,7 +1,7 @@
-"""A deployment under load that a real Prometheus scrapes, with every event that the dashboards are about.
+"""Runs a deployment under load that a real Prometheus scrapes, with every event that the dashboards show.
 
-Two tenants, forks, evictions, preemptions, an allocator that was killed, a pool of attention and recurrent states, and
-a gateway that is dead.
+It has two tenants, forks, evictions, preemptions, an allocator that was killed, a pool of attention and recurrent
+states, and a dead gateway.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ WORDS = ["for", "while", "if", "try", "with", "def", "class", "import", "return"
 
 @dataclass(slots=True)
 class Scene:
-    """The processes, and what Prometheus knows of them.
+    """The processes, and queries of Prometheus about them.
 
     Attributes:
-        folder: for files of the processes.
+        folder: holds the files of the processes.
         allocator, worker, hybrid, gateway: the processes that run.
-        prometheus: where Prometheus answers.
-        started_s: when its first scrape was due.
+        prometheus: Prometheus' address.
+        started_s: time of Prometheus' first scrape.
         rounds: numbers of the rounds of load.
     """
 
@@ -63,7 +63,7 @@ class Scene:
     rounds: Iterator[int] = field(default_factory=itertools.count)
 
     def ask_prometheus(self, path: str, **values: Any) -> Any:
-        """Returns the data of an answer; a query that Prometheus refuses raises with its reason."""
+        """Returns the data of Prometheus' answer; if it refuses the query, raises with its reason."""
         body = urllib.parse.urlencode(values).encode()
         try:
             with urllib.request.urlopen(f"http://{self.prometheus}/api/v1/{path}", body, timeout=30) as answer:
@@ -72,21 +72,21 @@ class Scene:
             raise AssertionError(f"{values}: {error.read().decode()}") from None
 
     def now(self, query: str) -> list[float]:
-        """Values of this moment, one a series."""
+        """Returns the current values of a query, one per series."""
         return [float(series["value"][1]) for series in self.ask_prometheus("query", query=query)["result"]]
 
     def ever(self, query: str) -> list[dict[str, Any]]:
-        """Series with a number at any time since the start."""
+        """Returns the series of a query that had a number at any time since the start."""
         times = {"start": self.started_s, "end": time.time(), "step": SCRAPE_S}
         found: list[dict[str, Any]] = self.ask_prometheus("query_range", query=query, **times)["result"]
         return [series for series in found if any(value != "NaN" for _, value in series["values"])]
 
     def client(self, key: str) -> openai.OpenAI:
-        """OpenAI's client of the gateway, with a tenant's key."""
+        """Returns OpenAI's client for the gateway, with a tenant's key."""
         return openai.OpenAI(base_url=f"http://{self.gateway.address}/v1", api_key=key, max_retries=0, timeout=120)
 
     def load(self) -> None:
-        """Sends requests of both tenants at once: more than the pool holds, so that it evicts and preempts."""
+        """Sends requests of both tenants at once. They need more than the pool holds, so it evicts and preempts."""
         dice = random.Random(next(self.rounds))
 
         def prompt(shared: str) -> str:
@@ -138,7 +138,7 @@ ALLOCATOR = ("--metrics-namespaces", "acme,beta")
 
 
 def configuration(jobs: dict[str, list[str]], certificate: Path) -> str:
-    """Returns Prometheus' configuration: jobs as those of deploy/prometheus/, with addresses of this machine."""
+    """Returns Prometheus' configuration: the jobs of deploy/prometheus/ with addresses of this machine."""
     scrapes: list[dict[str, Any]] = []
     for job, (scheme, *addresses) in jobs.items():
         scrapes.append({"job_name": job, "scheme": scheme, "static_configs": [{"targets": addresses}]})
@@ -147,7 +147,7 @@ def configuration(jobs: dict[str, list[str]], certificate: Path) -> str:
         if scheme == "https":
             scrapes[-1]["tls_config"] = {"ca_file": str(certificate)}
     jobs_of_one: dict[str, dict[str, Any]] = {}
-    for scrape in scrapes:  # a job is its name: the dead gateway's scheme is another one
+    for scrape in scrapes:  # Jobs are merged by name. The dead gateway's job differs in its scheme.
         scrape["relabel_configs"] = [{"target_label": "job", "replacement": scrape["job_name"].removesuffix("-tls")}]
         jobs_of_one[scrape["job_name"]] = scrape
     times = {"scrape_interval": f"{SCRAPE_S}s", "scrape_timeout": f"{SCRAPE_S}s", "evaluation_interval": "2s"}
@@ -155,7 +155,7 @@ def configuration(jobs: dict[str, list[str]], certificate: Path) -> str:
 
 
 def is_ready(address: str) -> bool:
-    """Whether Prometheus takes queries."""
+    """Returns whether Prometheus takes queries."""
     with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(f"http://{address}/-/ready", timeout=30):
         return True
     return False
@@ -186,7 +186,7 @@ def scraping(folder: Path, text: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def observed(folder: Path) -> Iterator[Scene]:
-    """Starts everything, kills a gateway and an allocator, and yields when all of it was seen."""
+    """Starts everything, kills a gateway and an allocator, and yields once Prometheus has scraped all of it."""
     hybrid = write_with_states("Qwen3Next", folder / "model")
     secrets = {"keys": KEYS, "token": TOKEN}
     for name, text in secrets.items():
@@ -236,5 +236,5 @@ def observed(folder: Path) -> Iterator[Scene]:
 
 
 def is_there() -> bool:
-    """Whether Prometheus is installed."""
+    """Returns whether Prometheus is installed."""
     return shutil.which("prometheus") is not None

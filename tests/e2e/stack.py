@@ -1,4 +1,4 @@
-"""The common parts of the end-to-end tests: real processes, and waiting for conditions."""
+"""Common parts of the end-to-end tests: real processes, and waiting for conditions."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
 def eventually(holds: Callable[[], bool], what: str, *, within_s: float = 20.0) -> None:
-    """Asks again and again; `holds` should take a moment, such as a call to a server does."""
+    """Calls `holds` again and again until it returns true. It should take a moment, as a call to a server does."""
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline, f"after {within_s} s still not so: {what}"
 
 
 def held_block_count(allocator: Allocator, pool: str = "default") -> int:
-    """Blocks in any table, as the allocator says."""
+    """Returns the number of blocks in any table, as the allocator says."""
     return allocator.get_pool(pool).held_block_count
 
 
 @contextmanager
 def clients(stack: LocalStack) -> Iterator[tuple[Client, Allocator]]:
-    """Clients of both servers."""
+    """Opens clients of both servers."""
     with Client(stack.worker_address) as worker, Allocator(stack.allocator_address) as allocator:
         yield worker, allocator
 
 
 @contextmanager
 def server(module: str, *arguments: str, folder: Path) -> Iterator[ServerProcess]:
-    """Starts one server, ready; `LocalStack` makes two of these."""
+    """Starts one server and yields it once it is ready."""
     folder.mkdir()
     process = ServerProcess(
         module,
@@ -54,7 +54,7 @@ def server(module: str, *arguments: str, folder: Path) -> Iterator[ServerProcess
 def started(
     *worker_arguments: str, allocator_arguments: Sequence[str] = (), log_folder: Path | None = None
 ) -> LocalStack:
-    """A stack on the demo model; start it with `with`."""
+    """Returns a stack on the demo model; enter it with `with` to start it."""
     return LocalStack(
         DEMO,
         worker_arguments=worker_arguments,

@@ -1,4 +1,4 @@
-"""Adapters as users load them: options of the worker, `quire adapter`, the client; and an allocator that is killed."""
+"""Loads adapters as users do, by worker options, `quire adapter` and the client, and kills the allocator meanwhile."""
 
 from __future__ import annotations
 

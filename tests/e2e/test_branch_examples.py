@@ -1,4 +1,4 @@
-"""The examples of branches, run on the demo model: the blocks that they hold, and that they leave nothing behind."""
+"""Runs the branch examples on the demo model: how many blocks they hold, and that they leave none behind."""
 
 from __future__ import annotations
 

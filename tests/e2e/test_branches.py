@@ -1,4 +1,4 @@
-"""Branches through real processes: their owners, how long they live, and their remains."""
+"""Tests branches through real processes: who may use them, how long they live, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_branches_share_a_document_and_answer_as_if_each_had_been_asked_alone(st
             assert answer.usage.cached_token_count == answer.usage.prompt_token_count - 1
             assert left.token_count == answer.usage.prompt_token_count + 12
             scores = root.score(["The while statement", " is", [5, 6, 7]])
-            # Forks that were scored are freed with the worker's next step, which their caller may be ahead of.
+            # The worker frees scored forks with its next step. The caller may look before that step.
             eventually(lambda: allocator.get_pool("default").sequence_count == 3, "nothing is left of what was scored")
             seen = allocator.get_pool_blocks("default")
             assert {info.namespace for info in seen.sequences} == {"tenant"}
@@ -78,7 +78,7 @@ def test_an_open_handle_is_renewed_and_a_lost_one_ends_with_its_time(stack: Loca
         eventually(lambda: client.status().branch_count == 1, "the lost one has ended")
         assert time.monotonic() > begun_s + 3.0
         assert kept.generate(max_tokens=2, ignore_eos=True).usage.output_token_count == 2
-        client.close()  # which dies without a word
+        client.close()  # Closing does not release the branches.
         with Client(stack.worker_address) as another:
             eventually(lambda: another.status().branch_count == 0, "it ended with its client")
         eventually(lambda: held_block_count(allocator) == 0, "every block is free")
@@ -92,7 +92,7 @@ def test_branches_live_through_a_worker_that_stands_still_for_longer_than_their_
             worker.process.send_signal(signal.SIGSTOP)
             time.sleep(2.0)
             worker.process.send_signal(signal.SIGCONT)
-            time.sleep(0.5)  # its timer has run
+            time.sleep(0.5)  # By now the worker's expiry timer has run.
             assert root.generate(max_tokens=2, ignore_eos=True).usage.output_token_count == 2
 
 

@@ -1,7 +1,7 @@
-"""The whole deployment, brought up by Docker Compose and looked at from outside.
+"""Tests the whole deployment from outside, as Docker Compose starts it.
 
-Lifecycle: the module's first test builds the images and starts a project of its own name on free ports, all by one
-command; the tests share it; at the end it is removed with its volumes, and nothing of it may be left.
+Lifecycle: the first test builds the images and starts a project with a name of its own on free ports, all by one
+command. The tests share the project. At the end it is removed with its volumes, and nothing may remain.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from tests.e2e.composed import ROOT, Deployment, eventually
 
 LASTING_SERVICES = ("allocator", "worker", "worker2", "gateway", "prometheus", "alertmanager", "grafana")
 PROFILED_SERVICES = ("vllm",)
-# Grafana's values: everything for the variables that choose, four scrapes for the shortest range.
+# Grafana's values: each selecting variable matches everything, and the shortest range covers four scrapes.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
 CREDENTIALS = ("/run/quire/client.pem", "/run/quire/server.pem")
 KILLED = 128 + 9
-# Until here the two best tokens are 0.002 apart or more. Later two tie to a rounding, which computing again may flip.
+# Up to here the two best tokens differ by at least 0.002. Later two tie within rounding, so a recomputation may swap
+# them.
 CLEAR_TOKENS = 1400
 # The first build downloads torch; everything after it takes seconds.
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
@@ -47,7 +48,7 @@ def docker_compose_answers() -> bool:
 
 
 def free_ports(names: tuple[str, ...]) -> dict[str, int]:
-    """A free port for each name; all are bound at once, so no two are the same."""
+    """Returns a free port for each name. All are bound at once, so no two are the same."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in names]
     ports = {name: listener.getsockname()[1] for name, listener in zip(names, sockets, strict=True)}
     for listener in sockets:
@@ -76,8 +77,8 @@ def generate(deployment: Deployment, prompt: str) -> str:
 
 
 def is_connected(deployment: Deployment) -> bool:
-    """Whether the worker has its session. Its health may be from before the allocator left."""
-    with contextlib.suppress(AssertionError):  # `quire status` fails where something does not serve
+    """Returns whether the worker has its session. Its health may still be from before the allocator stopped."""
+    with contextlib.suppress(AssertionError):  # `quire status` fails if a service does not serve.
         return ", connected" in deployment.execute("worker", "quire", "status")
     return False
 
@@ -87,7 +88,7 @@ def long_text(token_count: int) -> tuple[str, ...]:
 
 
 def empty_queries(deployment: Deployment, board: dict[str, Any]) -> list[str]:
-    """Queries of a dashboard that draw nothing now; one that Prometheus refuses fails the test."""
+    """Returns the queries of a dashboard that draw nothing now. A query that Prometheus refuses fails the test."""
     empty = []
     for panel in board["panels"]:
         for target in panel.get("targets", []):
@@ -104,7 +105,7 @@ def test_text_is_generated_by_one_command(deployment: Deployment) -> None:
 
 
 def ask(deployment: Deployment, **options: Any) -> Any:
-    """Returns the answer to OpenAI's own client from the gateway's published port, with the deployment's API key."""
+    """Asks the gateway's published port with OpenAI's client and the deployment's API key; returns the answer."""
     key = deployment.execute("gateway", "cat", "/run/quire/api-keys").strip()
     with openai.OpenAI(base_url=f"http://127.0.0.1:{deployment.ports['gateway']}/v1", api_key=key) as ai:
         answer = ai.completions.create(
@@ -200,7 +201,8 @@ def test_what_was_generated_shows_up_in_prometheus(deployment: Deployment) -> No
 def test_grafana_has_every_dashboard_and_prometheus_takes_each_of_their_queries(deployment: Deployment) -> None:
     health = deployment.get_json("grafana", "/api/health")
     assert health["database"] == "ok"
-    if re.match(r"\d", health["version"]):  # not an image that only takes Grafana's place where there is no registry
+    # Without a registry a stand-in image replaces Grafana. Its version is no number.
+    if re.match(r"\d", health["version"]):
         assert deployment.get_json("grafana", "/api/datasources/uid/prometheus/health")["status"] == "OK"
     uids = {board["uid"] for board in deployment.get_json("grafana", "/api/search?type=dash-db")}
     assert uids == {f"quire-{path.stem}" for path in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")}
@@ -210,9 +212,9 @@ def test_grafana_has_every_dashboard_and_prometheus_takes_each_of_their_queries(
     empty: list[str] = []
 
     def nothing_is_empty() -> bool:
-        generate(deployment, "The import statement")  # rates and ratios are of the last seconds
+        generate(deployment, "The import statement")  # Rates and ratios need requests within the last seconds.
         ask(deployment)
-        deployment.operate("pool", "list")  # the worker's session is a call that does not end
+        deployment.operate("pool", "list")  # The worker's own call, its session, never ends, so it is not counted.
         empty[:] = empty_queries(deployment, board)
         return not empty
 

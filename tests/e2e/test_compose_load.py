@@ -1,4 +1,4 @@
-"""The load of the compose file's profile `load`: both tenants ask, and a worker's pool holds blocks of both."""
+"""With the compose file's profile `load`, both tenants send requests, and a worker's pool holds blocks of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGHUP, which a supervisor or a closed terminal may send, ends no server."""
+"""SIGHUP, from a supervisor or a closed terminal, ends no server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every query of every dashboard, asked of a real Prometheus that scraped real processes under load."""
+"""Sends every query of every dashboard to a real Prometheus that scraped real processes under load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.test_dashboards import PATHS, board_at, panels_of
 VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "15s"}
 RED = "red"
 AWAY: set[WaitReason | None] = {WaitReason.ALLOCATOR, WaitReason.NO_SESSION}
-# Queries that may find nothing here, by their panels' titles.
+# Queries that may be empty in this test, by panel title.
 EMPTY: dict[str, str] = {}
 pytestmark = [
     pytest.mark.dashboards,
@@ -44,14 +44,14 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def filled(query: str) -> str:
-    """Returns a query with the dashboards' variables replaced, as Grafana does when all are chosen."""
+    """Returns a query with the dashboards' variables replaced, as Grafana does when the user selects all values."""
     for name, value in VARIABLES.items():
         query = query.replace(name, value)
     return query
 
 
 def queries() -> Iterator[tuple[str, str, bool]]:
-    """Dashboard and panel, query, and whether it is a tile's."""
+    """Yields "dashboard: panel", the query, and whether the panel is a tile, for each query."""
     for path in PATHS:
         board = board_at(path)
         for panel in panels_of(board):
@@ -96,7 +96,8 @@ def test_variables_list_the_pools_and_the_workers(scene: Scene) -> None:
 
 
 def color(panel: dict[str, Any], values: list[float]) -> str:
-    """Returns a tile's color as Grafana chooses it: of a mapped value its own, else of the last step below."""
+    """Returns a tile's color as Grafana chooses it: the color of a mapped value, or else of the last threshold below
+    the value."""
     defaults = panel["fieldConfig"]["defaults"]
     first, *steps = defaults["thresholds"]["steps"]
     chosen = str(first["color"])
@@ -122,7 +123,7 @@ def rows_of_the_night() -> list[list[str]]:
 
 @contextlib.contextmanager
 def held_up(scene: Scene) -> Iterator[str]:
-    """A request that runs, and one that waits, for an allocator that does not answer; yields the id of the second."""
+    """Stops the allocator while one request runs and another one waits; yields the id of the second."""
 
     def second(client: openai.OpenAI) -> None:
         headers = {"X-Request-Id": "second"}
@@ -136,7 +137,7 @@ def held_up(scene: Scene) -> Iterator[str]:
     with scene.client(WEB) as client, Client(scene.worker.address) as worker, ThreadPoolExecutor(1) as threads:
 
         def is_held_up() -> bool:
-            """Whether the first one had not ended when the allocator stopped."""
+            """Returns whether the first request was still running when the allocator stopped."""
             next(pieces := first(client))
             os.kill(allocator, signal.SIGSTOP)
             if any(found.sequence_ids for found in worker.requests("first")):

@@ -1,4 +1,4 @@
-"""docs/metrics.md is what the code says, and what real processes answer to a scrape."""
+"""docs/metrics.md equals the code's metrics, and what real processes answer to a scrape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = tuple[str, frozenset[str], str]  # type, labels, meaning
 
 
 def documented() -> dict[str, dict[str, Row]]:
-    """Rows by name, by the title of their table."""
+    """Returns the rows of the page by the title of their table, then by metric name."""
     tables: dict[str, dict[str, Row]] = {}
     for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
@@ -29,7 +29,7 @@ def documented() -> dict[str, dict[str, Row]]:
 
 
 def scraped(address: str) -> dict[str, tuple[str, set[frozenset[str]], str]]:
-    """Families of Quire's by name: type, sets of labels that their samples have, help."""
+    """Returns Quire's metric families by name: type, label sets of the samples, help."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     return {

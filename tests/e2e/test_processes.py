@@ -1,4 +1,4 @@
-"""Real processes that are stopped, killed and replaced."""
+"""Stops, kills and replaces real processes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_text_goes_on_the_same_after_the_allocator_was_killed_and_started_again(
             with server("quire_allocator", "--listen", first.address, folder=tmp_path / "second"):
                 pieces += [chunk.text for chunk in stream]
                 assert "".join(pieces) == undisturbed
-                with Allocator(first.address) as allocator:  # the text may have ended before the session is back
+                with Allocator(first.address) as allocator:  # The text may end before the worker has attached again.
                     eventually(lambda: len(allocator.list_pools()) == 1, "the worker has attached again")
                     eventually(lambda: held_block_count(allocator) == 0, "every block is free")
     log = (tmp_path / "worker" / "log").read_text()
@@ -146,7 +146,8 @@ def test_a_text_under_way_is_finished_when_its_worker_is_told_to_stop_within_the
 
 
 def test_what_a_folder_lacks_is_said_in_one_line_before_its_weights_are_read(tmp_path: Path) -> None:
-    shutil.copy(DEMO / "config.json", tmp_path)  # neither weights nor a tokenizer, which need not be there
+    # The folder has no weights. It has no tokenizer either, but that is optional.
+    shutil.copy(DEMO / "config.json", tmp_path)
     with (
         pytest.raises(ServerFailedError) as raised,
         server("quire_worker", "--model", str(tmp_path), folder=tmp_path / "w"),
@@ -237,7 +238,7 @@ def test_without_an_allocator_health_says_so_and_new_requests_are_refused() -> N
 
 
 def scraped(address: str) -> dict[str, float]:
-    """Samples without labels' values, summed by name."""
+    """Returns the samples, summed by name over all labels."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     totals: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The README's and the engine page's examples work as they are."""
+"""The examples of the README and of the engine page work as printed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def stack() -> Iterator[LocalStack]:
 
 
 def python_of(document: str) -> list[str]:
-    """The blocks of Python in a document."""
+    """Returns the Python blocks of a document."""
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
 
 
 def printed(stack: LocalStack, *command: str) -> str:
-    """Returns the output of a command that finds the stack by its defaults."""
+    """Returns the output of a command that finds the stack at the default addresses."""
     addresses = {"QUIRE_WORKER": stack.worker_address, "QUIRE_ALLOCATOR": stack.allocator_address}
     done = subprocess.run(
         [sys.executable, *command],
@@ -67,7 +67,7 @@ def test_the_python_example_runs_and_prints_what_it_says(stack: LocalStack) -> N
     assert 2 * int(counts[1]) < int(counts[2]), "it shows what sharing saves"
 
 
-# The parts that the page leaves to its reader: pages that are lists, and a model that hashes their contents.
+# The page leaves the pages and the model to its reader. Here pages are lists, and the model hashes their contents.
 ENGINE = """
 import asyncio, hashlib
 prompt_tokens = list(range(40))
@@ -101,7 +101,7 @@ count, ends, forked = [0], [], []
 
 
 def test_the_engine_is_built_step_by_step_from_the_snippets_of_its_page(stack: LocalStack) -> None:
-    """Each snippet continues the one before it; the fork comes once, after the first token."""
+    """Each snippet continues the previous one. The fork snippet runs once, after the first token."""
     specification, admitted, turns, fork = python_of("docs/engine.md")
     once = "if not forked:\n    forked.append(1)\n" + textwrap.indent(textwrap.dedent(fork), "    ")
     append = "        text.append(token)  # they are computed, and this one came of them\n"
@@ -121,7 +121,7 @@ def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalSt
     words = {"fork", "extend", "generate", "score", "best_of", "cli", "allocator", "worker", "gateway", "transformers"}
     by_make = {span for span in spans if re.search(r"(^|=\.\.\. )make [a-z-]+$", span)}
     under_vllm = "vllm serve MODEL --scheduler-cls quire_vllm.QuireScheduler"  # run by `make test-vllm`
-    elsewhere = {".venv", ". .venv/bin/activate", "--device cuda", under_vllm}  # the third asks for a GPU
+    elsewhere = {".venv", ". .venv/bin/activate", "--device cuda", under_vllm}  # The third needs a GPU.
     here: dict[str, Callable[[], object]] = {
         "pip install .": lambda: installed(tmp_path / "installed"),
         "pip install '.[all]'": extras,
@@ -150,7 +150,7 @@ def installed(folder: Path) -> None:
 
 
 def extras() -> None:
-    """Checks the extras that the README lists, and the one that has all of them."""
+    """Checks the extras that the README lists, and that `all` contains all of them."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (of_all,) = named["all"]
     brought = set(re.findall(r"\[(.*)\]", of_all)[0].split(","))
@@ -201,20 +201,20 @@ def watched(stack: LocalStack) -> None:
 
 
 def pinned(folder: Path) -> None:
-    """On a CPU that this machine has, which need not have a fourth one."""
+    """Starts a pinned allocator, on a CPU that this machine has: it may have no CPU 3."""
     cpu = str(max(os.sched_getaffinity(0)))
     with server("quire_allocator", "--listen", "127.0.0.1:0", "--cpu", cpu, folder=folder / "pinned") as allocator:
         assert os.sched_getaffinity(allocator.process.pid) <= os.sched_getaffinity(0)
 
 
 def commands() -> list[str]:
-    """Each line of the README's shell blocks, without its comment."""
+    """Returns each line of the README's shell blocks, without its comment."""
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     return [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
 
 
 def first_hour() -> list[str]:
-    """Each command of the page that shows what the README's lines, and some more, print."""
+    """Returns each command of the first-hour page, which shows the output of the README's commands and some more."""
     page = (ROOT / "docs" / "first-hour.md").read_text(encoding="utf-8")
     return [line.strip() for line in page.splitlines() if line.startswith("    ")]
 
@@ -225,9 +225,10 @@ def test_the_page_of_the_first_hour_says_what_each_line_prints() -> None:
 
 def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    # Activation is what `sys.executable` stands for; the compose line is run by `make test-compose`.
+    # `sys.executable` replaces the activation, and `make test-compose` runs the compose line.
     elsewhere = {". .venv/bin/activate", 'docker compose exec worker quire generate "The for statement"'}
-    elsewhere |= {"git clone ... quire && cd quire", "pip install .", "quire-allocator --cpu 3"}  # two of a test above
+    # A test above runs two of these.
+    elsewhere |= {"git clone ... quire && cd quire", "pip install .", "quire-allocator --cpu 3"}
     by_make = [line for line in first_hour() if line.startswith("make ")]
     assert {line.split()[1] for line in by_make} <= targets
     here = [line for line in first_hour() if line not in (*by_make, *elsewhere)]
@@ -255,7 +256,7 @@ def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_pa
                 with subprocess.Popen(words, cwd=where, env=environment, stdout=-1, stderr=-1, text=True) as process:
                     assert process.stdout is not None
                     first = ""
-                    if "watch" in words:  # which runs forever
+                    if "watch" in words:  # `watch` runs forever.
                         first = process.stdout.readline()
                         process.send_signal(signal.SIGINT)
                     out, error = process.communicate(timeout=60)
@@ -299,7 +300,7 @@ def test_the_demo_runs_and_prints_what_sharing_saved() -> None:
 
 
 def allocator_process(folder: Path) -> ServerProcess:
-    """An allocator behind the same socket as the one before it."""
+    """Starts an allocator on the same socket as the previous one."""
     arguments = ["--listen", f"unix://{folder}/socket", "--metrics", "127.0.0.1:0"]
     allocator = ServerProcess("quire_allocator", arguments, folder=folder, log=folder / "log")
     allocator.wait_ready(deadline=time.monotonic() + 30)

@@ -1,4 +1,4 @@
-"""A model with recurrent states as users run it: real processes, a killed allocator, and checkpoints that hit."""
+"""Runs a model with recurrent states as users do: real processes, a killed allocator, and hits on checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LETTERS = "abcdefghij klmnopq"
 
 
 def text(length: int, seed: int) -> str:
-    """Random letters, so that no two texts begin alike."""
+    """Returns random letters, so that no two texts begin alike."""
     dice = random.Random(seed)
     return "".join(dice.choice(LETTERS) for _ in range(length))
 
@@ -58,7 +58,7 @@ def test_a_hybrid_outlives_its_allocator_and_later_prompts_begin_from_its_checkp
                 assert written[: len(wanted)] == wanted
                 assert len(written) == TOKENS
                 eventually(lambda: allocator.get_pool("default").connected, "the worker has attached again")
-                again = client.generate(prompts[2], max_tokens=20, n=2)  # its checkpoint was reported
+                again = client.generate(prompts[2], max_tokens=20, n=2)  # The worker reported its checkpoint.
                 assert [sample.token_ids for sample in again.samples] == [expected(prompts[2], 20)] * 2
                 assert again.usage.cached_token_count == (len(both[1]) - 1) // 16 * 16
             status = client.status()

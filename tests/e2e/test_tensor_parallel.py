@@ -1,4 +1,4 @@
-"""`--tensor-parallel 2` as users run it: real processes, and the rest of the crew after one is killed."""
+"""Runs `--tensor-parallel 2` as users do, in real processes; kills one, and checks that the rest of the crew ends."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.e2e.stack import DEMO, eventually, server
 
 GREEDY: Any = {"max_tokens": 300, "ignore_eos": True}
 PROMPT = "The import statement"
-LIMIT_S = 20.0  # within which a crew has ended; a second or two on a machine that does nothing else
+LIMIT_S = 20.0  # limit for a crew to end; it takes a second or two on an idle machine
 
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[int, ...]:
-    """Returns the text of transformers."""
+    """Returns the text that transformers generates."""
     model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     tokens = torch.tensor([Tokenizer(DEMO).encode(PROMPT)])
     model.generation_config.eos_token_id = None
@@ -39,7 +39,8 @@ def expected() -> tuple[int, ...]:
 
 
 def members(worker: subprocess.Popen[bytes]) -> tuple[psutil.Process, psutil.Process]:
-    """Rank 0 and the other rank that it has started, beside the process that compiles structures."""
+    """Returns the processes of rank 0 and rank 1. Rank 0 started rank 1, and another process that compiles
+    structures."""
     leader = psutil.Process(worker.pid)
     (other,) = [child for child in leader.children() if not any("aside" in word for word in child.cmdline())]
     return leader, other

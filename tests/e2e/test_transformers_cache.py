@@ -1,4 +1,4 @@
-"""transformers' continuous batching on Quire's blocks, as its example has it, beside transformers alone."""
+"""Compares the example of transformers' continuous batching on Quire's blocks with transformers alone."""
 
 from __future__ import annotations
 

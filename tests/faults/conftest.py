@@ -1,4 +1,4 @@
-"""A wall clock that tests may set, in servers that read it."""
+"""Lets tests set the wall clock of servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 
 class WallClock:
-    """Seconds that servers with this `environment` think the wall clock is ahead."""
+    """Sets how many seconds the wall clock is ahead, for servers that run with this `environment`."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "seconds"
@@ -25,12 +25,12 @@ class WallClock:
             self.environment = {"LD_PRELOAD": str(library), "WALL_CLOCK_FILE": str(self._file)}
 
     def require(self) -> None:
-        """Skips a test that cannot set it."""
+        """Skips the test if the clock cannot be set here."""
         if not self.environment:
             pytest.skip("no C compiler for the clock that servers are given")
 
     def jump(self, seconds: int) -> None:
-        """Sets it, also for servers that run."""
+        """Sets the clock this many seconds ahead, also for servers that already run."""
         self._file.write_text(str(seconds))
         if self.environment:
             command = [sys.executable, "-c", "import time; print(time.time())"]

@@ -1,4 +1,4 @@
-"""A proxy that speaks HTTP/2, as Envoy or nginx do: it answers pings by itself, whoever lives behind it."""
+"""A proxy that speaks HTTP/2, as Envoy and nginx do: it answers pings itself, even if the server behind it is gone."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from grpc import aio
 
 
 class Http2Proxy(grpc.GenericRpcHandler):
-    """Forwards every call, as bytes, to a gRPC server; made inside the event loop, which has to run for it."""
+    """Forwards every call, as bytes, to a gRPC server. Create it inside the running event loop."""
 
     def __init__(self, target: str) -> None:
         self.target = target
         self._is_open = asyncio.Event()
         self._is_open.set()
-        self._server = aio.server(options=[("grpc.http2.max_ping_strikes", 0)])  # as many pings as callers like
+        self._server = aio.server(options=[("grpc.http2.max_ping_strikes", 0)])  # no limit on pings
         self._server.add_generic_rpc_handlers((self,))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     async def start(self) -> None:
-        """Connects nothing yet."""
+        """Starts to listen. gRPC connects to the target at the first call."""
         self._channel = aio.insecure_channel(self.target)
         await self._server.start()
 
     def strand(self) -> None:
-        """Nothing gets through any more, either way, and nobody is told."""
+        """Holds back all data in both directions, without closing a connection."""
         self._is_open.clear()
 
     def let_through(self) -> None:
-        """Ends that; what was held back is late, not lost."""
+        """Forwards data again. Data that was held back arrives late; none is lost."""
         self._is_open.set()
 
     async def stop(self) -> None:
-        """Ends everything."""
+        """Closes all connections and stops."""
         self.let_through()
         await self._server.stop(0)
         await self._channel.close(0)
 
     def service(self, handler_call_details: Any) -> Any:
-        """Takes every method; of one message each way is a stream, too."""
+        """Handles every method as a stream in both directions, also methods with one message each way."""
         return grpc.stream_stream_rpc_method_handler(partial(self._forward, handler_call_details.method))
 
     async def _forward(self, method: str, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:

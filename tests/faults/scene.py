@@ -1,4 +1,4 @@
-"""Real allocator processes, a proxy on the way to them, and an owner that reads its pages back."""
+"""Real allocator processes, a proxy in front of them, and an owner that reads its pages back."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ LEASE_S = 3
 
 
 class Proxy:
-    """Forwards TCP connections to `target`; can cut them, or hold back their data."""
+    """Forwards TCP connections to `target`. It can cut them, or hold back their data."""
 
     def __init__(self) -> None:
         self.target = ""
         self.address = ""
-        self._bytes_left: int | None = None  # to forward towards the target before everything is cut
-        self._counted_from = b""  # bytes before the count begins
+        # bytes still to forward to the target before the proxy cuts all connections
+        self._bytes_left: int | None = None
+        self._counted_from = b""  # The count begins after these bytes.
         self._connections: set[_Connection] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self._swallowed = _Open(True, True)
@@ -50,7 +51,7 @@ class Proxy:
         self.address = f"{host}:{port}"
 
     async def stop(self) -> None:
-        """Ends everything."""
+        """Closes the listener and all connections."""
         self._server.close()
         self.let_through()
         self.cut()
@@ -58,31 +59,31 @@ class Proxy:
             await asyncio.wait(self._serving)
 
     def cut(self) -> None:
-        """Closes every connection; new ones are forwarded."""
+        """Closes every connection; forwards new ones."""
         for connection in self._connections:
             connection.close()
         self._connections.clear()
 
     def cut_after(self, byte_count: int, text: str = "") -> None:
-        """Closes every connection in the middle of a message to the target, after this many more bytes: of everything
-        sent, or of the bytes after a text."""
+        """Closes every connection in the middle of a message to the target: after this many more bytes, or after this
+        many bytes that follow `text`."""
         self._bytes_left, self._counted_from = byte_count, text.encode()
 
     def swallow(self) -> None:
-        """A black hole: connections stay, new ones too, and nothing gets through."""
+        """Turns into a black hole: old and new connections stay open, and no data gets through."""
         self._hold_back(_Open(False, False))
 
     def swallow_replies(self) -> None:
-        """Drops everything that the target sends, and nothing else."""
+        """Drops everything that the target sends; still forwards requests."""
         self._hold_back(_Open(True, False))
 
     def strand(self) -> None:
-        """The connections that are open become a black hole; new ones are forwarded."""
+        """Turns open connections into a black hole; forwards new ones."""
         for connection in self._connections:
             connection.hold_back(_Open(False, False))
 
     def let_through(self) -> None:
-        """Ends all faults; data held back arrives late."""
+        """Ends all faults. Data that was held back arrives late."""
         self._hold_back(_Open(True, True))
 
     def _hold_back(self, swallowed: _Open) -> None:
@@ -156,11 +157,11 @@ class _Connection:
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
-        self.hold_back(_Open(True, True))  # waiting callers find out
+        self.hold_back(_Open(True, True))  # Waiting callers then find the connection closed.
 
 
 class Place:
-    """The address of an allocator: one process after another on the same port."""
+    """The address of an allocator. One process after another serves on the same port."""
 
     def __init__(self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self._folder = folder
@@ -170,7 +171,7 @@ class Place:
         self.address = "127.0.0.1:0"
 
     async def start(self, *arguments: str) -> None:
-        """A new process, which is empty; returns when it serves. The arguments are for this one alone."""
+        """Starts a new, empty process with these arguments; returns when it serves."""
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir(parents=True)
@@ -186,22 +187,22 @@ class Place:
         self.address = self.server.address
 
     def kill(self) -> None:
-        """kill -9, and nothing before it."""
+        """Kills the process by SIGKILL, without warning."""
         self.server.process.send_signal(signal.SIGKILL)
         self.server.stop()
 
     def send(self, number: signal.Signals) -> None:
-        """Any other signal."""
+        """Sends the process a signal."""
         self.server.process.send_signal(number)
 
     def stop(self) -> None:
-        """Ends it, also where it stands still."""
+        """Ends the process, even if it is stopped by a signal."""
         self.send(signal.SIGCONT)
         self.server.stop()
 
 
 class Name:
-    """The name that owners know: behind it one allocator, and the next one already up."""
+    """The name that owners connect to. One allocator serves behind it, and the next one is already up."""
 
     def __init__(self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self.proxy = Proxy()
@@ -210,18 +211,19 @@ class Name:
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns when it can be attached to."""
+        """Starts both allocators; returns when owners can attach."""
         await asyncio.gather(self.place.start(), self._next.start(), self.proxy.start())
         self.proxy.target = self.place.address
 
     async def ready(self) -> None:
-        """Returns when the next one is up."""
+        """Returns when the next allocator is up."""
         if self._starting is not None:
             await self._starting
             self._starting = None
 
     def replace(self) -> None:
-        """Replaces the allocator by kill -9; returning owners find an empty one. The next one must be `ready`."""
+        """Kills the allocator by SIGKILL and switches to the next one. Returning owners find it empty. The next one
+        must be `ready`."""
         assert self._starting is None
         self.proxy.target = self._next.address
         self.place.kill()
@@ -229,14 +231,14 @@ class Name:
         self._starting = asyncio.create_task(self._next.start())
 
     async def turn(self) -> None:
-        """The name stands for the other one now, with whatever that knows; both live."""
+        """Switches the name to the other allocator, with the state that it has. Both keep running."""
         await self.ready()
         self.place, self._next = self._next, self.place
         self.proxy.target = self.place.address
         self.proxy.cut()
 
     async def stop(self) -> None:
-        """Ends everything."""
+        """Stops the proxy and kills both allocators."""
         await self.ready()
         await self.proxy.stop()
         for place in (self.place, self._next):
@@ -255,33 +257,33 @@ def report(what: str, seconds: list[float]) -> None:
 
 
 async def metric(place: Place, name: str) -> float:
-    """The sum of a metric of an allocator, over its labels."""
+    """Returns the sum of an allocator's metric over its labels."""
     with await asyncio.to_thread(urllib.request.urlopen, f"http://{place.server.metrics_address}/metrics") as page:
         families = list(text_string_to_metric_families(page.read().decode()))
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
 class Owner:
-    """A session with an engine at random behind it."""
+    """A session, driven by an engine that makes random steps."""
 
     def __init__(self, session: AsyncSession, spec: pb.PoolSpec, seed: int) -> None:
         self.session = session
         self.history = History(spec, random.Random(seed))
 
     async def step(self) -> StepOutcome:
-        """Asks, acts on the answer, and reads everything back."""
+        """Sends a step, acts on the answer, and reads all pages back."""
         step = self.history.make()
         return await self.act(step, await self.session.submit(step))
 
     async def act(self, step: StepBuilder, answer: asyncio.Future[StepOutcome]) -> StepOutcome:
-        """The second half of a step."""
+        """Acts on a step's answer, and reads all pages back."""
         outcome = await answer
         self.history.take(step.message, outcome, self.session.ledger)
         self.history.check(self.session.ledger)
         return outcome
 
     async def check(self, place: Place) -> None:
-        """The allocator has the same sequences on the same blocks, and all others are free."""
+        """Checks that the allocator has the same sequences on the same blocks, and that all other blocks are free."""
         seen = await pool_of(place, self.session.pool)
         assert state_digest(rows_of(seen)) == self.session.ledger.digest()
         held = {block for block, state in enumerate(seen.block_states) if state >= 2}
@@ -290,13 +292,13 @@ class Owner:
 
 
 async def pool_of(place: Place, pool: str) -> pb.GetPoolBlocksResponse:
-    """A pool with its tables, past any proxy."""
+    """Returns a pool with its tables, without going through a proxy."""
     async with AsyncAllocator(place.address) as client:
         return await client._stub.GetPoolBlocks(pb.GetPoolBlocksRequest(pool=pool))
 
 
 def rows_of(seen: pb.GetPoolBlocksResponse) -> list[SequenceRow]:
-    """The sequences of a pool, as the digest of its state wants them."""
+    """Returns the sequences of a pool in the form for the digest of its state."""
     assert not seen.next_page_token
     return [
         (
@@ -332,7 +334,7 @@ async def attached(
     opens: bool = True,
     on_wait: Callable[[QuireError], None] | None = None,
 ) -> AsyncIterator[Owner]:
-    """An owner of a pool; unless told otherwise it is attached, to whatever the name stands for."""
+    """Yields an owner of a pool. By default it attaches to the name's current allocator."""
     spec = pool_spec(kinds, 64)
     async with AsyncAllocator(address or name.proxy.address) as client:
         session = client.session(pool, messages.pool_spec(spec), on_wait=on_wait)

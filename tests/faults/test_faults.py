@@ -1,9 +1,9 @@
-"""The fault table of the session protocol on real allocators: nothing leaks, nothing is lost, every page reads back.
+"""Tests the session protocol's fault table on real allocators: nothing leaks, nothing is lost, every page reads back.
 
-The owner here is a session without a model, so that a fault can be put between two messages; `test_text.py` has the
-same faults under a worker that streams. README.md says which test answers which fault.
+The owner is a session without a model, so that a fault can come between any two messages. `test_text.py` tests the same
+faults with a streaming worker. README.md lists the test of each fault.
 
-`QUIRE_FAULT_RUNS` says how often each fault is repeated (`make faults RUNS=1000`); recovery times are printed.
+`QUIRE_FAULT_RUNS` is the number of repetitions of each fault (`make faults RUNS=1000`). The tests print recovery times.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tests.faults.conftest import WallClock
 from tests.faults.scene import LEASE_S, Name, attached, metric, named, report
 
 RUNS = int(os.environ.get("QUIRE_FAULT_RUNS", "2"))
-KILLS = max(5, RUNS)  # of each kind of pool; with those of `test_text.py` at least 20 in every run of all tests
+KILLS = max(5, RUNS)  # per kind of pool; with the kills of `test_text.py` a full test run has at least 20
 STEPS = "quire_allocator_steps_total"
 EXPIRATIONS = "quire_allocator_lease_expirations_total"
-SILENT_S = 5.0  # more than a stream may be
+SILENT_S = 5.0  # longer than a stream may be silent
 
 pytestmark = [pytest.mark.timeout(120 + 20 * RUNS), pytest.mark.asyncio(loop_scope="module")]
 
@@ -51,7 +51,7 @@ async def test_an_allocator_killed_in_mid_step_is_replaced_and_live_sequences_go
             await name.ready()
             step = owner.history.make()
             answer = await owner.session.submit(step)
-            for _ in range(run % 5):  # applied or not, answered or not
+            for _ in range(run % 5):  # The kill comes before or after the step is applied and answered.
                 await asyncio.sleep(0)
             started = time.monotonic()
             name.replace()
@@ -116,10 +116,10 @@ async def test_half_open_connections_are_left_and_what_they_still_bring_changes_
         name.proxy.strand()
         answer = await owner.session.submit(step)
         started = time.monotonic()
-        await owner.act(step, answer)  # over a new connection
+        await owner.act(step, answer)  # The owner sends the step over a new connection.
         report("half-open connection, until the answer", [time.monotonic() - started])
         await owner.step()
-        name.proxy.let_through()  # the same step once more, from a stream that is fenced
+        name.proxy.let_through()  # The old, fenced stream delivers the same step again.
         for _ in range(10):
             await owner.step()
         await owner.check(name.place)
@@ -167,7 +167,7 @@ async def test_sessions_and_calls_of_one_client_leave_a_silent_connection_each_f
         name.place.send(signal.SIGCONT)
         for session in sessions:
             assert (await asyncio.wait_for(session.step(step), SILENT_S)).free_block_count == 59
-        if not is_stranded:  # unary calls stay with their connection
+        if not is_stranded:  # Unary calls stay on the stranded connection.
             assert {"one-client-0", "one-client-1"} <= {pool.pool for pool in await client.list_pools()}
             assert isinstance(await asyncio.wait_for(anext(events), SILENT_S), SnapshotEnd)
         for session in sessions:
@@ -176,7 +176,7 @@ async def test_sessions_and_calls_of_one_client_leave_a_silent_connection_each_f
 
 
 async def is_left(session: AsyncSession) -> None:
-    """Returns once its stream is down."""
+    """Returns once the session's stream is down."""
     while session.connected:
         await asyncio.sleep(0)
 
@@ -258,7 +258,8 @@ async def test_an_owner_that_was_silent_for_longer_than_its_lease_displaces_nobo
         step = zombie.history.make()
         answer = await zombie.session.submit(step)
         direct = name.place.address
-        async with attached(name, kinds="full", seed=2, address=direct) as living:  # opens when the lease has ended
+        # This session opens once the zombie's lease has ended.
+        async with attached(name, kinds="full", seed=2, address=direct) as living:
             await living.step()
             name.proxy.cut()
             name.proxy.let_through()
@@ -266,7 +267,7 @@ async def test_an_owner_that_was_silent_for_longer_than_its_lease_displaces_nobo
                 await living.step()
                 await living.check(name.place)
             assert not answer.done()
-        await zombie.act(step, answer)  # its pages were reported, and are in force again
+        await zombie.act(step, answer)  # The zombie has reported its pages and owns the pool again.
         await zombie.step()
         await zombie.check(name.place)
 
@@ -277,7 +278,7 @@ async def test_a_wall_clock_that_jumps_by_an_hour_is_not_looked_at(name: Name, w
         expired = await metric(name.place, EXPIRATIONS)
         for seconds in (3_600, -3_600, 0):
             wall_clock.jump(seconds)
-            until = time.monotonic() + LEASE_S / 2  # leases are looked at meanwhile
+            until = time.monotonic() + LEASE_S / 2  # The allocator checks leases during this time.
             while time.monotonic() < until:
                 await owner.step()
             await owner.check(name.place)

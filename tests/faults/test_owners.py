@@ -1,5 +1,5 @@
-"""Rows of the fault table about an owner's requests, on a real allocator: uncomputed tokens, wrong frees, holds that
-are never given back, messages that are too large, callers that are silent or too fast."""
+"""Tests faulty owners on a real allocator: they commit uncomputed tokens, free wrongly, never release holds, send
+messages that are too large, are silent or too fast."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def name(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Name]:
 
 
 def step_of(*operations: tuple[object, ...]) -> StepBuilder:
-    """A step of `("allocate", ...)`, `("commit", ...)` and so on."""
+    """Returns a step of operations such as `("allocate", ...)` and `("commit", ...)`."""
     step = StepBuilder()
     for verb, *arguments in operations:
         getattr(step, str(verb))(*arguments)
@@ -45,7 +45,7 @@ def step_of(*operations: tuple[object, ...]) -> StepBuilder:
 
 
 async def matched(name: Name, tokens: list[int], namespace: str = "") -> int:
-    """Tokens of a prompt that any pool has published."""
+    """Returns how many tokens of a prompt any pool has published."""
     async with AsyncAllocator(name.place.address) as client:
         found = await client.match_prefix(block_digests(ROOT, tokens, BLOCK_SIZE), namespace)
         return max((match.matched_token_count for match in found), default=0)
@@ -70,7 +70,8 @@ async def test_what_was_granted_but_never_computed_is_not_found(name: Name) -> N
         assert beyond.commits == [Result.TOO_LONG]
         assert await matched(name, TOKENS) == 0
         await owner.session.step(step_of(("commit", 1, 16, digests[:4])))
-        await owner.session.step(StepBuilder())  # no event before the previous step is acknowledged
+        # This step acknowledges the previous one, and only then the event is sent.
+        await owner.session.step(StepBuilder())
         assert await matched(name, TOKENS) == 16
         await owner.check(name.place)
 
@@ -100,7 +101,7 @@ async def test_frees_that_are_wrong_are_answered_and_change_nothing(name: Name) 
 async def test_messages_that_are_too_large_are_refused_and_nobody_else_notices(name: Name) -> None:
     async with attached(name, kinds="full") as owner, attached(name, pool="other", kinds="full") as other:
         await owner.session.step(step_of(("allocate", 1, 20)))
-        huge = step_of(("allocate", 2, 20, b"d" * 32 * 40_000))  # 1.28 MB of 1 MiB
+        huge = step_of(("allocate", 2, 20, b"d" * 32 * 40_000))  # 1.28 MB; a message may have 1 MiB
         assert await refusal(owner, huge) is Reason.TOO_LARGE
         async with AsyncAllocator(name.place.address) as client:
             with pytest.raises(grpc.aio.AioRpcError) as caught:

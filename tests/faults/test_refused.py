@@ -1,4 +1,4 @@
-"""An allocator that refuses its predecessor's owner, which continues with its grants until an allocator accepts it."""
+"""If a new allocator refuses the owner, the owner continues with its old grants until an allocator accepts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def token_file(folder: Path, token: str) -> tuple[str, str]:
-    """The option of a server that asks for this token, or shows it."""
+    """Returns the option that sets a server's token. The allocator asks callers for it; the worker shows it."""
     path = folder / token[0]
     path.touch(mode=0o600)
     path.write_text(token)
@@ -29,7 +29,7 @@ def token_file(folder: Path, token: str) -> tuple[str, str]:
 
 
 async def stream_for(timeout_s: float, client: AsyncClient, begun: asyncio.Event) -> None:
-    """A text that does not end in that time."""
+    """Streams a text that does not end within this time."""
     async with client.stream("class", ignore_eos=True, max_tokens=4_000, timeout_s=timeout_s) as chunks:
         async for _ in chunks:
             begun.set()

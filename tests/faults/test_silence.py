@@ -1,4 +1,4 @@
-"""Connections that die without a word, as where a NAT forgot them: both sides notice within seconds."""
+"""Both sides notice within seconds when a connection dies silently, for example because a NAT forgot it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.faults.scene import Place, Proxy
 from tests.gateway.scene import curl, gateway, script
 
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
-NOTICED_S = 30.0  # 10 of a client, 15 of a server, and a busy machine
+NOTICED_S = 30.0  # seconds: 10 for a client, 15 for a server, 5 for a busy machine
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -78,14 +78,14 @@ async def test_dead_connections_are_left_by_clients_of_either_kind_and_by_the_se
                 try:
                     await client.list_pools(timeout_s=5)
                     return
-                except QuireError:  # as long as the connection is believed in
+                except QuireError:  # Calls fail until the client gives up the dead connection.
                     await asyncio.sleep(0)
 
         async with asyncio.timeout(NOTICED_S):
             await answered()
             while len(heard) == before[0] or len(threads) == before[1]:
                 await asyncio.wait(following, timeout=0.05)
-            while connections(place) > believed:  # the dead ones, beside the new ones
+            while connections(place) > believed:  # Until the allocator closes them, the dead connections count too.
                 await asyncio.wait(following, timeout=0.05)
         assert len(waits) >= 2
         assert max(events.age_s, threads_events.age_s) < NOTICED_S

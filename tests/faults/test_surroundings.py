@@ -1,5 +1,5 @@
-"""A log without a reader, a full disk, a process that forks, a clock that jumps: servers keep serving, and no caller
-loses anything."""
+"""Servers keep serving and no caller loses anything with an unread log, a full disk, a forking process, or a clock that
+jumps."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.faults.test_faults import RUNS
 
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
 LINES_AT_ONCE = 256
-START_S = 90.0  # of each of three servers, on a busy machine
+START_S = 90.0  # for each of three servers, on a busy machine
 
 pytestmark = pytest.mark.timeout(400)
 
 
 @contextlib.contextmanager
 def unread() -> Iterator[int]:
-    """Yields a pipe whose reader stands still, and which is full already: the first line of each server has to wait."""
+    """Yields a pipe that is already full and that nobody reads, so that a server's first line has to wait."""
     reader, writer = os.pipe()
     try:
         os.set_blocking(writer, False)
@@ -51,7 +51,7 @@ def unread() -> Iterator[int]:
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[int]:
-    """A file on a disk that is full."""
+    """Yields a file on a full disk."""
     descriptor = os.open("/dev/full", os.O_WRONLY)
     try:
         yield descriptor
@@ -61,7 +61,7 @@ def full_disk() -> Iterator[int]:
 
 @contextlib.contextmanager
 def closed() -> Iterator[None]:
-    """No standard streams at all, as some supervisors start a service."""
+    """Closes the standard streams, as some supervisors do when they start a service."""
     yield None
 
 
@@ -69,7 +69,7 @@ def closed() -> Iterator[None]:
 def server(
     name: str, folder: Path, output: int | None, *arguments: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], Any]]:
-    """Starts a server with this output; returns it and its ready file."""
+    """Starts a server with this output; yields its process and the contents of its ready file."""
     ready = folder / f"{name}.json"
     command = [sys.executable, "-m", f"quire_{name}", "--listen", "127.0.0.1:0", "--ready-file", str(ready), *arguments]
     metrics = [] if name == "gateway" else ["--metrics", "127.0.0.1:0"]
@@ -83,7 +83,7 @@ def server(
             assert time.monotonic() < deadline
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.02)
-        if output is None:  # or a socket would get the number of a stream, and what is printed
+        if output is None:  # Otherwise a socket would get the number of a standard stream, and receive printed text.
             assert {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (0, 1, 2)} == {os.devnull}
         yield process, json.loads(ready.read_text())
         process.terminate()
@@ -100,7 +100,7 @@ def dropped_line_count(metrics: str) -> float:
 
 
 def log_until_lines_are_dropped(client: Allocator, metrics: str) -> None:
-    """Makes an allocator log more than may wait for its reader: a line of some 300 bytes for each call."""
+    """Makes an allocator log more than its buffer holds for the reader: a line of about 300 bytes per call."""
     name = "p" * 128
     with calls(client, name, SPEC):
         for _ in range(3 * BYTES_MAX // (256 * LINES_AT_ONCE)):
@@ -122,7 +122,7 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
                 with Allocator(allocator["address"]) as client:
                     if output is not closed:
                         log_until_lines_are_dropped(client, allocator["metrics_address"])
-                    for run in range(50 * RUNS):  # two lines each
+                    for run in range(50 * RUNS):  # Each run logs two lines.
                         session = calls(client, f"pool-{run}", SPEC, keep_alive=False)
                         session.open()
                         assert session.allocate(1, 10).ok
@@ -194,7 +194,8 @@ def test_children_that_are_forked_beside_a_session_leave_it_alone(transport: str
 def test_nothing_that_is_kept_alive_ends_where_the_wall_clock_jumps(
     wall_clock: WallClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leases, branches, polls and deadlines of real servers; sessions and branches that their owners renew."""
+    """Covers leases, branches, polls and deadlines of real servers, and sessions and branches that their owners
+    renew."""
     wall_clock.require()
     for name, value in wall_clock.environment.items():
         monkeypatch.setenv(name, value)

@@ -1,5 +1,5 @@
-"""The fault table under a worker that streams: the text is that of an undisturbed run, both sides' states are the same
-while it goes on, and in the end every block is free. README.md says which test answers which fault."""
+"""Tests the fault table with a streaming worker. The text equals an undisturbed run's, both sides' states agree during
+it, and in the end every block is free. README.md lists the test of each fault."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ async def test_text_goes_on_after_an_outage_that_is_longer_than_a_stream_may_be_
         name.place.kill()
         await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=2 * SILENCE_S + 1)
         were_done = streams.are_done
-        await name.place.start()  # first, for the tests after this one need it
+        await name.place.start()  # before the assertion, because later tests need the allocator
         assert not were_done, "there is room for 64 tokens of each, and most are longer"
         await text.agree()
 
 
 async def test_text_goes_on_when_answers_are_lost_with_or_without_their_allocator(name: Name, text: Worker) -> None:
-    """If an answer is already on its way when answers begin to be lost, no more steps follow it."""
+    """If an answer is already in flight when answers start to be lost, no more steps follow it."""
     lost = 0
     for run in range(2 * RUNS):
         async with text.streaming() as streams:
@@ -118,7 +118,8 @@ async def test_text_goes_on_when_the_worker_wanders_between_allocators(name: Nam
 
 
 async def test_text_goes_on_when_reports_are_cut_in_the_middle(name: Name, text: Worker) -> None:
-    """Behind the namespaces of its first chunk, which follow the sequences. Cut parts are made again."""
+    """The cut comes after the first chunk's namespaces, which follow the sequences. The owner builds cut parts
+    again."""
     for run in range(2 * RUNS):
         await name.ready()
         async with text.streaming(namespace="cut") as streams:
@@ -142,8 +143,8 @@ async def test_text_goes_on_when_the_allocator_stands_still_for_longer_than_its_
 async def test_decoding_goes_on_with_what_was_granted_ahead_while_the_allocator_stands_still(
     name: Name, text: Worker
 ) -> None:
-    """And while a request waits that came meanwhile. Of the tokens ahead a block may have been asked for, and not
-    granted yet."""
+    """Decoding also continues while a later request waits. A block of the tokens ahead may be requested and not granted
+    yet."""
     (prompt, sampling), (late_prompt, late_sampling) = REQUESTS[0], REQUESTS[2]
     prompt_token_count = (await text.client.generate(prompt, max_tokens=1)).usage.prompt_token_count
     await text.idle()
@@ -151,7 +152,7 @@ async def test_decoding_goes_on_with_what_was_granted_ahead_while_the_allocator_
     async with text.client.stream(prompt, ignore_eos=True, timeout_s=300, **sampling) as chunks:
         output = [(await anext(chunks)).text for _ in range(20)]
         ahead = 0
-        while ahead < AHEAD - BLOCK_SIZE:  # a busy machine may let the worker run ahead of its requests for blocks
+        while ahead < AHEAD - BLOCK_SIZE:  # On a busy machine the worker may decode before its next blocks are granted.
             (granted,) = [each.token_count for each in (await pool_of(name.place, "default")).sequences]
             ahead = granted - prompt_token_count - ((await text.client.status()).output_token_count - before)
         name.place.send(signal.SIGSTOP)
@@ -231,7 +232,7 @@ async def test_a_worker_that_was_silent_for_longer_than_its_lease_displaces_nobo
     try:
         async with text.streaming() as streams:
             text.process.process.send_signal(signal.SIGSTOP)
-            await is_ready(second)  # it waited for the lease to end, and has an empty pool
+            await is_ready(second)  # The second worker waited for the lease to end and has an empty pool.
             async with AsyncClient(second.address) as other:
                 text.process.process.send_signal(signal.SIGCONT)
                 await streams.more(3)

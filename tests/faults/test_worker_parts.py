@@ -1,5 +1,5 @@
-"""Parts of a worker process that fail: the model, the memory, the tokenizer. The failing request ends with a reason,
-requests beside it get the text of transformers, every block is free in the end, and the worker lives."""
+"""The model, the memory or the tokenizer of a worker fails. The failing request ends with a reason, concurrent requests
+get the text of transformers, every block is free in the end, and the worker survives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prompt(seed: int, length: int = 20) -> list[int]:
 
 @dataclass
 class Scene:
-    """A worker whose model and tokenizer are broken in places, and the same model without faults."""
+    """A worker with a partly broken model and tokenizer, and the same model without faults."""
 
     process: ServerProcess
     place: Place
@@ -53,8 +53,8 @@ class Scene:
 
     @asynccontextmanager
     async def company(self) -> AsyncIterator[None]:
-        """Others stream meanwhile, one text after the other; they have their text, and in the end every block is
-        free."""
+        """Generates texts until the block ends. Checks that they are right, and that every cache block is free
+        afterwards."""
         prompts, is_over = [prompt(100 + i) for i in range(3)], asyncio.Event()
 
         async def stream(tokens: list[int]) -> None:
@@ -76,14 +76,15 @@ class Scene:
         assert SECRET not in self.log.read_text()
 
     async def failures(self) -> dict[str, float]:
-        """Failures by kind, as the worker's metrics count them."""
+        """Returns the failures by kind, as the worker's metrics count them."""
         page = await asyncio.to_thread(urllib.request.urlopen, f"http://{self.process.metrics_address}/metrics")
         families = text_string_to_metric_families(page.read().decode())
         samples = [sample for family in families for sample in family.samples]
         return {s.labels["kind"]: s.value for s in samples if s.name == "quire_worker_failures_total"}
 
     async def failure_of(self, tokens: str | list[int], kind: str) -> Reason:
-        """Returns the reason of a request's end, which is counted, and logged by its id."""
+        """Returns the reason with which a request fails. Checks that the worker counts the failure, and logs it with
+        the request's id."""
         before = await self.failures()
         with pytest.raises(QuireError) as caught:
             await self.client.generate(tokens, max_tokens=40, ignore_eos=True, request_id=f"doomed-{kind}")
@@ -93,7 +94,7 @@ class Scene:
 
 
 def break_model(healthy: Path, folder: Path) -> list[int]:
-    """Breaks a copy of a model, and returns a prompt whose text it cannot decode."""
+    """Writes a broken copy of a model; returns a prompt with text that its tokenizer cannot decode."""
     shutil.copytree(healthy, folder)
     decode = Tokenizer(healthy).decode
     spared = {token for i in range(3) for token in reference_text(healthy, tuple(prompt(100 + i)), LENGTH)}
@@ -151,8 +152,8 @@ async def test_a_token_that_the_tokenizer_panics_at_ends_its_text_alone(scene: S
 async def test_a_process_that_may_have_little_more_memory_computes_in_parts(tmp_path: Path) -> None:
     place = Place(tmp_path / "allocator")
     await place.start()
-    # With that threshold large pieces come from the system and are given back at once, and a single arena has no
-    # address space in reserve. So no memory is left over from loading the model that the limit would not see.
+    # With this threshold malloc takes large pieces from the system and returns them at once. A single arena reserves no
+    # address space. So no memory remains from loading the model that would escape the limit.
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     process = worker_process(tmp_path / "worker", place.address, "--max-batch-tokens", "4096", environment=environment)
     tokens = [1 + i * 7 % 2000 for i in range(3500)]

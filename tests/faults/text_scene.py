@@ -1,4 +1,4 @@
-"""A worker that streams real text, and its allocators behind a name."""
+"""A worker that streams real text, and its allocators behind one name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BLOCKS = 400
 SOON_S = 30.0
 PATIENT = {f"grpc.{name}": 100_000 for name in ("keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms")}
-# A greedy text that is under way still when a busy client has seen its first tokens, samples that are forked from a
-# half-filled block and append to it side by side, a long prompt.
+# A greedy text that is long enough to still run when a busy client sees its first tokens. Samples that fork from a
+# half-filled block and append to it concurrently. A long prompt.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("The import statement", {"max_tokens": 1_200}),
     ("def join(self, iterable):", {"max_tokens": 80, "n": 3, "temperature": 0.8, "seed": 7}),
@@ -34,12 +34,12 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 def worker_process(
     folder: Path, allocator: str, *arguments: str, model: Path = DEMO, environment: Mapping[str, str] | None = None
 ) -> ServerProcess:
-    """A worker that has been started; it is ready once its pool is its own."""
+    """Starts a worker. It is ready once it owns its pool."""
     folder.mkdir()
     where = ["--allocator", allocator, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
     return ServerProcess(
         "quire_worker",
-        # Each token is a message of its own, so that a test which counts messages counts tokens.
+        # Each token comes in its own message, so that counting messages counts tokens.
         ["--model", str(model), "--blocks", str(BLOCKS), "--stream-interval-ms", "0", *where, *arguments],
         folder=folder,
         log=folder / "log",
@@ -48,12 +48,12 @@ def worker_process(
 
 
 async def is_ready(process: ServerProcess) -> None:
-    """Returns when it serves."""
+    """Returns when the process serves."""
     await asyncio.to_thread(process.wait_ready, deadline=time.monotonic() + 100)
 
 
 async def logged(log: Path, text: str) -> bool:
-    """Whether a log has a text, at once or soon: a thread writes what a server logs, when it has its turn."""
+    """Returns whether a log contains a text, now or soon. A thread writes a server's log with some delay."""
     deadline = time.monotonic() + SOON_S
     while text not in await asyncio.to_thread(log.read_text) and time.monotonic() < deadline:
         pass
@@ -61,28 +61,28 @@ async def logged(log: Path, text: str) -> bool:
 
 
 class Streams:
-    """All requests of `REQUESTS` on their way."""
+    """All requests of `REQUESTS`, in flight."""
 
     def __init__(self, client: AsyncClient, namespace: str = "") -> None:
         self._namespace = namespace
         self._chunk_count = 0
-        self._waiting_count = len(REQUESTS)  # for their first chunk
+        self._waiting_count = len(REQUESTS)  # requests that still wait for their first chunk
         self._news = asyncio.Event()
         self._tasks = [asyncio.create_task(self._stream(client, *request)) for request in REQUESTS]
 
     @property
     def are_done(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether all streams have ended."""
         return all(task.done() for task in self._tasks)
 
     async def begun(self) -> None:
-        """Returns when each has its first chunk: one that comes while there is no session may be refused."""
+        """Returns when each request has its first chunk. Later a request without a session could be refused."""
         while self._waiting_count and not self.are_done:
             self._news.clear()
             await self._news.wait()
 
     async def more(self, chunk_count: int) -> None:
-        """Returns after so many more chunks, or when there are no more."""
+        """Returns after this many more chunks, or when all streams have ended."""
         until = self._chunk_count + chunk_count
         while self._chunk_count < until and not self.are_done:
             self._news.clear()
@@ -110,7 +110,7 @@ class Streams:
 
 
 class Worker:
-    """A worker and the text that it gives undisturbed."""
+    """A worker, and the text that it generates without faults."""
 
     def __init__(self, process: ServerProcess, client: AsyncClient, name: Name) -> None:
         self.process = process
@@ -120,7 +120,7 @@ class Worker:
 
     @asynccontextmanager
     async def streaming(self, namespace: str = "") -> AsyncIterator[Streams]:
-        """All requests at once; in the end each has its text, and every block is free."""
+        """Sends all requests at once. At the end checks that each has its text, and that every cache block is free."""
         await self.attached()
         streams = Streams(self.client, namespace)
         await streams.begun()
@@ -130,36 +130,37 @@ class Worker:
         assert (await self.client.status()).disagreement_count == 0
 
     async def attached(self) -> None:
-        """Returns when it knows that it has a session; the allocator, which `agree` asks, may know that sooner."""
+        """Returns when the worker knows that it has a session. The allocator, which `agree` asks, may know it
+        sooner."""
         deadline = time.monotonic() + SOON_S
         while not (await self.client.status()).allocator_connected:
             assert time.monotonic() < deadline, "the worker has no session"
 
     async def idle(self) -> None:
-        """Waits until both say that nothing is held: ended samples are freed with the worker's next step, after a
-        caller may already have its text."""
+        """Waits until worker and allocator hold no blocks. The worker frees ended samples with its next step, possibly
+        after the caller has the text."""
         deadline = time.monotonic() + SOON_S
         while (held := await self.agree()) and time.monotonic() < deadline:
             pass
         assert held == 0, "what ended is still held"
 
     async def generates(self, token_count: int) -> bool:
-        """Whether so many tokens come from it, counted from its start, at once or soon."""
+        """Returns whether the worker generates this many tokens in total since its start, now or soon."""
         deadline = time.monotonic() + SOON_S
         while (await self.client.status()).output_token_count < token_count and time.monotonic() < deadline:
             pass
         return time.monotonic() < deadline
 
     async def agree(self) -> int:
-        """Returns when worker and allocator say that the same sequences are on the same blocks, and that is all.
+        """Returns when worker and allocator have exactly the same sequences on the same blocks.
 
-        They are asked one after the other, again and again, while tokens are computed. Returns how many sequences.
+        Asks one after the other, again and again, while the worker generates. Returns the number of sequences.
         """
         deadline = time.monotonic() + 2 * SOON_S
         while time.monotonic() < deadline:
             try:
                 seen = await pool_of(self._name.place, "default")
-            except grpc.aio.AioRpcError:  # not attached yet
+            except grpc.aio.AioRpcError:  # The worker has not attached yet.
                 continue
             digest = (await self.client.status()).state_digest
             if digest == state_digest(rows_of(seen)):
@@ -171,7 +172,7 @@ class Worker:
 
 @asynccontextmanager
 async def closing(client: AsyncClient) -> AsyncIterator[None]:
-    """Closes a client that is open."""
+    """Closes a client at the end of the block."""
     try:
         yield
     finally:
@@ -180,11 +181,12 @@ async def closing(client: AsyncClient) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def worker(name: Name, folder: Path, environment: Mapping[str, str]) -> AsyncIterator[Worker]:
-    """A worker of the demo model behind a name."""
+    """Runs a worker of the demo model on the allocators behind a name."""
     process = worker_process(folder / "worker", name.proxy.address, environment=environment)
     try:
         await is_ready(process)
-        with pytest.MonkeyPatch.context() as patch:  # how soon a client leaves a silent worker is not tested here
+        # This test does not check how soon a client leaves a silent worker.
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(channel, "OPTIONS", [(key, PATIENT.get(key, value)) for key, value in channel.OPTIONS])
             client = await AsyncClient(process.address).__aenter__()
         async with closing(client):

@@ -1,6 +1,7 @@
 """`python -m tests.fuzz --count N --seed S`: sends malformed messages to the allocator, and prints its counts.
 
-Episodes run under seeds from S on until there were N messages; one that fails is replayed by `--seed` with `--count 1`.
+Episodes run with seeds S, S + 1, ... until N messages are sent. `--seed` with `--count 1` repeats an episode that
+failed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ FAILURES_MAX = 10
 
 
 def main() -> int:
-    """Returns 1 if anything was violated, or a reason was never seen."""
+    """Returns 1 if a rule was violated or a reason was never seen."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=100_000, help="messages (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the first episode (default: %(default)s)")

@@ -1,12 +1,12 @@
-"""The allocator's handlers and state machines under malformed messages, without a wire: as many as time allows.
+"""Sends malformed messages to the allocator's handlers and state machines directly, without a network.
 
-An `Episode` has pools with a life of their own: one owned over streams, one by unary calls, one that a bystander owns.
-Each round takes a request that would be right, spoils it, and sends it. Conditions:
+An `Episode` has three pools: one is owned over streams, one by unary calls, and one by a bystander.
+Each round takes a valid request, spoils it, and sends it. Conditions:
 
-- nothing is raised but a `Refusal` with a reason of the table, never POOL_QUARANTINED: that is a defect found
-- a refused request changes nothing at all, an accepted one nothing of the other pools
-- whatever is accepted keeps the pool's invariants, and its owner reads the answer as the allocator meant it
-- the right request is served afterwards"""
+- the only exception is a `Refusal` with a reason of the table; POOL_QUARANTINED would be a defect
+- a refused request changes nothing, and an accepted one does not change the other pools
+- an accepted request keeps the pool's invariants, and its owner reads the answer as the allocator meant it
+- the valid request is served afterwards"""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import Quiet
 
 UNARY = ("OpenSession", "Apply", "DropCache", "CloseSession")
-INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # accepted requests, messages
+INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # in accepted requests; in messages
 
 
 class ViolationError(AssertionError):
-    """Something that must never happen has happened."""
+    """A condition above was violated."""
 
 
 @dataclass
 class Seen:
-    """The counts of a run: messages by kind, answers by reason ("OK" where it was accepted)."""
+    """The counts of a run: messages by kind, and answers by reason ("OK" if accepted)."""
 
     messages: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
@@ -60,7 +60,7 @@ class Seen:
 
 
 class Clock:
-    """Seconds that pass when an episode says so."""
+    """A clock that an episode advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -70,7 +70,7 @@ class Clock:
 
 
 class Episode:
-    """Pools, and malformed messages to them, out of one source of chance."""
+    """Makes pools and malformed messages to them, from one source of chance."""
 
     def __init__(self, chance: random.Random, seen: Seen) -> None:
         self.chance = chance
@@ -95,13 +95,13 @@ class Episode:
             self._right_unary()
         self._state = self._look()
 
-    # -- rounds --------------------------------------------------------------------------------------------------------
+    # -- kinds of rounds -----------------------------------------------------------------------------------------------
 
     def round(self) -> None:
-        """One malformed message, or one exchange that has one in it."""
+        """Sends one malformed message, or one exchange that contains one."""
         self.clock.now += self.chance.random() * 0.02
         for owner in self.directory._owners.values():
-            owner.lease_end = self.clock.now + 10.0  # no lease is to expire by accident
+            owner.lease_end = self.clock.now + 10.0  # no lease expires by accident
         rounds = (self._bad_step, self._bad_step, self._bad_unary, self._bad_unary, self._bad_reading)
         self.chance.choice((*rounds, self._bad_message, self._bad_attach, self._bad_report))()
         if self.chance.random() < 0.05 and not self.is_worn_out:
@@ -110,14 +110,14 @@ class Episode:
             self._state = self._look()
 
     def end(self) -> None:
-        """Causes the endings that malformed messages alone do not: a crowd, a defect, silence, and the end of the
+        """Causes refusals that malformed messages alone do not: by a crowd, a defect, silence, and a draining
         server."""
         for owner, machine in ((self.owner, self.machine), (self.bystander, self.bystander_machine)):
             machine.close()
             self.sessions.drop(self.directory._owners[owner.pool])
         self._crowd()
         self.owner, self.machine = self._attached("pool")
-        self.directory.pool("pool").pool.blocks.cached_count += 1  # a defect of ours
+        self.directory.pool("pool").pool.blocks.cached_count += 1  # a planted defect
         self.sessions.check_invariants = True
         self._expect("POOL_QUARANTINED")
         self.owner, self.machine = self._attached("last")
@@ -129,14 +129,14 @@ class Episode:
         self._expect("DRAINING")
 
     def _crowd(self) -> None:
-        """Sends more reports at a time, and more pools, than are admitted."""
+        """Sends more concurrent reports, and more pools, than the allocator admits."""
         self._state = self._look()
         freed = pb.ReportChunk(freed_blocks=bytes(4), freed_steps=[1], freed_operations=[1], freed_positions=[1])
         chunk = packed.SessionRequest(report_chunk=freed)
         crowd = [SessionMachine(self.sessions) for _ in range(limits.REPORTS_MAX + 4)]
         for place, machine in enumerate(crowd):
             attach = self._attach_message(f"crowd-{place}")
-            attach.spec.block_count, attach.last_step = 8, int(place <= limits.REPORTS_MAX)  # others need not wait
+            attach.spec.block_count, attach.last_step = 8, int(place <= limits.REPORTS_MAX)  # 0: no wait
             if self._receive(machine, packed.SessionRequest(attach=attach), "Session: attach", attach.pool) is not None:
                 self._receive(machine, chunk, "Session: report", attach.pool)
         for machine in crowd:
@@ -145,7 +145,7 @@ class Episode:
         self.sessions.expire(self.clock.now)
 
     def _expect(self, reason: str) -> None:
-        """The next message of the owner's stream is refused so."""
+        """Checks that the owner's next message is refused with this reason."""
         self.seen.messages["Session: step"] += 1
         step = packed.Step(session_id=self.owner.session_id, number=1, grows=GROW)
         try:
@@ -159,7 +159,7 @@ class Episode:
 
     @property
     def is_worn_out(self) -> bool:
-        """Whether a sequence id was so high that hardly any is left."""
+        """Whether hardly any sequence ids are left above the highest one."""
         return any(owner.pool.last_sequence_id > 1 << 60 for owner in self.directory.open_pools())
 
     def _spoil(self, message: Message) -> Message | None:
@@ -192,7 +192,7 @@ class Episode:
             self._take_over(request, replies)
 
     def _take_over(self, request: packed.SessionRequest, replies: list[packed.SessionReply]) -> None:
-        """Reads the answer to a changed step that was still valid, and checks that both sides agree on its effects."""
+        """Reads the answer to a changed step that is still valid, and checks that both sides agree on its effects."""
         owner = self.owner
         owner._unanswered.append(request)
         for reply in replies:
@@ -240,7 +240,7 @@ class Episode:
             self._state = self._look()
 
     def _bad_report(self) -> None:
-        """A report of the owner's pool under another name, with something wrong in a chunk, or in its end."""
+        """Reports the owner's pool under another name, with an error in a chunk or in the report's end."""
         chunks = report_chunks(self.owner.ledger)
         place = self.chance.randint(0, len(chunks))
         if place < len(chunks):
@@ -277,7 +277,7 @@ class Episode:
         if bad is None:
             return
         if isinstance(bad, packed.Step) and bad.number and self.chance.random() < 0.1:
-            bad.number -= 1  # the last step, with other content
+            bad.number -= 1  # the last step's number with other content
         answer = self._call(method, bad)
         if method == "OpenSession" and answer is not None and bad.pool != "unary":  # type: ignore[attr-defined]
             self.sessions.drop(self.directory.pool(bad.pool))  # type: ignore[attr-defined]
@@ -292,12 +292,12 @@ class Episode:
         if bad is not None:
             self._call(method, bad)
 
-    # -- what must hold ------------------------------------------------------------------------------------------------
+    # -- conditions ----------------------------------------------------------------------------------------------------
 
     def _receive(
         self, machine: SessionMachine, request: packed.SessionRequest, kind: str, pool: str
     ) -> list[packed.SessionReply] | None:
-        """The answers, or None where it was refused."""
+        """Returns the answers, or None if the request was refused."""
         return self._judged(kind, pool, lambda: machine.receive(request, self.clock.now))
 
     def _call(self, method: str, request: Message) -> Message | None:
@@ -338,7 +338,7 @@ class Episode:
         see = of or seen_of
         return {name: see(owner) for name, owner in self.directory._owners.items() if owner.session_id}
 
-    # -- right requests ------------------------------------------------------------------------------------------------
+    # -- valid requests ------------------------------------------------------------------------------------------------
 
     def _attach_message(self, name: str) -> pb.Attach:
         is_own = name == "pool"
@@ -368,10 +368,10 @@ class Episode:
             raise ViolationError(f"a right message of {owner.pool} was not served")
 
     def _resume(self, epoch: int = 0) -> None:
-        """Attaches the owner again after its stream was ended, and checks that everything is as before."""
+        """Attaches the owner again after its stream has ended, and checks that everything is as before."""
         self.machine.close()
         owner = self.owner
-        if max(epoch, owner.epoch) >= (1 << 64) - 2:  # nothing is above it: its lease must end
+        if max(epoch, owner.epoch) >= (1 << 64) - 2:  # no higher epoch exists: the lease must end
             self.sessions.drop(self.directory._owners["pool"])
             self.owner, self.machine = self._attached("pool")
             self._state = self._look()

@@ -1,7 +1,8 @@
-"""`python -m tests.fuzz.coverage_guided CORPUS`: bytes as requests, led by the reached parts of the allocator's code.
+"""`python -m tests.fuzz.coverage_guided CORPUS`: reads bytes as requests, guided by coverage of the allocator's code.
 
-Needs atheris, which is not among the dependencies (`pip install atheris`); its options follow, such as -runs=1000000.
-The first byte says which request the rest is; the corpus begins with right ones.
+Needs atheris, which is not among the dependencies (`pip install atheris`). Options of atheris follow, such as
+-runs=1000000. The first byte selects the kind of request, and the rest is its bytes. The corpus starts with valid
+requests.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SEED = 11
 
 
 class Target:
-    """One episode, made anew after every request that was accepted."""
+    """Holds one episode, and replaces it after every accepted request."""
 
     def __init__(self) -> None:
         self.episode = self._new()
@@ -34,7 +35,7 @@ class Target:
         return Episode(random.Random(SEED), Seen())
 
     def right(self) -> list[bytes]:
-        """Requests that are accepted, to begin with."""
+        """Returns requests that are accepted, as the initial corpus."""
         episode = self.episode
         plausible, ledger, pool = episode.plausible, episode.owner.ledger, episode.directory.pool("pool").pool
         step = plausible.step(ledger, pool).message

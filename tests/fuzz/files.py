@@ -1,8 +1,8 @@
 """`python -m tests.fuzz.files --count N --seed S`: damaged files of models and adapters, to the worker's readers.
 
-Each folder is a copy of a right one with one file changed: its bytes, or its JSON at one to three places, or the header
+Each folder is a copy of a valid folder with one file changed: its bytes, one to three places of its JSON, or the header
 of a safetensors file. A reader returns, or refuses with the error that it documents, within `CPU_S` seconds of
-processor time and `GROWTH_BYTES` of memory. A folder that fails is made again by `--seed` with `--count 1`.
+processor time and `GROWTH_BYTES` of memory. `--seed` with `--count 1` makes a folder that failed again.
 """
 
 from __future__ import annotations
@@ -48,18 +48,19 @@ FILES = {
     "shards": ("model.safetensors.index.json",),
     "configuration": ("config.json",),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json"),
-    "model": ("config.json", "generation_config.json", "model.safetensors"),  # all of it, which takes a second
+    "model": ("config.json", "generation_config.json", "model.safetensors"),  # all files; reading them takes a second
 }
-WEIGHTS = (30, 15, 10, 20, 20, 5)  # how often each reader has a turn
+WEIGHTS = (30, 15, 10, 20, 20, 5)  # how often each of FILES is chosen
 
 
 class ViolationError(AssertionError):
-    """A reader did what it must not."""
+    """A reader broke a rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """Folders before any change: a checkpoint in one file, one in shards, an adapter, and the layers it may change."""
+    """Valid folders: a checkpoint in one file, one in shards, an adapter; and the layers that the adapter may
+    change."""
 
     whole: Path
     sharded: Path
@@ -83,7 +84,7 @@ def write_right(root: Path) -> Right:
 
 
 class Readers:
-    """The worker's readers of folders, by the name of what they read."""
+    """The worker's readers of folders, by the name of their subject."""
 
     def __init__(self, right: Right) -> None:
         self._right = right
@@ -119,7 +120,7 @@ class Readers:
 
 
 class FuzzedFiles:
-    """Changes files below a folder of its own."""
+    """Changes files, and has the readers read them."""
 
     def __init__(self, root: Path) -> None:
         self.right = write_right(root)
@@ -127,10 +128,10 @@ class FuzzedFiles:
         self._folder = root / "spoiled"
 
     def run(self, seed: int, seen: Counter[str]) -> None:
-        """Has one folder read; everything in it follows from the seed.
+        """Makes one damaged folder from a seed, and has it read.
 
         Raises:
-            ViolationError: the reader did what it must not.
+            ViolationError: the reader broke a rule.
         """
         dice = random.Random(seed)
         (kind,) = dice.choices(tuple(FILES), WEIGHTS)
@@ -160,13 +161,14 @@ class FuzzedFiles:
 
 @contextlib.contextmanager
 def bounded(what: str) -> Iterator[None]:
-    """Ends what takes too long: with an error where Python is reached, else with the process and its stack."""
+    """Ends a block that takes too long: by an error if Python code runs, otherwise by ending the process with a
+    traceback."""
 
     is_over = False
 
     def end(*_: object) -> None:
         nonlocal is_over
-        is_over = True  # the reader may take the error for one of its library's
+        is_over = True  # The reader may catch the error below as one of its library's.
         raise ViolationError(f"{what}: more than {CPU_S:g} s")
 
     before = signal.signal(signal.SIGVTALRM, end)
@@ -187,13 +189,13 @@ def bounded(what: str) -> Iterator[None]:
 
 
 def run(count: int, seed: int) -> int:
-    """Returns 1 if anything was violated, or something was never read, or never refused."""
+    """Returns 1 if a rule was violated, or if a kind of folder was never read or never refused."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     torch.set_num_threads(1)
     seen, failed, first, started_s = Counter[str](), list[int](), seed, time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         files = FuzzedFiles(Path(folder))
-        # A reader that asks for all memory is told that there is none, and the machine stays.
+        # With this limit a reader that asks for all memory gets an error, and the machine survives.
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 2 * GROWTH_BYTES,) * 2)
         while seed - first < count and len(failed) < FAILURES_MAX:
@@ -213,7 +215,7 @@ def run(count: int, seed: int) -> int:
 
 
 def main() -> int:
-    """Reads the command line and runs."""
+    """Parses the command line and runs."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.files", description=__doc__)
     parser.add_argument("--count", type=int, default=1_000, help="folders (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the first folder (default: %(default)s)")

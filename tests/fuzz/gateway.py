@@ -1,9 +1,9 @@
-"""`python -m tests.fuzz.gateway --count N --seed S`: sends the gateway requests that no client sends, over real
+"""`python -m tests.fuzz.gateway --count N --seed S`: sends the gateway requests that no client would send, over real
 sockets.
 
 A connection fails if the gateway reports a defect of its own, does not end within 2 s, answers a request that was never
-sent, answers in another order, or sends bytes that are no answer. Half of the connections are to a gateway with a
-worker that plays back a script; without workers, a request that is right is 503.
+sent, answers in another order, or sends bytes that are no answer. Half of the connections go to a gateway with a
+scripted worker. The other gateway has no workers, so it answers a valid request with 503.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ViolationError(AssertionError):
 
 
 class FuzzedGateway:
-    """A gateway in this process, without workers or with one; made inside the event loop."""
+    """A gateway in this process, with or without a worker. Create it inside the event loop."""
 
     def __init__(self, fleet: Fleet) -> None:
         telemetry = Telemetry()
@@ -82,7 +82,7 @@ class FuzzedGateway:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self._failed.append(str(context)))
 
     async def ask(self, dice: random.Random, sent: Sent) -> bytes:
-        """Sends pieces, then nothing more, and returns the answer."""
+        """Sends the bytes in pieces, closes that direction, and returns the answer."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         await loop.connect_accepted_socket(
@@ -105,7 +105,7 @@ class FuzzedGateway:
                 while data := await reader.read(65_536):
                     found += data
                 return found
-        except ConnectionError:  # earlier answers count
+        except ConnectionError:  # The answers received so far count.
             return found
         except TimeoutError:
             raise ViolationError(f"the connection did not end within {LIMIT_S:g} s") from None
@@ -113,10 +113,10 @@ class FuzzedGateway:
             writer.close()
 
     async def check(self, dice: random.Random, sent: Sent, seen: Counter[str]) -> None:
-        """Sends, and looks at the answers.
+        """Sends the bytes, and checks the answers.
 
         Raises:
-            ViolationError: one of them is wrong.
+            ViolationError: an answer is wrong.
         """
         with structlog.testing.capture_logs() as logged:
             answer = await self.ask(dice, sent)
@@ -136,7 +136,7 @@ class FuzzedGateway:
 
 
 def continued(request: worker_pb.GenerateRequest, _context: object) -> Iterator[worker_pb.GenerateResponse]:
-    """Yields one token for each sample that the request wants."""
+    """Yields one token for each sample of the request."""
     count = max(1, request.sampling.n)
     for sample in range(count):
         yield worker_pb.GenerateResponse(
@@ -154,7 +154,7 @@ def spelled(request: worker_pb.DetokenizeRequest, _context: object) -> worker_pb
 
 @asynccontextmanager
 async def gateways() -> AsyncIterator[tuple[FuzzedGateway, FuzzedGateway]]:
-    """A gateway without workers, and one with a worker."""
+    """Yields a gateway without workers, and one with a worker."""
     with scripted_server() as server:
         held = worker_pb.PrefillResponse(branch_id=bytes(16), token_count=3, ttl_ms=60_000)
         script(server).answers |= {
@@ -173,7 +173,7 @@ async def gateways() -> AsyncIterator[tuple[FuzzedGateway, FuzzedGateway]]:
 
 
 async def run_connection(both: tuple[FuzzedGateway, FuzzedGateway], seed: int, seen: Counter[str]) -> int:
-    """One connection; everything in it follows from the seed. Returns how many requests it had.
+    """Makes one connection from a seed. Returns its number of requests.
 
     Raises:
         ViolationError: the gateway broke a rule.
@@ -186,7 +186,7 @@ async def run_connection(both: tuple[FuzzedGateway, FuzzedGateway], seed: int, s
 
 
 async def run(count: int, seed: int) -> int:
-    """Returns 1 if anything was violated, or a status was never seen."""
+    """Returns 1 if a rule was violated, or a status was never seen."""
     seen, failed = Counter[str](), list[int]()
     asked, first, started_s = 0, seed, time.perf_counter()
     async with gateways() as both:
@@ -205,7 +205,7 @@ async def run(count: int, seed: int) -> int:
 
 
 def main() -> int:
-    """Reads the command line and runs."""
+    """Parses the command line and runs."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.gateway", description=__doc__)
     parser.add_argument("--count", type=int, default=10_000, help="requests (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the first connection (default: %(default)s)")

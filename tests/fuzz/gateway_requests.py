@@ -1,4 +1,4 @@
-"""Requests to the gateway: bodies by its own description and beside it, heads as bytes."""
+"""Makes requests to the gateway: bodies that match its OpenAPI description or not, and heads as bytes."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Sent:
     """The bytes of one connection.
 
     Attributes:
-        data: all of it.
-        ids: of its requests, in their order.
-        hidden: ids that stand in bodies alone.
-        is_whole: whether nothing was changed about the framing, so that every request is to be answered.
+        data: all bytes.
+        ids: ids of the requests, in order.
+        hidden: ids that occur only in bodies.
+        is_whole: whether the framing is intact, so that every request must be answered.
     """
 
     data: bytes
@@ -67,7 +67,7 @@ class Sent:
 
 
 def value_of(dice: random.Random, schema: Any, schemas: dict[str, Any], depth: int = 0) -> object:
-    """A value that a schema describes, or now and then another one."""
+    """Returns a value that matches a schema, or now and then one that does not."""
     if dice.random() < 0.15 or depth > 5:
         return dice.choice(EDGES)
     if "$ref" in schema:
@@ -82,13 +82,13 @@ def value_of(dice: random.Random, schema: Any, schemas: dict[str, Any], depth: i
 
 
 def structure_of(dice: random.Random) -> object:
-    """A structure as vLLM's callers name it, of which the description says no more than that it is an object."""
+    """Returns a structure in vLLM's form. The OpenAPI description says only that it is an object."""
     value = dice.choice((*EDGES, "[a-z]", "start: /a/", ["a", "b"], {"type": "object"}, '{"type": "integer"}'))
     return {dice.choice(("json", "regex", "choice", "grammar", "json_object")): value}
 
 
 def right_but_for_one(dice: random.Random, schema: Any, schemas: dict[str, Any]) -> object:
-    """A body of which one field at most can be wrong, so that a worker is asked if it is not."""
+    """Returns a body with at most one wrong field. If that field is right too, the gateway calls a worker."""
     known = schema["properties"]
     body: dict[str, object] = {"prompt": "a"} if "prompt" in known else {"messages": [{"role": "user", "content": "a"}]}
     name = "structured_outputs" if dice.random() < 0.1 else dice.choice(list(known))
@@ -117,7 +117,7 @@ def number_of(dice: random.Random, schema: Any, _schemas: dict[str, Any], _depth
 
 
 def body_of(dice: random.Random, described: dict[str, Any], path: str) -> bytes:
-    """A body for a route: by its schema, with a few bytes changed, or of the edges of JSON."""
+    """Returns a body for a route: by its schema, with a few bytes changed, or an edge case of JSON."""
     schemas = described["components"]["schemas"]
     schema = schemas[BODIES[path]]
     value = value_of(dice, schema, schemas)
@@ -135,7 +135,7 @@ def body_of(dice: random.Random, described: dict[str, Any], path: str) -> bytes:
 
 
 def changed(dice: random.Random, data: bytes) -> bytes:
-    """The bytes with some of them changed, left out, or doubled."""
+    """Returns the bytes with some of them changed, left out, or doubled."""
     found = bytearray(data)
     for _ in range(dice.randrange(1, 4)):
         at = dice.randrange(len(found) + 1)
@@ -152,7 +152,7 @@ def changed(dice: random.Random, data: bytes) -> bytes:
 
 
 def connection_of(dice: random.Random, described: dict[str, Any], serial: int) -> Sent:
-    """Makes one to four requests of one connection; the first ones may hide others in their bodies."""
+    """Makes one to four requests of one connection. The first ones may hide others in their bodies."""
     data, ids, hidden = b"", list[str](), list[str]()
     count = dice.randrange(1, 5)
     for number in range(count):
@@ -176,7 +176,7 @@ def connection_of(dice: random.Random, described: dict[str, Any], serial: int) -
 
 
 def in_chunks(dice: random.Random, body: bytes) -> bytes:
-    """Returns the body in chunks of any size, with optional extensions."""
+    """Returns the body in HTTP chunks of random sizes, some with extensions."""
     found, at = b"", 0
     while at < len(body):
         size = dice.choice((1, 7, 1_000))

@@ -11,7 +11,7 @@ from quire_allocator.session.steps import pool_digest
 
 
 def seen_of(owner: Ownership) -> tuple[Any, ...]:
-    """Sequences, tables, and how much of everything: cheap enough for every message."""
+    """Returns the sequences, tables and counts of a pool. This is cheap enough for every message."""
     pool = owner.pool
     counts = (pool.blocks.free_count, pool.blocks.cached_count, pool.blocks.evicted_count, pool.granted_block_count)
     rest = (pool.admission.promised_block_count, pool.last_sequence_id, pool.log.last_cursor)
@@ -19,5 +19,5 @@ def seen_of(owner: Ownership) -> tuple[Any, ...]:
 
 
 def deeply_seen_of(owner: Ownership) -> tuple[Any, ...]:
-    """Returns all hits, and the state of every block."""
+    """Returns all published prefixes, and the state of every block."""
     return tuple(index.walk(owner.pool)), block_states(owner.pool).to_bytes()

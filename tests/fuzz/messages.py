@@ -1,6 +1,7 @@
-"""Malformed messages out of one source of chance: any message of a type, valid ones changed, and bytes changed.
+"""Makes malformed messages from one source of chance: random messages of a type, changed valid messages, and changed
+bytes.
 
-Chance may be seeded, Hypothesis' own (which shrinks failures), or made of a fuzzer's bytes.
+The source may be seeded, Hypothesis' own (which shrinks failures), or a fuzzer's bytes.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _NUMBERS = {
 
 
 class Malformer:
-    """Makes messages.
+    """Makes malformed messages.
 
     Args:
-        chance: where everything comes from.
+        chance: the source of all random choices.
 
     Attributes:
-        words: bytes that mean something where the messages go, such as session ids and digests.
-        names: likewise, texts; `numbers`: likewise, numbers.
+        words: bytes that mean something to the receiver, such as session ids and digests.
+        names: texts that mean something to the receiver; `numbers`: numbers that do.
     """
 
     def __init__(self, chance: random.Random) -> None:
@@ -52,7 +53,7 @@ class Malformer:
         self.numbers: list[int] = [0]
 
     def anything(self, kind: type[MessageT], depth: int = 3) -> MessageT:
-        """A message of that type with any fields set to anything."""
+        """Returns a message of this type with random fields set to random values."""
         message = kind()
         for field in kind.DESCRIPTOR.fields:
             if self.chance.random() < 0.5:
@@ -60,7 +61,7 @@ class Malformer:
         return message
 
     def changed(self, message: MessageT) -> MessageT:
-        """Returns a copy with up to three changes, each somewhere in it."""
+        """Returns a copy with up to three changes at random places."""
         copy = type(message)()
         copy.CopyFrom(message)
         for _ in range(self.chance.randint(1, 3)):
@@ -68,7 +69,7 @@ class Malformer:
         return copy
 
     def in_bytes(self, message: MessageT) -> MessageT | None:
-        """Returns a copy with its bytes changed; None if they cannot be parsed any more."""
+        """Returns a copy with its bytes changed; None if they can no longer be parsed."""
         data = self.scrambled(message.SerializeToString())
         try:
             return type(message).FromString(data)
@@ -76,7 +77,7 @@ class Malformer:
             return None
 
     def scrambled(self, data: bytes) -> bytes:
-        """Bytes flipped, cut, doubled, put in."""
+        """Returns the bytes with some flipped, cut, doubled or inserted."""
         chance, changed = self.chance, bytearray(data)
         for _ in range(chance.randint(1, 4)):
             place = chance.randint(0, len(changed))
@@ -126,7 +127,7 @@ class Malformer:
             setattr(message, name, self._value(field))
 
     def _change(self, message: Message) -> None:
-        """One field of this message or of one inside it."""
+        """Changes one field of this message or of a message inside it."""
         chance = self.chance
         inside = [value for _, value in _messages_in(message)]
         if inside and chance.random() < 0.8:

@@ -1,4 +1,4 @@
-"""Valid requests: the raw material of malformed ones, which the allocator must still serve after them."""
+"""Makes valid requests. The fuzzer spoils copies of them, and the allocator must still serve them afterwards."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.pool import Pool
 
-GROW = packed.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # of an unknown sequence
+GROW = packed.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # grows an unknown sequence
 TEXTS_MAX = 6
 PLACES = 256
 READING = ("MatchPrefix", "ListPools", "GetPool", "GetPoolBlocks", "GetPoolUsage")
 
 
 class Plausible:
-    """Sends random requests as an owner that knows its pool."""
+    """Makes random requests as an owner that knows its pool."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
-        # Every sequence has the same text: the digest at each place is that of all tokens before it.
+        # Every sequence has the same text, so each place has one digest of all tokens before it.
         self.digests = [hashlib.sha256(str(place).encode()).digest() for place in range(PLACES)]
         self.used_id, self._next_id = "", "request"
 
     def step(self, ledger: Ledger, pool: Pool) -> StepBuilder:
-        """A step that changes some of everything."""
+        """Returns a step with operations of every kind."""
         chance, step, gone = self.chance, StepBuilder(), set[int]()
         for sequence_id, sequence in ledger.sequences.items():
             if chance.random() < 0.6:
@@ -54,7 +54,7 @@ class Plausible:
         return step
 
     def unary(self, method: str, owner: Ownership, spec: pb.PoolSpec) -> Message:
-        """A request of this unary session."""
+        """Returns a request of this unary session."""
         if method == "OpenSession":
             return pb.OpenSessionRequest(version=3, request_id=self._request_id(), pool="unary", spec=spec)
         if method == "DropCache":
@@ -63,13 +63,13 @@ class Plausible:
         if method == "CloseSession":
             return pb.CloseSessionRequest(session_id=owner.session_id)
         step = packed.Step(session_id=owner.session_id)
-        if self.chance.random() < 0.9:  # else it renews the lease
+        if self.chance.random() < 0.9:  # A step without a number renews the lease.
             step.number = owner.steps.next_step
             self._operation(owner.pool).fill(step)
         return step
 
     def _operation(self, pool: Pool) -> StepBuilder:
-        """A step of one operation."""
+        """Returns a step of one operation."""
         chance, step = self.chance, StepBuilder()
         living = list(pool.sequences) or [1]
         sequence_id, new_id = chance.choice(living), pool.last_sequence_id + 1
@@ -87,7 +87,7 @@ class Plausible:
         return step.commit(sequence_id, count, self._commit(pool, sequence_id, count))
 
     def reading(self, method: str) -> Message:
-        """Makes a request of any reader."""
+        """Returns a reader's request."""
         if method == "MatchPrefix":
             return pb.MatchPrefixRequest(namespace="tenant", digests=b"".join(self._prompt()))
         kinds = {"GetPool": pb.GetPoolRequest, "GetPoolBlocks": pb.GetPoolBlocksRequest}
@@ -95,7 +95,7 @@ class Plausible:
         return kinds[method](pool="pool") if method in kinds else pb.ListPoolsRequest()
 
     def _request_id(self) -> str:
-        """Returns a request id that no other request has by accident; the one before may be used again on purpose."""
+        """Returns an id that no other request has by accident. A test may repeat the previous one on purpose."""
         self.used_id, self._next_id = self._next_id, f"request {self.chance.getrandbits(48):x}"
         return self.used_id
 
@@ -103,11 +103,12 @@ class Plausible:
         return self.digests[: self.chance.randint(0, 7)]
 
     def _end(self, committed: int, granted: int) -> int:
-        """Returns a count to commit to. A malformed grow may have made a sequence too long for one step's digests."""
+        """Returns a token count to commit up to. A malformed grow may have made a sequence too long for one step's
+        digests."""
         return self.chance.randint(committed, min(granted, committed + 64))
 
     def _commit(self, pool: Pool, sequence_id: int, count: int) -> list[bytes]:
-        """Commits with as many digests as the commit fills blocks."""
+        """Returns one digest for each block that the commit fills."""
         if sequence_id not in pool.sequences:
             return []
         first = pool.sequences[sequence_id].committed_token_count // pool.digest_tokens
@@ -120,8 +121,8 @@ def method_of(request: Message) -> str:
 
 
 def pool_of(request: Message) -> str:
-    """Returns the pool that a unary request may change, "" for none. An operator may drop the cache of any pool,
-    readers change nothing, and all other requests are the unary session's."""
+    """Returns the pool that a unary request may change, "" for none. An operator may drop any pool's cache, readers
+    change nothing, and all other requests belong to the unary session."""
     if isinstance(request, pb.DropCacheRequest):
         return request.pool
     return "" if method_of(request) in READING else "unary"

@@ -1,4 +1,4 @@
-"""Episodes of malformed messages, one for each seed."""
+"""Runs episodes of malformed messages, one per seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.errors import Reason
 from tests.fuzz.allocator import Episode, Seen
 
 MESSAGES_PER_EPISODE = 500
-# Reasons that the allocator's machines and handlers have; the rest are the worker's, the transport's and the watches'.
+# Reasons that the allocator's machines and handlers give. Only the worker, the transport and watches give the others.
 REASONS = frozenset(
     {
         Reason.MALFORMED,
@@ -32,10 +32,10 @@ REASONS = frozenset(
 
 
 def run_episode(seed: int, seen: Seen, messages: int = MESSAGES_PER_EPISODE) -> None:
-    """One episode; everything in it follows from the seed.
+    """Runs one episode, which follows from its seed.
 
     Raises:
-        Exception: something was violated, or raised that must not be.
+        Exception: a rule was violated, or the allocator raised something else than a `Refusal`.
     """
     episode = Episode(random.Random(seed), seen)
     end = seen.count + messages

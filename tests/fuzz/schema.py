@@ -1,9 +1,9 @@
-"""`python -m tests.fuzz.schema --count N --seed S`: asks a real gateway and worker what `/openapi.json` describes, and
-what is beside it.
+"""`python -m tests.fuzz.schema --count N --seed S`: sends requests that match `/openapi.json`, and some that do not, to
+a real gateway and worker.
 
-Needs schemathesis, which is not among the dependencies. A case fails if its answer does not end within 2 s of the
-gateway's own deadline, has a status, content type or form that is not described (so a refusal has OpenAI's), or is 500.
-A failure is shrunk and printed with its curl command; the seed repeats the run.
+Needs schemathesis, which is not among the dependencies. A case fails if its answer is 500, ends more than 2 s after the
+gateway's own deadline, or has a status, content type or form that is not described. The described form of a refusal is
+OpenAI's. A failure is shrunk and printed with its curl command. The seed repeats the run.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from schemathesis.specs.openapi.checks import (
 from tests.client.servers import secret_file
 from tests.gateway.scene import DEMO
 
-TIMEOUT_S = 1.0  # of a request, at the gateway
+TIMEOUT_S = 1.0  # the gateway's timeout for a request
 LIMIT_S = TIMEOUT_S + 2.0
-MADE = {  # what gives a path an identity that there is
+MADE = {  # requests that make an existing id for a path
     "/v1/branches/": ("/v1/branches", {"prompt": "A for statement", "ttl_s": 5}),
     "/v1/responses/": ("/v1/responses", {"input": "A for statement", "max_output_tokens": 2}),
 }
@@ -45,10 +45,10 @@ STATUSES = frozenset({"200", "400", "404"})
 
 
 class Fuzzed:
-    """A gateway that is asked with a key, or as its operator.
+    """Sends requests to a gateway with a key, or as its operator.
 
     Attributes:
-        seen: how often each status came.
+        seen: how often each status occurred.
     """
 
     def __init__(self, address: str, key: str, operator_token: str) -> None:
@@ -58,10 +58,10 @@ class Fuzzed:
         self.seen = Counter[str]()
 
     def check(self, case: schemathesis.Case, is_made: bool) -> None:
-        """Asks, and looks at the answer.
+        """Sends a request, and checks the answer.
 
         Raises:
-            Exception: it is wrong.
+            Exception: the answer is wrong.
         """
         path, body = next((made for start, made in MADE.items() if case.path.startswith(start)), ("", {}))
         if is_made and path:
@@ -106,7 +106,7 @@ def run(fuzzed: Fuzzed, count: int, seed: int) -> int:
             try:
                 fuzzed.run(operation, mode, each, seed)
             except hypothesis.errors.Unsatisfiable:
-                continue  # nothing can be wrong with what takes nothing
+                continue  # An operation without parameters takes no invalid request.
             except Exception:
                 failed.append(f"{operation.label} ({mode.value})")
                 traceback.print_exc()
@@ -119,7 +119,7 @@ def run(fuzzed: Fuzzed, count: int, seed: int) -> int:
 
 
 def main() -> int:
-    """Reads the command line and runs."""
+    """Parses the command line and runs."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.schema", description=__doc__)
     parser.add_argument("--count", type=int, default=5_000, help="requests, about (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of all cases (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Files with something wrong in them: bytes, values of JSON, headers of safetensors."""
+"""Damages files: their bytes, values of JSON, headers of safetensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ EDGES: tuple[object, ...] = (
     *("", "a", "\x00", "\ud800", "\x1b[31m", "../../etc/passwd", "F32", "I4", "LORA", "auto", "x" * 5_000),
     *(None, True, False, [], {}, [[]], [None], {"": ""}, [0, 2**63], [1] * 2_000, ["a"] * 2_000),
 )
-SCALES = (0, -1, 2, 3, 1_000, 10**6, 10**12)  # by which numbers are multiplied
-LENGTH_BYTES = 8  # before the header of a safetensors file
+SCALES = (0, -1, 2, 3, 1_000, 10**6, 10**12)  # factors for numbers
+LENGTH_BYTES = 8  # the length field before the header of a safetensors file
 
 
 def spoil(dice: random.Random, name: str, data: bytes) -> bytes:
-    """Returns a file with something wrong in it; now and then as it was."""
+    """Returns a damaged copy of a file's bytes; now and then an intact one."""
     if dice.random() < 0.3:
         return spoil_bytes(dice, data)
     if name.endswith(".safetensors"):
@@ -41,13 +41,13 @@ def spoil_bytes(dice: random.Random, data: bytes) -> bytes:
 
 
 def spoil_header(dice: random.Random, data: bytes) -> bytes:
-    """Changes what a safetensors file says of itself."""
+    """Changes the header of a safetensors file."""
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     header, rest = data[LENGTH_BYTES : LENGTH_BYTES + length], data[LENGTH_BYTES + length :]
     if dice.random() < 0.2:
         length = dice.choice((0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1))
         return length.to_bytes(LENGTH_BYTES, "little") + header + rest
-    if dice.random() < 0.3:  # numbers that are none
+    if dice.random() < 0.3:  # NaN, infinity and the largest float32
         at = dice.randrange(0, len(rest) - 4, 4)
         values = (b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f")
         rest = rest[:at] + dice.choice(values) + rest[at + 4 :]
@@ -91,7 +91,7 @@ def _other(dice: random.Random, value: Any) -> object:
 
 
 def _nested(depth: int) -> object:
-    """Stands for JSON that is as deep as that; `written` puts it in, which `json` could not."""
+    """Returns a placeholder for JSON of this depth. `written` inserts that JSON, because `json` cannot write it."""
     return f"nested {depth}"
 
 

@@ -1,4 +1,4 @@
-"""Every RPC of the allocator, over gRPC, under malformed messages and malformed bytes."""
+"""Sends malformed messages and bytes to every RPC of the allocator, over gRPC."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FUZZED = settings(max_examples=120, deadline=None, derandomize=True, suppress_he
 
 
 class Scene:
-    """A channel to an allocator that serves a bystander, which must not be disturbed."""
+    """A channel to an allocator that also serves a bystander. The attacks must not disturb the bystander."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
@@ -33,14 +33,14 @@ class Scene:
         self.state = self.look()
 
     def call(self, method: str, request: Any) -> Any:
-        """A right unary call."""
+        """Makes a valid unary call."""
         path = f"/{SERVICE.full_name}/{method}"
         kind = GetMessageClass(SERVICE.methods_by_name[method].output_type)
         caller = self.channel.unary_unary(path, type(request).SerializeToString, kind.FromString)
         return caller(request, timeout=30)
 
     def look(self) -> bytes:
-        """Everything that can be seen of the bystander's pool."""
+        """Returns everything that a reader can see of the bystander's pool."""
         seen = self.call("GetPoolBlocks", pb.GetPoolBlocksRequest(pool="bystander"))
         seen.summary.lease_remaining_ms = 0
         return bytes(seen.SerializeToString(deterministic=True))
@@ -56,7 +56,7 @@ def scene() -> Iterator[Scene]:
 
 
 def right_messages(scene: Scene, chance: random.Random) -> list[pb.SessionRequest]:
-    """A stream's life from attach to detach."""
+    """Returns the messages of a stream from attach to detach."""
     incarnation = bytes(chance.randint(0, 255) for _ in range(16))
     pool = f"pool-{chance.randint(0, 1 << 60)}"
     attach = pb.Attach(version=3, pool=pool, incarnation=incarnation, epoch=1, spec=spec(), window=2)

@@ -1,4 +1,4 @@
-"""Spoiled answers of servers: the client raises its documented errors, and nothing else."""
+"""For spoiled answers of servers the client raises only its documented errors."""
 
 from __future__ import annotations
 

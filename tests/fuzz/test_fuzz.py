@@ -1,6 +1,7 @@
-"""Malformed messages to the allocator without a wire: a short set, and proof that it would find something.
+"""Sends a short set of malformed messages to the allocator without a network, and shows that the set finds planted
+bugs.
 
-The long set is `make fuzz COUNT=1000000`.
+`make fuzz COUNT=1000000` runs the long set.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.fuzz.run import REASONS, run_episode
 
 
 def test_nothing_is_changed_by_what_is_refused_and_every_reason_is_seen() -> None:
-    seen, wanted = Seen(), REASONS - {"FENCED", "TOO_LARGE"}  # which take some thousand messages
+    seen, wanted = Seen(), REASONS - {"FENCED", "TOO_LARGE"}  # These two need thousands of messages.
     for seed in range(1, 21):
         run_episode(seed, seen, messages=300)
         if seed >= 5 and wanted <= set(seen.answers):
@@ -43,11 +44,11 @@ def test_an_operator_may_drop_the_cache_of_any_pool() -> None:
 
 
 def unchecked(*_: Any) -> None:
-    """Removes a check, as if it had been forgotten."""
+    """Replaces a check by nothing, as if it had been forgotten."""
 
 
 def late(check: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that is applied before it is refused."""
+    """Returns a check with a planted bug: it applies a step before refusing it."""
 
     def apply(self: StepLog, number: int, step: Any) -> Any:
         if number != self.next_step:
@@ -58,7 +59,7 @@ def late(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def too_late(_column: object) -> None:
-    raise Refusal("TOO_LARGE", "the answer is too long")  # of a finished operation
+    raise Refusal("TOO_LARGE", "the answer is too long")  # the operation itself has finished
 
 
 def forgetful(self: StagedReport, *_: Any) -> None:

@@ -1,6 +1,7 @@
-"""Damaged files of models and adapters: a short set, what was found by a long one, and proof that it finds something.
+"""Reads a short set of damaged model and adapter files and past findings of the long set, and shows that the set finds
+planted bugs.
 
-The long set is `make fuzz COUNT=1000000`.
+`make fuzz COUNT=1000000` runs the long set.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Requests that no client sends, to the gateway: a short set, and proof that it finds faults.
+"""Sends the gateway a short set of requests that no client would send, and shows that the set finds planted bugs.
 
-The long set is `make fuzz COUNT=1000000`.
+`make fuzz COUNT=1000000` runs the long set.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def test_a_seed_repeats_its_answers() -> None:
 
 
 def upgraded(self: BoundedHttp, data: bytes) -> None:
-    """Handles an upgrade as uvicorn does: the bytes after it are the next request."""
+    """Handles an upgrade as uvicorn does: reads the bytes after it as the next request."""
     try:
         self.parser.feed_data(data)
     except httptools.HttpParserUpgrade as upgrade:
@@ -48,7 +48,7 @@ def upgraded(self: BoundedHttp, data: bytes) -> None:
 
 
 def complete(self: BoundedHttp) -> None:
-    """Handles a head as uvicorn does: it is the whole request."""
+    """Handles a head as uvicorn does: takes it for the whole request."""
     self._stop_waiting()
     super(BoundedHttp, self).on_headers_complete()
 

@@ -1,4 +1,4 @@
-"""Every RPC of the worker, over gRPC with a real model, under malformed messages and malformed bytes."""
+"""Sends malformed messages and bytes to every RPC of a worker with a real model, over gRPC."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Scene:
     service: WorkerService
 
     def end_branches(self) -> None:
-        """Ends all branches, as if their time had come: some were malformed to last for an hour."""
+        """Ends all branches as if they had expired, because some malformed ones would last for an hour."""
         branches, loop = self.service._branches, self.harness._task.get_loop()
         for branch in list(branches._branches.values()):
             branch.expires_s = 0.0
@@ -135,7 +135,7 @@ def test_a_malformed_call_on_a_branch_is_refused_with_a_reason_or_served(
 ) -> None:
     malformer, right = Malformer(chance), type(RIGHT_OF_BRANCHES[method])()
     right.CopyFrom(RIGHT_OF_BRANCHES[method])
-    if hasattr(right, "branch_id"):  # of a branch that there is
+    if hasattr(right, "branch_id"):  # The call names an existing branch.
         prefill = scene.channel.unary_unary(f"/{SERVICE.full_name}/Prefill")
         found = pb.PrefillResponse.FromString(prefill(RIGHT_OF_BRANCHES["Prefill"].SerializeToString()))
         right.branch_id = found.branch_id
@@ -176,8 +176,8 @@ def test_after_all_that_the_worker_gives_the_right_text_and_holds_nothing(scene:
         assert client.generate("The for statement", max_tokens=8).text == first
         scene.end_branches()
         while client.status().running_count or client.status().waiting_count:
-            pass  # those that were left are on their way out
-        client.generate("The", max_tokens=1)  # the step after which nothing is held
+            pass  # Abandoned requests are still ending.
+        client.generate("The", max_tokens=1)  # After this request's step the worker holds no blocks.
     pool = scene.harness.allocator.directory.pool("test").pool
     while pool.sequences:
         pass

@@ -1,4 +1,4 @@
-"""Raw bytes to real servers over gRPC, and the conditions of every answer."""
+"""Sends raw bytes to real servers over gRPC, and checks the conditions of every answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RunningT = TypeVar("RunningT")
 
 @contextlib.contextmanager
 def in_a_thread(make: Callable[[], AbstractAsyncContextManager[RunningT]]) -> Iterator[RunningT]:
-    """Runs asynchronous code on an event loop of its own, so that Hypothesis can use it."""
+    """Runs asynchronous code on an event loop in a thread, so that Hypothesis can use it."""
     started: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     async def run() -> None:
@@ -50,13 +50,14 @@ def in_a_thread(make: Callable[[], AbstractAsyncContextManager[RunningT]]) -> It
 
 
 def ask(channel: grpc.Channel, path: str, data: bytes) -> QuireError | None:
-    """A unary call; why it was refused."""
+    """Makes a unary call; returns the error with which it was refused, or None."""
     method = channel.unary_unary(path, request_serializer=None, response_deserializer=None)
     return _judged(lambda: method(data, timeout=TIMEOUT_S))
 
 
 def listen(channel: grpc.Channel, path: str, data: bytes) -> QuireError | None:
-    """A call that streams its answers, up to the first of them; why it was refused."""
+    """Makes a call that streams its answers, and reads the first one; returns the error with which it was refused, or
+    None."""
     call = channel.unary_stream(path, request_serializer=None, response_deserializer=None)(data, timeout=TIMEOUT_S)
     error = _judged(lambda: next(call, None))
     call.cancel()
@@ -64,13 +65,14 @@ def listen(channel: grpc.Channel, path: str, data: bytes) -> QuireError | None:
 
 
 def converse(channel: grpc.Channel, path: str, messages: Sequence[bytes]) -> QuireError | None:
-    """A stream of messages, up to its end; why it was ended."""
+    """Sends a stream of messages; returns the error with which the stream ended, or None."""
     method = channel.stream_stream(path, request_serializer=None, response_deserializer=None)
     return _judged(lambda: list(method(iter(messages), timeout=TIMEOUT_S)))
 
 
 def _judged(call: Callable[[], Any]) -> QuireError | None:
-    """An error has a reason of the table under its code; a defect of ours never is one."""
+    """Returns a call's error, if any. Checks that its reason is in the table under its code, and that it is no
+    defect."""
     try:
         call()
     except grpc.RpcError as raised:
@@ -84,7 +86,7 @@ def _judged(call: Callable[[], Any]) -> QuireError | None:
 
 @contextlib.asynccontextmanager
 async def serving(server: grpc.aio.Server) -> AsyncIterator[str]:
-    """Serves on a free port."""
+    """Serves on a free port; yields the address."""
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -1,4 +1,4 @@
-"""Tiny checkpoints that write as families do: the demo model, with their tokens, and templates in their notation."""
+"""Makes tiny checkpoints that write like model families: the demo model with a family's tokens and template."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.gateway.scene import DEMO
 
 
 class Family(NamedTuple):
-    """How a family of models writes.
+    """The notation of a family of models.
 
     Attributes:
-        template: of conversations.
-        special: tokens that are no part of a text.
-        ordinary: tokens that are.
-        calls: name of the format of its calls.
+        template: the chat template.
+        special: special tokens, which are no part of a text.
+        ordinary: added tokens that are part of a text.
+        calls: name of the format of its tool calls.
         reasoning: name of the format of its reasoning.
     """
 
@@ -30,7 +30,7 @@ class Family(NamedTuple):
 
 
 def _chatml(call: str, *, before: str = "", prompt: str = "") -> str:
-    """Returns a template that marks messages as Qwen's does."""
+    """Returns a template that marks messages as Qwen's template does."""
     return (
         "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
         "<|im_end|>\n{% endif %}"
@@ -129,7 +129,7 @@ FAMILIES: Final = {
     ),
     "mistral": Family(_MISTRAL, ["[INST]", "[/INST]", "[TOOL_CALLS]"], [], "mistral"),
     "mistral_v11": Family(_MISTRAL_V11, ["[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]"], [], "mistral_v11"),
-    "deepseek_v3": Family(  # which writes arguments as the text that they are
+    "deepseek_v3": Family(  # This template writes arguments as plain text.
         _deepseek(
             "function<｜tool▁sep｜>{{ call.function.name }}\n```json\n{{ '' + call.function.arguments }}\n```", ""
         ),
@@ -165,7 +165,7 @@ FAMILIES: Final = {
 
 
 def write_family(folder: Path, family: Family) -> Path:
-    """Writes the checkpoint of a family into a new folder. Its tokens replace the rarest ones of the demo model."""
+    """Writes the checkpoint of a family into a new folder. Its tokens replace the demo model's rarest ones."""
     shutil.copytree(DEMO, folder)
     described = json.loads((folder / "tokenizer.json").read_text())
     model, names = described["model"], [*family.special, *family.ordinary]

@@ -1,8 +1,8 @@
-"""Every parameter of OpenAI, vLLM, transformers and Quire: a value of each that changes an answer on the demo model.
+"""Lists every parameter of OpenAI, vLLM, transformers and Quire, with a value that changes an answer of the demo model.
 
 vLLM's names and defaults are those of `CompletionRequest`, `ChatCompletionRequest` and `ResponsesRequest` in
-`vllm/entrypoints/openai/{completion,chat_completion,responses}/protocol.py` of vLLM 0.32.0. Those that a caller always
-gives itself, as `request_id`, have the default None here.
+`vllm/entrypoints/openai/{completion,chat_completion,responses}/protocol.py` of vLLM 0.32.0. Parameters that every
+caller sets, such as `request_id`, have the default None here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire_gateway.responses.bodies import ResponseBody
 
 ENDPOINTS: Final = ("chats", "completions", "responses")
 PROMPT: Final = "A for statement iterates over the items of a sequence, in the order that they appear. The for"
-# Writes down what else a caller can tell it, so that it is seen in the number of tokens.
+# Renders every option that a caller can pass, so that each one changes the number of prompt tokens.
 TEMPLATE: Final = (
     "{% for message in messages %}{{ message.content }}\n\n{% endfor %}{{ reasoning_effort | default('') }}"
     "{{ shout | default('') }}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
@@ -81,7 +81,7 @@ KNOWN: Final = frozenset().union(*OPENAI.values(), *VLLM.values(), *(body.model_
 
 
 class Tried(NamedTuple):
-    """A value of a parameter, and what else is asked for with and without it."""
+    """A value of a parameter, and the other fields of both requests, with and without it."""
 
     value: Any
     beside: Mapping[str, Any] = {}
@@ -90,13 +90,13 @@ class Tried(NamedTuple):
 FUNCTION: Final = {"name": "look", "parameters": {"type": "object", "properties": {"a": {"type": "boolean"}}}}
 TOOLS: Final = {"chats": [{"type": "function", "function": FUNCTION}], "responses": [{"type": "function", **FUNCTION}]}
 _DRAWN: Final = {"temperature": 2, "seed": 5}
-_EDGE: Final = {"logit_bias": {"0": 100}}  # the text would end at once
+_EDGE: Final = {"logit_bias": {"0": 100}}  # Token 0 ends the text at once.
 
 
-# What asks for the same in every answer.
+# These values do not depend on the greedy answer.
 _FIXED: Final = {
     "tools": Tried(TOOLS, {"tool_choice": "none"}),
-    "tool_choice": Tried("required", {"tools": TOOLS}),  # that of the endpoint
+    "tool_choice": Tried("required", {"tools": TOOLS}),  # TOOLS in the endpoint's form
     "parallel_tool_calls": Tried(False, {"tools": TOOLS, "tool_choice": "required"}),
     "reasoning_effort": Tried("low"),
     "reasoning": Tried({"effort": "low"}),
@@ -160,11 +160,11 @@ _FIXED: Final = {
 
 
 def tried(first: list[int], text: str) -> dict[str, Tried]:
-    """Returns a value of each parameter that an endpoint may take in one way.
+    """Returns a value of each parameter that has the same form at every endpoint.
 
     Args:
-        first: tokens of the greedy answer.
-        text: of it.
+        first: tokens of the greedy answer without the parameters.
+        text: text of that answer.
     """
     token = first[4]
     return {

@@ -1,4 +1,4 @@
-"""Places inside of parameters, a value at each, and the request without it."""
+"""Lists places inside parameters, with a value at each and a request without it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.gateway.parameters import FUNCTION, PROMPT, TOOLS
 
 _CHOSEN: Final = {"tools": TOOLS["chats"], "tool_choice": "required"}
 _NAMED: Final = {"type": "function", "function": {"name": "look"}}
-_UNKNOWN: Final = {"type": "object", "if": {}, "then": {}}  # a schema with keywords that no text can be held to
+_UNKNOWN: Final = {"type": "object", "if": {}, "then": {}}  # a schema with keywords that the grammar cannot enforce
 _MESSAGE: Final = {"type": "message", "role": "user", "content": PROMPT}
 _CALL: Final = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
 
@@ -18,11 +18,11 @@ class Place(NamedTuple):
     """A value in a request.
 
     Attributes:
-        name: in the table.
-        endpoint: of `ENDPOINTS`.
-        fields: of the request that has the value.
-        without: of the one that has not.
-        param: with which the place in a refusal begins.
+        name: name of the place in the table.
+        endpoint: one of `ENDPOINTS`.
+        fields: fields of the request with the value.
+        without: fields of the request without it.
+        param: beginning of the place that a refusal names.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
     @property
     def value(self) -> str:
-        """Names the fields, for the name of a test."""
+        """Returns the fields' names, for the name of a test."""
         return " ".join(self.fields)
 
 
@@ -55,7 +55,7 @@ def _input(*items: Mapping[str, Any]) -> dict[str, Any]:
 
 
 PLACES: Final = (
-    # of streams
+    # streams
     Place(
         "stream_options.include_usage",
         "chats",
@@ -80,7 +80,7 @@ PLACES: Final = (
         {"stream": True, "stream_options": {"include_obfuscation": False}},
         {"stream": True},
     ),
-    # of structures
+    # structured output
     Place("response_format.json_schema.schema", "chats", _format(), {}),
     Place("response_format.json_schema.name", "chats", _format(name="b"), _format()),
     Place("response_format.json_schema.description", "chats", _format(description="b"), _format()),
@@ -109,7 +109,7 @@ PLACES: Final = (
         {"structured_outputs": {"structural_tag": "{}"}},
         param="structured_outputs.structural_tag",
     ),
-    # of tools
+    # tools
     Place(
         "tools[].function.parameters",
         "chats",
@@ -139,7 +139,7 @@ PLACES: Final = (
         {"tool_choice": {"type": "function", "name": "look"}},
         param="tool_choice",
     ),
-    # of messages and items
+    # messages and items
     Place("messages[].content[].text", "chats", _said(content=[{"type": "text", "text": "Another"}]), {}),
     Place(
         "messages[].content[]: image_url",
@@ -180,7 +180,7 @@ PLACES: Final = (
         _input(_MESSAGE, {"type": "reasoning", "summary": [], "encrypted_content": "AAAA"}),
         param="input[1].encrypted_content",
     ),
-    # of responses
+    # responses
     Place(
         "include[]: message.output_text.logprobs",
         "responses",
@@ -202,7 +202,7 @@ PLACES: Final = (
     Place("reasoning.generate_summary", "responses", {"reasoning": {"generate_summary": "auto"}}),
     Place("truncation: disabled", "responses", {"truncation": "disabled"}),
     Place("modalities: text", "chats", {"modalities": ["text"]}),
-    # of pairs
+    # pairs of parameters, and unknown keys
     Place("top_logprobs without logprobs", "chats", {"top_logprobs": 2}, param="top_logprobs"),
     Place("top_logprobs without logprobs", "responses", {"top_logprobs": 2}, param="top_logprobs"),
     Place(

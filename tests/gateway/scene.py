@@ -1,4 +1,4 @@
-"""Gateways as processes, in front of real workers or of ones that play back a script."""
+"""Runs gateways as processes, in front of real or scripted workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATUS = pb.GetStatusResponse(
 
 @contextmanager
 def gateway(folder: Path, *arguments: str, **environment: str) -> Iterator[ServerProcess]:
-    """A gateway on a free port; its log is in the folder."""
+    """Runs a gateway on a free port. Its log is in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["--listen", "127.0.0.1:0", *arguments]
     process = ServerProcess("quire_gateway", command, folder=folder, log=folder / "log", environment=environment)
@@ -36,12 +36,12 @@ def gateway(folder: Path, *arguments: str, **environment: str) -> Iterator[Serve
 
 
 def client(process: ServerProcess, key: str = "none", **options: Any) -> openai.OpenAI:
-    """OpenAI's client, which asks once."""
+    """Returns OpenAI's client for a gateway, without retries."""
     return openai.OpenAI(base_url=f"http://{process.address}/v1", api_key=key, max_retries=0, timeout=60, **options)
 
 
 def script(server: ScriptedServer) -> ScriptedServer:
-    """Makes a scripted server a worker: three tokens for every prompt, and two samples for every request."""
+    """Makes a scripted server answer as a worker: every prompt has three tokens, every request two samples."""
     server.answers["GetStatus"] = lambda *_: STATUS
     server.answers["ListAdapters"] = lambda *_: pb.ListAdaptersResponse()
     server.answers["Tokenize"] = lambda *_: pb.TokenizeResponse(token_ids=[1, 2, 3])
@@ -58,7 +58,7 @@ class Curled(NamedTuple):
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error, which has OpenAI's four fields and nothing else."""
+        """Returns the error. Checks that it has exactly OpenAI's four fields."""
         found = json.loads(self.body)
         assert list(found) == ["error"]
         assert sorted(found["error"]) == ["code", "message", "param", "type"]
@@ -67,7 +67,7 @@ class Curled(NamedTuple):
 
 
 def curl(process: ServerProcess, path: str, *arguments: str, body: object = None) -> Curled:
-    """Asks with curl."""
+    """Sends a request with curl."""
     data = () if body is None else ("--json", "@-")
     command = ["curl", "-sS", "-i", "--max-time", "60", *data, *arguments, f"http://{process.address}{path}"]
     done = subprocess.run(command, input=json.dumps(body).encode(), capture_output=True, timeout=90, check=False)
@@ -81,7 +81,7 @@ def curl(process: ServerProcess, path: str, *arguments: str, body: object = None
 
 
 def events(body: bytes) -> list[Any]:
-    """Returns the events of a stream, the last of which ends it."""
+    """Returns the events of a stream. Checks that the last one ends it."""
     blocks = body.decode().split("\n\n")
     assert blocks[-2:] == ["data: [DONE]", ""]
     assert all(block.startswith("data: ") for block in blocks[:-1])

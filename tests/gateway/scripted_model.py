@@ -1,7 +1,7 @@
-"""A worker whose model says what the conversation tells it to say; all else is a real worker's.
+"""A worker whose model says what the conversation tells it to say. Everything else is a real worker's.
 
-The last message of the user ends with a JSON array: what the model says in its first turn after it, in its second, and
-so on. A tiny model would never write a call by itself; the template, the tokens and the gateway are the real ones.
+The user's last message ends with a JSON array: the text of the model's first turn after it, of the second, and so on. A
+tiny model would never write a tool call by itself. Template, tokens and gateway are real.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ END: Final = "<|im_end|>"
 
 
 def turn(prompt: str) -> str:
-    """Returns what the model says next in a conversation that is written as Qwen's template does."""
+    """Returns the model's next text in a conversation that Qwen's template rendered."""
     _, _, after = prompt.rpartition(USER)
     asked, _, later = after.partition(END)
     said = json.loads(asked[asked.index("[") :])
@@ -34,7 +34,7 @@ def turn(prompt: str) -> str:
 
 @contextmanager
 def scripted_model(worker_address: str) -> Iterator[ScriptedServer]:
-    """Serves in front of a worker of the family `qwen3`, which writes down and tokenizes."""
+    """Serves in front of a worker of the family `qwen3`. That worker renders and tokenizes conversations."""
     with grpc.insecure_channel(worker_address) as channel, scripted_server() as server:
         worker = worker_pb2_grpc.WorkerServiceStub(channel)
 

@@ -1,4 +1,4 @@
-"""The memory of answers: refusals by the parameter's name, lengths that are cut to fit, and charges."""
+"""Tests the memory of answers: refusals that name the parameter, lengths cut to fit, and charges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools of a chat: which can be called, and which are refused by name."""
+"""Tests the tools of a chat: which ones the model may call, and which ones are refused by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_tools_that_cannot_be_called_are_refused_by_their_place(
 
 
 def test_an_empty_list_of_tools_is_none() -> None:
-    """As LangChain's agents send it with a response format."""
+    """LangChain's agents send an empty list together with a response format."""
     for choice in (None, "none", "auto"):
         assert chat(tools=[], tool_choice=choice).tools is None
     (prompt,) = chat(tools=[]).prompts

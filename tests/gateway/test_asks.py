@@ -1,4 +1,4 @@
-"""From bodies to the workers' requests, and refusals by the parameter's name."""
+"""Tests how bodies become worker requests, and refusals that name the parameter."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_beams_are_asked_for_in_vllms_words_or_in_those_of_transformers(fields: 
     options = completion(early_stopping="never", length_penalty=0.5, **fields).options
     assert (options["num_beams"], options["temperature"]) == (4, 0.0)
     assert (options["early_stopping"], options["length_penalty"]) == ("never", 0.5)
-    assert completion(temperature=0.7, **fields).options["temperature"] == 0.7  # the worker names the error
+    assert completion(temperature=0.7, **fields).options["temperature"] == 0.7  # The worker reports this error.
     assert "num_beams" not in completion(use_beam_search=False, n=4, num_beams=1, length_penalty=1.0).options
 
 
@@ -230,7 +230,7 @@ def test_a_template_is_told_of_tools_where_no_call_is_to_be_read_out_of_the_text
 
 
 def called(**function: Any) -> dict[str, Any]:
-    """A message of a model that has called a function."""
+    """Returns a message of a model that has called a function."""
     return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", **function}}]}
 
 
@@ -240,7 +240,7 @@ def called(**function: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_calls_in_a_conversation_are_as_templates_take_them(arguments: object, read: dict[str, Any]) -> None:
-    """Templates go through the arguments of a call as an object; callers know them as a text."""
+    """Templates read the arguments of a call as an object; callers send them as text."""
     ask = asks.of_chat(ChatBody(messages=[called(arguments=arguments), {"role": "tool", "content": "4"}]))  # type: ignore[list-item]
     (prompt,) = ask.prompts
     assert isinstance(prompt, Chat)
@@ -336,7 +336,7 @@ def test_what_no_server_of_ours_has_said_is_not_passed_on(kind: type[QuireError]
 
 
 def places(text: str, tokens: list[bytes], *, cuts: tuple[int, ...] = (), is_held: bool = False) -> list[int]:
-    """Returns the offsets of tokens in a text that comes whole, or in pieces that end where tokens do."""
+    """Returns the offsets of tokens in a text. The text comes whole, or in pieces that end between tokens."""
     found, begun = Places(), 0
     offsets = []
     for end in (*cuts, len(tokens)):

@@ -1,5 +1,5 @@
-"""Calls that a model makes by itself, and its reasoning: tiny checkpoints in the notation of two families, whose
-worker holds them to schemas. A bias has the model begin what it would never begin."""
+"""Tests calls that a model makes unasked, and its reasoning. Tiny checkpoints use the notation of two families, and the
+worker holds calls to schemas. A logit bias makes the model begin a call, which it would never do by itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Scene(NamedTuple):
     tokens: dict[str, int]
 
     def biased(self, text: str) -> dict[str, Any]:
-        """Returns what has the model write a token wherever it may."""
+        """Returns the fields that make the model write a token wherever it is allowed."""
         return {"logit_bias": {str(self.tokens[text]): 100}}
 
 

@@ -1,4 +1,5 @@
-"""Beyond OpenAI's own parameters, through the gateway: adapters, logprobs of prompts, structured output, beams."""
+"""Tests features beyond OpenAI's parameters through the gateway: adapters, prompt logprobs, structured output,
+beams."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_an_adapter_is_chosen_as_a_model_and_says_what_peft_says(
     tokens = worker.tokenize(PROMPT)
     expected = b"".join(worker.detokenize(adapted_text(DEMO, adapter, tokens, 24))).decode()
     assert expected != worker.generate(tokens, max_tokens=24).text
-    for prompt in (PROMPT, list(tokens)):  # the second time from its own prefix
+    for prompt in (PROMPT, list(tokens)):  # The second request hits the first one's prefix.
         answer = ai.completions.create(**{**ASK, "model": "tuned", "prompt": prompt})  # type: ignore[call-overload]
         assert (answer.model, answer.choices[0].text) == ("tuned", expected)
     assert answer.usage.prompt_tokens_details.cached_tokens == len(tokens) // 16 * 16
@@ -139,7 +140,7 @@ def test_a_stream_tells_what_it_took_so_far_where_that_is_asked_for(served: Serv
     assert counts == sorted(counts)
     assert (len(counts) > 1, counts[-1]) == (True, 40)
     assert {piece["usage"]["prompt_tokens"] for piece in pieces} == {last["usage"]["prompt_tokens"]}
-    ask["stream_options"]["include_usage"] = False  # on its own it has no effect
+    ask["stream_options"]["include_usage"] = False  # Without `include_usage` it has no effect.
     assert not any("usage" in piece for piece in events(curl(served, f"/v1/{kind}", body=ask).body))
 
 

@@ -1,4 +1,4 @@
-"""Bodies on their way in: their memory, and which of them make room."""
+"""Tests arriving bodies: the memory that they take, and which ones are dropped to make room."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_shares_are_never_more_than_there_is() -> None:
 
 
 def sent(*parts: bytes, then: asyncio.Event | None = None) -> Receive:
-    """Sends a body in these parts; those after them come when the event is set."""
+    """Returns an ASGI receive function with a body in these parts. With `then` the caller disconnects at that event
+    before the body ends."""
     left = list(parts)
 
     async def receive() -> Message:
@@ -75,7 +76,7 @@ async def test_a_body_is_what_was_sent_and_has_an_end() -> None:
     gone.set()
     with pytest.raises(LeftError):
         await read(bodies, sent(b"ab", then=gone))
-    for _ in range(100):  # all of it was given back
+    for _ in range(100):  # The gateway gave all memory back.
         assert await read(bodies, sent(b"x" * (9 * REQUEST_BYTES)))
 
 
@@ -121,4 +122,4 @@ async def test_a_body_that_came_with_its_head_has_the_limits_of_others() -> None
         await bodies.read(sent(b"x" * (11 * REQUEST_BYTES)), "", is_there=True).__aenter__()
     assert raised.value.status == 413
     async with bodies.read(sent(b"x" * (3 * REQUEST_BYTES)), "", is_there=True):
-        pass  # all of it was given back
+        pass  # The gateway gave all memory back.

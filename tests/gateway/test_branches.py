@@ -1,5 +1,5 @@
-"""Branches over HTTP, against a gateway in front of a worker and an allocator: what they compute, who sees them, and
-when they end. Responses of other keys are here, too."""
+"""Tests branches over HTTP, on a gateway in front of a worker and an allocator: what they compute, who sees them, and
+when they end. Also tests responses of other keys."""
 
 from __future__ import annotations
 
@@ -181,7 +181,8 @@ def test_the_tree_of_thoughts_of_the_examples(served: ServerProcess, stack: Loca
     asked = after.prompt_token_count - before.prompt_token_count
     computed = asked - (after.cached_token_count - before.cached_token_count)
     thoughts = tree_of_thoughts.WIDTH * (1 + (tree_of_thoughts.DEPTH - 1) * tree_of_thoughts.KEPT)
-    # Each thought computes its verdict, and the last token before it and before its own text.
+    # Each thought computes its verdict and two more tokens: the last one before the verdict, and the last one before
+    # its text.
     assert computed <= prompt + thoughts * (verdict + 2), (computed, prompt, thoughts, verdict)
 
 

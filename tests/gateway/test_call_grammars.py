@@ -1,4 +1,4 @@
-"""Grammars of answers with calls, as llguidance takes them: what can be written, and what cannot."""
+"""Tests which texts the grammars of answers with calls allow, as llguidance applies them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.gateway.test_calls import WRITTEN
 
 llguidance = pytest.importorskip("llguidance")
 tokenizers = pytest.importorskip("tokenizers")
-END: Final = "<|end|>"  # of the demo model's texts
+END: Final = "<|end|>"  # the demo model's end-of-text token
 THINK: Final = REASONING_FORMATS["think"]
 SCHEMA: Final = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
 FUNCTIONS: Final = [Function(name, SCHEMA, False) for name in ("f", "f2")]
 FREE: Final = Held()
 CONTENT: Final = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-# What families have tokens for.
+# Texts for which a model family has special tokens.
 NAMES: Final = [
     *sorted(
         {text for form in CALL_FORMATS.values() for text in literals_of(form) if text[0] in "<[" and len(text) > 1}
@@ -41,7 +41,7 @@ NAMES: Final = [
 
 
 class Kind(NamedTuple):
-    """A tokenizer with tokens of its own for what formats write."""
+    """A tokenizer with added tokens for the texts of call formats."""
 
     tokenizer: Any
     described: Any
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
 
 @cache
 def kind_of(added: str) -> Kind:
-    """Returns the demo model's tokenizer, with such tokens: special ones, others, or none."""
+    """Returns the demo model's tokenizer with added tokens: special ones, ordinary ones, or none."""
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     names = [name for name in NAMES if tokenizer.token_to_id(name) is None] if added != "none" else []
     if added == "special":
@@ -64,7 +64,8 @@ def kind_of(added: str) -> Kind:
 
 
 def refused_at(kind: Kind, form: Format, text: str, held: Held = FREE, functions: Any = FUNCTIONS) -> str | None:
-    """Returns what of a text cannot be written any more; None where all of it can, and an end behind it."""
+    """Returns the rest of a text from the first token that the grammar forbids; None if it allows all, and an end after
+    it."""
     grammar = llguidance.LLMatcher.grammar_from_lark(grammar_of(form, functions, kind.tokens, held))
     matcher = llguidance.LLMatcher(kind.described, grammar)
     assert not matcher.is_error(), matcher.get_error()
@@ -85,7 +86,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def written(name: str) -> str:
-    """Returns two calls, or the one behind which a text of gpt-oss ends."""
+    """Returns a text with two calls, or with one for gpt-oss, whose text ends after a call."""
     return WRITTEN[name].partition("<|call|>")[0]
 
 
@@ -97,7 +98,7 @@ def test_a_call_that_has_begun_is_held_to_its_schema(kind: Kind, name: str) -> N
     wrong = refused_at(kind, form, text.replace('{"a": "}"}', '{"other": 1}'))
     assert wrong
     assert "other" in wrong
-    if name != "llama3_json":  # whose answer may be an object that is no call
+    if name != "llama3_json":  # In Llama 3's format an answer may be a JSON object that is no call.
         assert refused_at(kind, form, re.sub(r"\bf\b", "g", text))
 
 

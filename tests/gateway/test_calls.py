@@ -1,4 +1,4 @@
-"""Answers read in pieces: every format, however its text is cut, and text that only looks like a call."""
+"""Reads answers in pieces: every format, cut anywhere, and texts that only look like calls."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_pieces_do_not_depend_on_how_a_text_is_cut(name: str, parts: list[str], 
 
 
 def written(run: Run, name: str, arguments: Sequence[str], space: str) -> str:
-    """Writes calls of one function as a declaration says."""
+    """Returns calls of one function in the form of a declared run."""
 
     def elements(given: formats.Elements, index: int) -> str:
         slots = {Slot.NAME: name, Slot.QUOTED_NAME: json.dumps(name), Slot.INDEX: str(index)}

@@ -1,7 +1,7 @@
-"""Packages that people write agents with, in their own words: each cell of the table in docs/gateway.md is a test.
+"""Runs packages for writing agents, through their own interfaces. Each cell of the table in docs/gateway.md is a test.
 
-The packages are in an environment of their own, which `make test-packages` makes; openai is here, too. A package's
-features are the functions of `packages/with_PACKAGE.py`, which one process runs in turn.
+`make test-packages` installs the packages in an environment of their own; openai is installed here, too. A package's
+features are the functions of `packages/with_PACKAGE.py`. One process runs them in turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROGRAMS = Path(__file__).resolve().parent / "packages"
 INSTALLED = ROOT / "build" / "peers" / "packages" / "bin" / "python"
 LATEST = "openai, as in the development environment"
 PACKAGES = ("openai", "openai-agents", "pydantic-ai", "langchain-openai", "instructor", "litellm")
-# litellm asks the internet for prices unless it is told not to.
+# Without LITELLM_LOCAL_MODEL_COST_MAP litellm downloads a price list.
 ENVIRONMENT = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONDONTWRITEBYTECODE": "1"}
 RUN_S = 150
 
@@ -47,7 +47,7 @@ Outcomes = dict[str, str | None]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Outcomes]]:
-    """Tells how each feature of a package failed, or None: the demo model answers, and one that is told what to say."""
+    """Returns a function that gives each feature's failure, or None. The demo model and the scripted model answer."""
     folder = tmp_path_factory.mktemp("clients")
     family = write_family(folder / "demo", FAMILIES["qwen3"])
     with (

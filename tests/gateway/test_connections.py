@@ -1,4 +1,4 @@
-"""Connections alone, in this process: which of them end, and what a waiting caller receives."""
+"""Tests connections alone, in this process: which ones the server closes, and what a waiting caller receives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASK = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 @asynccontextmanager
 async def in_process(answer: ASGIApp, connections: Connections) -> AsyncIterator[int]:
-    """The port of a server of this process, which answers by the function."""
+    """Serves an ASGI function in this process; yields the port."""
     http: Any = functools.partial(BoundedHttp, connections=connections)
     configuration = uvicorn.Config(answer, http=http, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(configuration)
@@ -97,7 +97,7 @@ async def test_a_caller_that_reads_nothing_is_ended(monkeypatch: pytest.MonkeyPa
 
 
 async def test_an_answer_that_fails_keeps_nothing_of_itself() -> None:
-    """Garbage that refers to itself stays until it is collected, and that is rare."""
+    """Reference cycles would stay in memory until the garbage collector runs, which is rare."""
 
     class Much:
         pass

@@ -1,4 +1,4 @@
-"""Browsers ask before a page calls: which pages may, with which methods and headers."""
+"""Tests CORS: which pages a browser lets call the gateway, with which methods and headers."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from quire_gateway import failures
 
 ROOT = Path(__file__).resolve().parents[2]
 NONE = "none"
-OF_HTTP = {(404, NONE), (405, NONE)}  # of paths and methods: the framework's, which `make_app` puts into the form
+# The framework's errors for unknown paths and methods. `make_app` gives them the gateway's form.
+OF_HTTP = {(404, NONE), (405, NONE)}
 
 
 def in_the_sources() -> Iterator[tuple[int, str]]:

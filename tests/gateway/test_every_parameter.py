@@ -1,4 +1,4 @@
-"""The tables of parameters in docs/gateway.md: all there are, and each is tried on a real gateway."""
+"""The parameter tables in docs/gateway.md are complete, and each parameter is tried on a real gateway."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.gateway.scene import DEMO, curl
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "gateway.md"
 HONOURED, NO_EFFECT, REFUSED = "honoured", "no effect", "refused"
-# Honoured, and not seen in the text, the counts or the form of one answer. Others test them: `test_gate.py`,
-# `test_vllms_words.py`, `test_auto_tools.py`, `test_beyond_openai.py`, `test_responses.py`.
+# These parameters have an effect, but not on the text, the counts or the form of one answer. Other files test them:
+# `test_gate.py`, `test_vllms_words.py`, `test_auto_tools.py`, `test_beyond_openai.py`, `test_responses.py`.
 UNSEEN = frozenset(
     {"model", "priority", "cache_salt", "include_reasoning", "early_stopping", "store"}
     | {"add_special_tokens", "parallel_tool_calls", "length_penalty"}
@@ -31,20 +31,20 @@ LEAST: Mapping[str, Mapping[str, Any]] = {
     "completions": {"prompt": PROMPT, "max_tokens": 24},
     "responses": {"input": PROMPT, "max_output_tokens": 24, "store": False},
 }
-# What OpenAI's and vLLM's servers have under another name at an endpoint, or in another form.
+# Parameters that an endpoint of OpenAI's or vLLM's server takes under another name or in another form.
 OTHER: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("chats", "logprobs"): {"value": True},
     ("chats", "top_logprobs"): {"beside": {"logprobs": True}},
     ("responses", "top_logprobs"): {"beside": {"include": ["message.output_text.logprobs"]}},
     ("responses", "stream_options"): {"value": {"include_obfuscation": True}},
     ("responses", "use_beam_search"): {"beside": {}},
-    ("responses", "truncation"): {"beside": {"input": "a word " * 4_096}},  # more than there is room for
+    ("responses", "truncation"): {"beside": {"input": "a word " * 4_096}},  # The input exceeds the model's length.
     ("responses", "background"): {"beside": {"store": True}},
 }
 
 
 class Row(NamedTuple):
-    """A row of a table: names, and what is done with them at each endpoint."""
+    """A row of a table: parameter names, and how each endpoint treats them."""
 
     names: tuple[str, ...]
     cells: Mapping[str, str]
@@ -83,7 +83,8 @@ def answer(served: ServerProcess) -> Callable[..., Any]:
 
 
 def asked(served: ServerProcess, endpoint: str, **fields: Any) -> Any:
-    """Returns what an answer is, without what differs from one to the next; of a refusal, the parameter."""
+    """Returns an answer without the fields that differ between equal requests, or the parameter that a refusal
+    names."""
     body = {"model": "demo", "temperature": 0, **LEAST[endpoint], **fields}
     found = curl(served, PATHS[endpoint], body={name: value for name, value in body.items() if value is not None})
     if found.status != 200:
@@ -108,7 +109,7 @@ def _streamed(text: str) -> Any:
 
 
 def as_known(fields: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
-    """Returns fields that an endpoint knows, with tools and limits as it has them."""
+    """Returns the fields in an endpoint's own form of tools and limits."""
     if endpoint == "responses" and "max_tokens" in fields:
         fields = {**fields, "max_output_tokens": fields["max_tokens"]}
     known = OURS[endpoint].model_fields
@@ -118,7 +119,7 @@ def as_known(fields: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
 
 
 def done_with(answer: Callable[..., Any], endpoint: str, name: str) -> str:
-    """Tries a parameter, and returns what is done with it."""
+    """Tries a parameter, and returns how the endpoint treats it."""
     first = answer("completions", return_token_ids=True)["choices"][0]
     if endpoint != "completions":
         first = answer("chats", return_token_ids=True)["choices"][0]

@@ -1,4 +1,4 @@
-"""Answers that may have calls, as a worker follows them: as if its grammar judged every token, which it seldom does."""
+"""A worker follows answers with optional calls as if the grammar judged every token, although it seldom does."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ TEXTS = (
 )
 
 
-PADDING = 40  # tokens of a model that its tokenizer does not have
+PADDING = 40  # tokens that the model has beyond its tokenizer's
 
 
 def matchers(kind: Kind, text: str) -> tuple[Any, Any]:
-    """Returns the matcher of a grammar, and the one of a grammar that leaves nothing free, but is the same."""
+    """Returns two matchers of the same grammar: one that skips free text, and one that judges every token."""
     ends = [kind.tokenizer.token_to_id(END)]
     compiled = grammar.Grammars(kind.tokenizer.to_str, kind.tokenizer.get_vocab_size() + PADDING, ends)
     asked = re.sub("%llguidance .*", "%llguidance {}", text)
@@ -66,7 +66,7 @@ def test_a_text_that_is_free_is_followed_as_if_its_grammar_were_asked_for_each_t
         for scripted in script:
             (words,) = grammar.masks_of([eager], size)
             free_count += bool(lazy._waiting)
-            # A copy is asked for the mask, or the matcher would never be behind.
+            # A mask makes a matcher catch up, so a copy computes it and the matcher itself stays behind.
             assert (grammar.masks_of([lazy.copy()], size)[0] == words).all()
             asked = {*dice.sample(range(size), 20), size - 1, scripted}
             for token in asked:

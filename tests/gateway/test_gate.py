@@ -1,4 +1,4 @@
-"""Keys, limits and failures, in front of workers that play back a script."""
+"""Tests keys, limits and failures in front of scripted workers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_keys_come_from_the_environment_too_and_without_any_the_token_is_one(
 
 
 def test_on_loopback_only_names_of_this_machine_are_answered(worker: ScriptedServer, tmp_path: Path) -> None:
-    """A page that has its own name point to 127.0.0.1 sends that name, whatever the browser takes it for."""
+    """A hostile page can point its own name to 127.0.0.1. The browser still sends that name."""
     with gateway(tmp_path, "--worker", worker.address, "--host", "Gateway.example") as served:
         for host in (
             "evil.example",
@@ -357,7 +357,7 @@ def test_bodies_have_a_limit_whether_or_not_they_say_their_length(worker: Script
 
 
 def test_headers_have_a_limit_too(worker: ScriptedServer, tmp_path: Path) -> None:
-    """Headers are limited however small their pieces are; those of a body do not count."""
+    """The limit holds however small the pieces of the headers are. Pieces of a body do not count."""
     body = json.dumps({**ASK, "prompt": "p" * 100_000}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: quire\r\nContent-Type: application/json\r\nConnection: close\r\n"
     with gateway(tmp_path, "--worker", worker.address) as served:
@@ -368,7 +368,7 @@ def test_headers_have_a_limit_too(worker: ScriptedServer, tmp_path: Path) -> Non
         ):
             with socket.create_connection((host, int(port)), timeout=30) as connection:
                 connection.sendall(head + name)
-                with contextlib.suppress(ConnectionError):  # it is closed before all is sent
+                with contextlib.suppress(ConnectionError):  # The server closes the connection before all is sent.
                     if name.endswith(b"\n"):
                         connection.sendall(b"\r\n" + body)
                     else:

@@ -1,4 +1,4 @@
-"""HTTP as clients and proxies speak it, in front of a worker that plays back a script."""
+"""Tests HTTP as clients and proxies speak it, in front of a scripted worker."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def connect(served: ServerProcess) -> socket.socket:
 
 
 def heard(connection: socket.socket, until: bytes | None = None) -> bytes:
-    """Returns the received bytes until the end, or until these bytes."""
+    """Returns the received bytes, up to the end or up to `until`."""
     found = b""
     while (until is None or until not in found) and (data := connection.recv(65_536)):
         found += data
@@ -77,7 +77,7 @@ def test_a_request_that_offers_an_upgrade_is_answered_as_if_it_did_not(
                 connection.sendall(bytes([byte]))
         answer = heard(connection, b'"usage"')
         assert answer.startswith(b"HTTP/1.1 200")
-        connection.sendall(HIDDEN)  # the connection continues with HTTP/1.1
+        connection.sendall(HIDDEN)  # The connection still speaks HTTP/1.1.
         assert heard(connection).count(b"HTTP/1.1 200") == 1
 
 
@@ -111,7 +111,7 @@ def test_an_answer_to_http_1_0_has_no_chunks_and_ends_with_its_connection(served
 
 
 def test_a_body_that_is_too_large_is_413_for_callers_that_send_all_of_it(served: ServerProcess) -> None:
-    """urllib says that it closes, and reads no answer before it has sent everything."""
+    """urllib announces that it closes, and reads no answer before it has sent everything."""
     large = b'{"prompt": "' + b"a" * (20 << 20) + b'"}'
     request = urllib.request.Request(
         f"http://{served.address}/v1/completions", large, {"Content-Type": "application/json"}
@@ -240,7 +240,7 @@ def test_a_stream_is_one_answer_however_slowly_its_caller_reads(served: ServerPr
 
 
 def test_a_stream_begins_before_its_first_piece(served: ServerProcess, worker: ScriptedServer) -> None:
-    """A long prompt takes longer than many clients and proxies wait for a head."""
+    """A long prompt computes for longer than many clients and proxies wait for a head."""
     worker.answers["Generate"] = silent(worker)
     worker.cancelled.clear()
     try:
@@ -279,7 +279,7 @@ def test_callers_cannot_fill_the_log(worker: ScriptedServer, tmp_path: Path) -> 
 
 
 def test_an_id_that_cannot_be_one_is_replaced_and_the_answer_says_by_which(served: ServerProcess) -> None:
-    """Proxies write ids of their own, some of them long: no reason to refuse a request."""
+    """Proxies write ids of their own, some of them long. That is no reason to refuse a request."""
     for given in ("a b", "x" * 65, "Root=1-67891233-abcdef012345678912345678;Parent=53995c3f42cd8ad8;Sampled=1"):
         answer = curl(served, "/v1/completions", "-H", f"X-Request-Id: {given}", body=json.loads(ASK))
         assert (answer.status, len(answer.headers["x-request-id"])) == (200, 32)

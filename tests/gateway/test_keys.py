@@ -1,4 +1,4 @@
-"""Keys of the gateway: names, limits, ends, and a file that is read again."""
+"""Tests the gateway's keys: names, limits, expiry, and rereading their file."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def shown(key: str) -> tuple[str, str]:
     return "-H", f"Authorization: Bearer {key}"
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
+# -- the file of keys --------------------------------------------------------------------------------------------------
 
 
 def test_a_line_has_a_name_limits_and_an_end() -> None:
     line = f"{KEY} acme name=web requests=600 tokens=100000 concurrent=8 expires=2027-01-31T12:00Z special_tokens=text"
-    now_s = 1_801_396_799.0  # a second before it ends
+    now_s = 1_801_396_799.0  # a second before the key expires
     keys = ApiKeys(f"{line}\n{OTHER_KEY} beta", "here", clock=lambda: now_s)
     key = keys.named(f"Bearer {KEY}".encode())
     assert key is not None
@@ -138,7 +138,7 @@ def test_a_limit_is_429_with_its_name_and_when_to_come_back(worker: ScriptedServ
         )
 
 
-# -- reading again -----------------------------------------------------------------------------------------------------
+# -- rereading the file ------------------------------------------------------------------------------------------------
 
 
 def test_a_replaced_file_and_a_hang_up_put_new_keys_in_force_and_kill_nothing(
@@ -165,7 +165,7 @@ def test_a_replaced_file_and_a_hang_up_put_new_keys_in_force_and_kill_nothing(
     assert not any(secret in log.read_text() for secret in (KEY, OTHER_KEY))
 
 
-# -- what operators see ------------------------------------------------------------------------------------------------
+# -- metrics and requests for operators --------------------------------------------------------------------------------
 
 
 def test_operators_see_requests_with_the_names_of_their_keys_and_why_they_wait(
@@ -198,7 +198,7 @@ def test_operators_see_requests_with_the_names_of_their_keys_and_why_they_wait(
         client(served, KEY).completions.create(**ASK)  # type: ignore[call-overload]
         ended = 'quire_gateway_key_requests_total{key="web",model="scripted"}'
         while f"{ended} 1.0" in (metrics := curl(served, "/metrics", *shown(TOKEN)).body.decode()):
-            pass  # the worker may hear of the caller that went before it is counted
+            pass  # The worker may notice the cancellation before the gateway counts the request.
         assert f"{ended} 2.0" in metrics
         assert 'quire_gateway_key_tokens_total{key="web",kind="output",model="scripted"} 5.0' in metrics
 

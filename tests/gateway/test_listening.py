@@ -1,4 +1,4 @@
-"""Where a gateway listens."""
+"""Tests the addresses at which a gateway listens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ KEY = "sk-alpha-0123456789"
 
 
 def link_local() -> str | None:
-    """An address of this machine that is one only together with its interface."""
+    """Returns a link-local address of this machine with its interface; None if there is none."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, scope, flags, name = line.split()
-            if scope == "20" and flags == "80":  # of a link, and in use
+            if scope == "20" and flags == "80":  # 20: link-local; 80: permanent, so ready for use
                 return f"{':'.join(digits[at : at + 4] for at in range(0, 32, 4))}%{name}"
     return None
 
 
-# Interfaces come and go beside a container engine: an address in the name would give each process of a run other tests.
+# Container engines add and remove interfaces. With an address in its id, a test could differ between pytest processes.
 @pytest.mark.parametrize("host", ["::", "::1", link_local()], ids=["any", "loopback", "of a link"])
 def test_the_gateway_listens_wherever_grpc_does(host: str | None, tmp_path: Path) -> None:
     if host is None or not socket.has_dualstack_ipv6():

@@ -1,4 +1,4 @@
-"""Parameters that the installed openai package can send: the gateway knows each of them by its name."""
+"""The gateway knows every parameter that the installed openai package can send."""
 
 from __future__ import annotations
 

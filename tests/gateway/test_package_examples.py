@@ -1,4 +1,4 @@
-"""Examples that need packages of their own, run with them: `make test-packages` installs these."""
+"""Runs the examples that need further packages. `make test-packages` installs these."""
 
 from __future__ import annotations
 

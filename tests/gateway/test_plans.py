@@ -1,4 +1,4 @@
-"""How an answer is held and read, of what its caller wants and how its model writes."""
+"""Tests the plan of an answer: its grammar and its reader, from the caller's wishes and the model's notation."""
 
 from __future__ import annotations
 

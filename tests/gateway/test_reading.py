@@ -1,4 +1,4 @@
-"""From bytes to requests: errors are found before they cost anything, and reported with the value."""
+"""Tests parsing bytes into requests: errors are found before they cost anything, and reported with the value."""
 
 from __future__ import annotations
 

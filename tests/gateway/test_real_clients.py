@@ -1,4 +1,4 @@
-"""Programs that people have, against the gateway; each is skipped where it is not installed."""
+"""Runs common programs against the gateway. A test is skipped if its program is not installed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.gateway.scene import gateway, script
 
 WHOLE = json.dumps({"model": "scripted", "prompt": "p", "n": 2})
 STREAM = json.dumps({"model": "scripted", "prompt": "p", "n": 2, "stream": True})
-LONG = WHOLE + " " * (2 << 20)  # curl asks before it sends as much
+LONG = WHOLE + " " * (2 << 20)  # For a body this long curl first sends `Expect: 100-continue`.
 LARGE = json.dumps({"model": "scripted", "prompt": "p" * (20 << 20)})
 WRONG = json.dumps({"model": "scripted"})
 PATH = "/v1/completions"
 JSON = {"Content-Type": "application/json"}
-IN_TURN = 40  # requests
+IN_TURN = 40  # requests, one after another
 
-# Each request has an id, and a line of output is `ID STATUS ID_OF_THE_ANSWER BODY`.
+# Each request has an id. The program prints one line per answer: `ID STATUS ID_OF_THE_ANSWER BODY`.
 JAVA = """
 import java.net.URI;
 import java.net.http.*;
@@ -154,7 +154,7 @@ def check_lines(said: str, count: int) -> None:
 
 
 def is_whole(body: str) -> bool:
-    """Tells whether a body is all of one answer, streamed or not."""
+    """Returns whether a body is one complete answer, streamed or not."""
     if body.startswith("data: "):
         return (
             body.count("data: [DONE]") == 1 and body.strip().endswith("data: [DONE]") and body.count('"text":"x"') == 1
@@ -163,7 +163,7 @@ def is_whole(body: str) -> bool:
 
 
 def test_java_in_both_versions_of_http(served: ServerProcess, tmp_path: Path) -> None:
-    """Its client offers h2c with every request unless it is told not to."""
+    """Java's client offers h2c with every request unless the program disables it."""
     needs("java", "javac")
     (tmp_path / "Ask.java").write_text(JAVA)
     said = run("java", tmp_path / "Ask.java", f"http://{served.address}{PATH}", WHOLE, STREAM, WRONG, IN_TURN)
@@ -208,7 +208,8 @@ FORWARDED = "proxy_http_version 1.1; proxy_set_header Upgrade $http_upgrade; pro
     "directives", ["", KEPT, FORWARDED, FORWARDED.replace("$http_upgrade", "h2c")], ids=["1.0", "1.1", "upgrade", "h2c"]
 )
 def test_nginx_in_front(served: ServerProcess, tmp_path: Path, directives: str, buffers: str) -> None:
-    """It asks upstreams in HTTP/1.0 by default; many configurations forward upgrades, or say so without any."""
+    """nginx sends HTTP/1.0 to upstreams by default. Many configurations forward upgrades, or announce an upgrade that
+    the client did not ask for."""
     needs("nginx", "curl")
     both = f"{directives} proxy_buffering {buffers}; proxy_request_buffering {buffers};"
     with behind_nginx(served, tmp_path, both, "keepalive 2;" if directives == KEPT else "") as address:

@@ -1,4 +1,4 @@
-"""Notation of calls and reasoning, recognized by a model's chat template, family by family."""
+"""The gateway recognizes each family's notation of calls and reasoning by the model's chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ tokenizer = pytest.importorskip("quire_worker.model.tokenizer")
 
 
 class Local:
-    """A worker's answers about texts, without a process."""
+    """Answers as a worker does about texts and tokens, without a process."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = tokenizer.Tokenizer(folder)

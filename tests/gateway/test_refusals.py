@@ -1,4 +1,4 @@
-"""Refusals as their callers read them, in front of a real worker."""
+"""Tests refusals as callers read them, in front of a real worker."""
 
 from __future__ import annotations
 

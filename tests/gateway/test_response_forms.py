@@ -1,4 +1,4 @@
-"""Responses without a process: what a body asks, what is refused, how events follow each other, what is kept."""
+"""Tests responses without a process: what a body asks for, what is refused, the order of events, and what is kept."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def form(into: list[Ended]) -> ResponseForm:
 
 
 def test_events_and_the_whole_have_the_same_output() -> None:
-    """Pieces of every size give the items that the whole answer has, in order, each opened and closed once."""
+    """Pieces of every size give the same items as the whole answer, in order. Each item is opened and closed once."""
     dice = random.Random(7)
     calls = [Call("a" * 9, "f", '{"x": 1}'), Call("b" * 9, "g", "{}")]
     deltas = [Delta(reasoning="thinks "), Delta(reasoning="much"), Delta(content="says "), Delta(content="this")]
@@ -184,7 +184,7 @@ def test_events_and_the_whole_have_the_same_output() -> None:
 
 
 def test_logprobs_are_those_of_the_tokens_and_come_with_the_text() -> None:
-    """Tokens of reasoning and calls are told with the message, too, as in chats."""
+    """As in chats, tokens of reasoning and calls are also reported with the message."""
     deltas = [Delta(reasoning="r"), Delta(), Delta(content="a"), Delta(content="b"), Delta(), *_CALLS]
     ended: list[Ended] = []
     streamed = form(ended)
@@ -227,7 +227,7 @@ def test_a_stream_that_fails_ends_with_a_response_that_says_why() -> None:
 
 
 def test_a_prompt_begins_with_the_tokens_that_were_said_wherever_the_text_allows_it() -> None:
-    """Texts of random tokens against what a tokenizer of the longest match makes of them."""
+    """Compares texts of random tokens with the output of a longest-match tokenizer."""
     dice = random.Random(3)
     vocabulary = [b"a", b"b", b"ab", b"ba", b"aab", b"bb"]
     spelled = dict(enumerate(vocabulary))

@@ -1,4 +1,4 @@
-"""Responses, with OpenAI's own client against a gateway in front of a worker and an allocator."""
+"""Tests responses with OpenAI's client, on a gateway in front of a worker and an allocator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.gateway.test_tools import WEATHER as CHAT_WEATHER
 from tests.gateway.test_tools import check_weather
 
 QUESTION = "The for statement is used to iterate over the elements of a sequence."
-BLOCK = 16  # tokens of a worker's block
+BLOCK = 16  # tokens per block of the worker
 WEATHER: Any = {"type": "function", **CHAT_WEATHER["function"]}
 
 
@@ -269,7 +269,7 @@ def logprobs_of(output: Any) -> list[Any]:
 
 
 def test_an_item_refers_to_one_of_an_earlier_answer(ai: openai.OpenAI) -> None:
-    """As Vercel's ai package sends a conversation whose responses are stored."""
+    """Vercel's ai package sends a conversation with stored responses like this."""
     first = ai.responses.create(model="demo", input=QUESTION, max_output_tokens=6, temperature=0)
     before: Any = {"role": "user", "content": QUESTION}
     after: Any = {"role": "user", "content": "And then?"}

@@ -1,4 +1,4 @@
-"""The choice among several workers."""
+"""Tests how the gateway chooses among several workers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_no_other_worker_is_better_in_random_fleets() -> None:
 
 
 async def test_a_prefix_counts_for_its_own_namespace_and_adapter_alone() -> None:
-    """By the adapter's weights: a worker that has others under the name has other prefixes."""
+    """Adapters count by their weights. A worker with other weights under the same name has other prefixes."""
     status = pb.GetStatusResponse(model="m", block_size=4, cache_layout="nhd", model_fingerprint=b"f", pool="p")
     backend, tokens, digest = Backend(AsyncClient("127.0.0.1:1")), range(10), bytes(range(32))
     backend.heard(worker_status(status))
@@ -72,7 +72,7 @@ async def test_a_prefix_counts_for_its_own_namespace_and_adapter_alone() -> None
 
 
 def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
-    """Two workers of one allocator: blocks that one of them has computed are found through its pool."""
+    """Two workers share an allocator. The gateway finds blocks that one of them has computed through its pool."""
     with LocalStack(DEMO, worker_arguments=["--blocks", "256", "--pool", "first"]) as stack:
         allocator = ["--allocator", stack.allocator_address]
         arguments = ["--model", str(DEMO), *allocator, "--listen", "127.0.0.1:0", "--blocks", "256", "--pool", "second"]
@@ -82,7 +82,7 @@ def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
                 direct.generate(PREFIX * 4, max_tokens=1)
             with Allocator(stack.allocator_address) as pools:
                 eventually(lambda: pools.get_pool("second").cached_block_count >= 5, "the prefix is published")
-                told = 0  # to watchers, which is when the worker's next heartbeat has said that it heard of it
+                told = 0  # Watchers get the events after the worker's next heartbeat, which acknowledges the step.
                 for event in pools.watch_events("second"):
                     told += len(event.digests) if isinstance(event, BlocksStored) else 0
                     if told >= 5:

@@ -1,16 +1,17 @@
-"""Which prompts continue what was said: those of its conversation, and no text that looks like it. Pure."""
+"""Tests which prompts continue an earlier answer: prompts of the same conversation, and no text that only looks like
+it."""
 
 from __future__ import annotations
 
 from quire_gateway.continuing import Said, continued
 
-# A special token, an ordinary one of the same text, texts, half a character, and the sign for what is none.
+# A special token, an ordinary token of the same text, three texts, half a character, and the replacement character.
 TURN, TURN_AS_TEXT, A, B, AB, HALF, NONE = range(7)
 SPELLED = {TURN: b"<turn>", TURN_AS_TEXT: b"<turn>", A: b"a", B: b"b", AB: b"ab", HALF: b"\xc3", NONE: b"\xef\xbf\xbd"}
 
 
 def of(tokens: tuple[int, ...], prompt_token_count: int) -> Said:
-    """Tokens of a prompt that continues nothing, and of its answer."""
+    """Returns an answer to a prompt that continues nothing, with the tokens of both."""
     return Said("m", tokens, prompt_token_count, tokens[:prompt_token_count])
 
 
@@ -23,7 +24,7 @@ def test_an_answer_keeps_its_tokens_where_a_tokenizer_would_take_others() -> Non
 
 
 def test_so_do_all_answers_of_a_longer_conversation() -> None:
-    second = (TURN, A, TURN, A, B, TURN, B, TURN)  # the prompt behind the first answer
+    second = (TURN, A, TURN, A, B, TURN, B, TURN)  # the prompt that follows the first answer
     said = Said("m", (*second, A, B), len(second), (TURN, A, TURN, AB, TURN, B, TURN))
     prompt = (TURN, A, TURN, AB, TURN, B, TURN, AB, TURN, A)
     parting = said.parting(prompt)
@@ -56,7 +57,7 @@ def test_half_a_character_is_not_what_was_said_where_the_prompt_has_another_text
 
 
 def test_a_text_that_spells_special_tokens_is_not_what_was_said() -> None:
-    """The conversation has turns, and the prompt one turn whose text looks like them."""
+    """The conversation has several turns. The prompt has one turn whose text spells those turns."""
     said = of((TURN, A, TURN, B, TURN, A), 5)
     prompt = (TURN, A, TURN_AS_TEXT, B, TURN_AS_TEXT, A, TURN, B)
     assert said.parting(prompt) is None

@@ -1,4 +1,4 @@
-"""Objects of a schema are held to the properties that it lists, wherever that leaves it something to allow."""
+"""Objects are limited to the properties that their schema lists, if it then still allows any value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that a worker gives its model with --served-model-name: requests may say each, answers have the first."""
+"""With --served-model-name a worker names its model: requests may use each name, answers have the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Special tokens that conversations spell: ordinary text or those tokens, as the key says, or else the worker."""
+"""Text that spells a special token becomes ordinary text or the token, as the key or else the worker sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS: Final = {None: "sk-neither-0123456789", "text": "sk-split-0123456789", "to
 
 
 def prompt_token_counts(served: ServerProcess, key: str) -> dict[str, int]:
-    """How many tokens the conversation is at each endpoint that takes one."""
+    """Returns the conversation's number of tokens at each endpoint that takes a conversation."""
 
     def ask(path: str, **body: Any) -> dict[str, Any]:
         answer = curl(served, path, "-H", f"Authorization: Bearer {key}", body={"model": "demo", **body})

@@ -1,4 +1,4 @@
-"""Texts and chats as tokens through the gateway, and back."""
+"""Tests tokenizing texts and chats through the gateway, and detokenizing."""
 
 from __future__ import annotations
 

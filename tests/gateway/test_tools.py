@@ -1,4 +1,4 @@
-"""Tools through the gateway with OpenAI's client: calls that have to be made, on the demo model, and their errors."""
+"""Tests tools through the gateway with OpenAI's client: forced calls on the demo model, and errors."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_stream_has_the_same_call_in_pieces(ai: openai.OpenAI, choice: Any) ->
 
 
 def test_answers_have_no_properties_beside_those_that_a_schema_lists(ai: openai.OpenAI) -> None:
-    """The demo model goes on with names of its own wherever it may, to the end of its tokens."""
+    """If a schema allowed more properties, the demo model would add names until its token limit."""
     schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}
     person: Any = {"type": "function", "function": {"name": "person", "parameters": schema}}
     choice: Any = {"type": "function", "function": {"name": "person"}}
@@ -167,7 +167,7 @@ def test_a_pattern_that_looks_around_is_refused_where_a_function_is_strict(ai: o
 
 
 def test_an_option_names_how_calls_are_written(stack: LocalStack, tmp_path: Any) -> None:
-    """The demo model never writes one by itself: its text stays what it is without tools."""
+    """The demo model never writes a call by itself, so its text is the same as without tools."""
     told = {**ASK, "temperature": 0, "max_tokens": 12}
     with gateway(tmp_path, "--worker", stack.worker_address, "--tool-call-parser", "demo=hermes") as other:
         auto, none = (

@@ -1,4 +1,4 @@
-"""Parameters that vLLM's server has beyond OpenAI's, and fields of its answers, through the gateway to real workers."""
+"""Tests vLLM's additional parameters and answer fields through the gateway to real workers."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_trusting_worker_with_a_template_of_its_own_and_a_checkpoint_that_prop
     }
     (folder / "tokenizer.json").write_text(json.dumps(described))
     template.write_text("own: {{ messages[0].content }}")
-    (folder / "chat_template.jinja").write_text("{% for %}")  # the checkpoint's, which is not asked
+    (folder / "chat_template.jinja").write_text("{% for %}")  # the checkpoint's own template, which is never read
     arguments = ["--blocks", "512", "--chat-template", str(template), "--trust-request-chat-template"]
     with LocalStack(folder, worker_arguments=arguments, gateway_listen="127.0.0.1:0") as running:
         assert running.gateway is not None

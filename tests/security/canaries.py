@@ -1,16 +1,16 @@
-"""Finding secrets where they do not belong, in every form in which they could get there."""
+"""Finds secrets where they do not belong, in every form in which they could get there."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Iterator, Sequence
 
-TEXT_WINDOW = 24  # characters of a text that are enough to recognise it
-TOKENS_WINDOW = 6  # the same of a list of token ids
+TEXT_WINDOW = 24  # this many characters identify a text
+TOKENS_WINDOW = 6  # this many ids identify a list of tokens
 
 
 def forms_of_text(text: str) -> Iterator[str]:
-    """Yields every stretch of a text that gives it away, as it is and as Python and JSON would quote it."""
+    """Yields every part of a text that gives the text away, raw and as Python and JSON would quote it."""
     for start in range(max(1, len(text) - TEXT_WINDOW + 1)):
         stretch = text[start : start + TEXT_WINDOW]
         yield stretch
@@ -19,7 +19,7 @@ def forms_of_text(text: str) -> Iterator[str]:
 
 
 def forms_of_tokens(tokens: Sequence[int]) -> Iterator[str]:
-    """Stretches of a list of token ids, as lists are written."""
+    """Yields parts of a list of token ids, as lists are printed."""
     for start in range(max(1, len(tokens) - TOKENS_WINDOW + 1)):
         stretch = [str(token) for token in tokens[start : start + TOKENS_WINDOW]]
         yield ", ".join(stretch)
@@ -29,7 +29,7 @@ def forms_of_tokens(tokens: Sequence[int]) -> Iterator[str]:
 
 
 def forms_of_bytes(data: bytes) -> Iterator[str]:
-    """A digest or an id: in hexadecimal, in base64, raw, and as Python and protobuf would quote it."""
+    """Yields a digest or an id in hexadecimal, in base64, raw, and as Python and protobuf would quote it."""
     yield data.hex()
     yield base64.b64encode(data).decode().rstrip("=")[:-1]
     yield data.decode("latin-1")
@@ -38,26 +38,26 @@ def forms_of_bytes(data: bytes) -> Iterator[str]:
 
 
 class Canaries:
-    """Secrets by name, and where they turned up."""
+    """Secrets by name, and a search for them in outputs."""
 
     def __init__(self) -> None:
         self._forms: dict[str, list[str]] = {}
 
     def add_text(self, name: str, text: str) -> None:
-        """A prompt, a token, a key."""
+        """Adds a text such as a prompt, a token or a key."""
         self._forms[name] = list(forms_of_text(text))
 
     def add_tokens(self, name: str, tokens: Sequence[int]) -> None:
-        """A prompt or an answer as token ids."""
+        """Adds a prompt or an answer as token ids."""
         self._forms[name] = list(forms_of_tokens(tokens))
 
     def add_bytes(self, name: str, data: bytes) -> None:
-        """A whole digest, or an id that opens a session."""
+        """Adds a whole digest, or the id of a session."""
         self._forms[name] = list(forms_of_bytes(data))
 
     def found_in(self, output: str | bytes) -> list[str]:
-        """Names of the secrets that an output gives away."""
-        # Both are compared as Latin-1, which maps every byte to a character.
+        """Returns the names of the secrets that an output gives away."""
+        # Text and bytes are both compared as Latin-1, because it maps every byte to a character.
         text = (output.encode() if isinstance(output, str) else output).decode("latin-1").lower()
         return [name for name, forms in self._forms.items() if any(_wire(form) in text for form in _long(forms))]
 

@@ -1,4 +1,4 @@
-"""Certificates as `quire certs` makes them, and where they are."""
+"""Certificates that `quire certs` makes, and their paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 
 def quire_certs(folder: Path, *arguments: str) -> str:
-    """Returns the output of the command."""
+    """Runs `quire certs`; returns its output."""
     done = CliRunner().invoke(app, ["certs", str(folder), *arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
@@ -27,7 +27,7 @@ class Certificates:
 
     @property
     def ca(self) -> str:
-        """The authority's certificate."""
+        """The path of the authority's certificate."""
         return str(self.folder / "ca.pem")
 
     def client(self, name: str = "client") -> Tls:
@@ -39,12 +39,12 @@ class Certificates:
         return Tls(self.ca)
 
     def add(self, name: str, *permissions: str) -> Tls:
-        """A caller's certificate with these options."""
+        """Makes a caller's certificate with these permissions; returns the caller's credentials."""
         quire_certs(self.folder, "--client", name, *permissions)
         return self.client(name)
 
     def server_options(self, *, mutual: bool = True) -> list[str]:
-        """Returns a server's options: its certificate, and if `mutual` those of its callers' authority."""
+        """Returns a server's options: its certificate, and if `mutual` the authority for its callers."""
         options = ["--tls-cert", str(self.folder / "server.pem"), "--tls-key", str(self.folder / "server.key")]
         return [*options, *(["--tls-client-ca", self.ca] if mutual else [])]
 

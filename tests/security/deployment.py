@@ -21,26 +21,26 @@ TOKEN = "canary-token-6b1f0c9e"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A caller: a certificate or none, or no TLS at all (`tls` is None), and a token or none."""
+    """A caller with or without a certificate, or without TLS (`tls` is None), and with or without a token."""
 
     tls: Tls | None
     token: str | None = TOKEN
 
     def channel(self, address: str) -> grpc.Channel:
-        """A connection without any of our client's checks and retries."""
+        """Returns a connection without the checks and retries of Quire's client."""
         if self.tls is None:
             return grpc.insecure_channel(address)
         return grpc.secure_channel(address, self.tls.channel_credentials())
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """metadata: sent with each call."""
+        """The metadata that the caller sends with each call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Both processes."""
+    """An allocator and a worker, and their certificates."""
 
     allocator: ServerProcess
     worker: ServerProcess
@@ -52,7 +52,7 @@ class Deployment:
 def deployed(
     certificates: Certificates, folder: Path, *options: str, allocator_options: Sequence[str] = ()
 ) -> Iterator[Deployment]:
-    """Runs both, with `options` for both; the worker shows the certificate `worker` to the allocator."""
+    """Runs both processes, with `options` for both. The worker shows the certificate `worker` to the allocator."""
     token_file = str(secret_file(folder / "token", TOKEN))
     common = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--token-file", token_file, *options]
     common += certificates.server_options()

@@ -1,4 +1,4 @@
-"""The common parts of tests of hostile callers of a gateway: two keys, sockets, and a process's memory."""
+"""Common parts of the tests with hostile callers of a gateway: two keys, sockets, and a process's memory."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/branches/branch_00/generate": {},
     "/tokenize": {"prompt": "p"},
     "/detokenize": {"tokens": [1]},
-}  # the least body of each path that takes one
+}  # the smallest body of each path that takes one
 
 
 def as_many(asked: Any, context: Any) -> Iterator[Any]:
-    """Yields a script of one sample per request."""
+    """Returns the scripted answer with as many samples as the request asks for, one or two."""
     answers = two_samples(asked, context)
     return answers if asked.sampling.n == 2 else (each for each in answers if each.sample == 0)
 
@@ -87,7 +87,7 @@ def liveness_s(served: ServerProcess) -> float:
 
 @contextmanager
 def liveness_bounded(served: ServerProcess) -> Iterator[None]:
-    """Asks whether the gateway lives, again and again, as long as the block lasts, and once more."""
+    """Asks for the gateway's liveness again and again during the block, and once after it."""
     ended = threading.Event()
 
     def asked() -> Iterator[float]:
@@ -106,10 +106,10 @@ def liveness_bounded(served: ServerProcess) -> Iterator[None]:
 
 @contextmanager
 def memory_bounded(served: ServerProcess) -> Iterator[None]:
-    """Asks as another caller at the end, and looks at the most memory that there was."""
+    """Sends another caller's request after the block, and checks the process's peak memory."""
     before = rss(served)
     folder = Path(f"/proc/{served.process.pid}")
-    (folder / "clear_refs").write_text("5")  # the peak is counted from here
+    (folder / "clear_refs").write_text("5")  # Resets the process's peak memory.
     yield
     first_token_s(served, HONEST)
     peak = next(line for line in (folder / "status").read_text().splitlines() if line.startswith("VmHWM:"))

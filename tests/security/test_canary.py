@@ -1,7 +1,7 @@
-"""No token, prompt, text, key or whole digest comes out where it does not belong: logs, errors, metrics.
+"""No token, prompt, text, key or whole digest appears where it does not belong: in logs, errors or metrics.
 
-Both servers run at log level debug, are used, and are made to refuse everything that they can refuse. All their output
-and answers are then searched for secrets that were given to them.
+Both servers run at log level debug. The test uses them, and makes them refuse everything that they can refuse. Then it
+searches all their output and answers for the secrets that they got.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WRONG_TOKEN = "canary-guess-0f8e1a77b2"
 
 
 class Outcome:
-    """The outputs of the deployment."""
+    """All output of the deployment, and errors of its callers."""
 
     def __init__(self) -> None:
         self.canaries = Canaries()
@@ -44,7 +44,7 @@ class Outcome:
         self.metrics: dict[str, str] = {}
 
     def refused(self, call: Callable[[], Any]) -> None:
-        """A call that must fail; its error is kept with everything that travelled with it."""
+        """Makes a call that must fail; keeps its error and everything that came with it."""
         with pytest.raises((grpc.RpcError, QuireError)) as caught:
             call()
         error: Any = caught.value
@@ -74,7 +74,7 @@ def outcome(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 
 
 def use(deployment: Deployment, outcome: Outcome) -> None:
-    """A prompt twice, so that its blocks are published and hit; every secret that this makes is remembered."""
+    """Sends a prompt twice, so that its blocks are published and hit. Remembers every secret that this makes."""
     tls = deployment.certificates.client()
     with (
         Client(deployment.worker.address, token=TOKEN, tls=tls) as client,
@@ -101,7 +101,7 @@ def use(deployment: Deployment, outcome: Outcome) -> None:
 
 
 def misuse(deployment: Deployment, outcome: Outcome) -> None:
-    """Everything that can be refused, with secrets in it."""
+    """Makes every kind of refused call, with secrets in it."""
     certificates = deployment.certificates
     everything, poor = certificates.client(), certificates.client("poor")
     tokens = Tokenizer(DEMO).encode(PROMPT)
@@ -129,7 +129,8 @@ def misuse_worker(
         outcome.refused(lambda: client.generate(PROMPT * 200, namespace=NAMESPACE))
         outcome.refused(lambda: client.generate([*tokens, 1 << 30], namespace=NAMESPACE))
         outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, temperature=-1.0))
-        outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, regex="("))  # which the worker refuses
+        # The worker refuses this pattern.
+        outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, regex="("))
         outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, request_id="r" * 100))
         endless = partial(client.generate, PROMPT, namespace=NAMESPACE, max_tokens=4000, ignore_eos=True)
         outcome.refused(lambda: endless(timeout_s=0.2))
@@ -141,7 +142,7 @@ def secret_digests() -> bytes:
 
 
 def misuse_allocator(stub: Any, metadata: Any, outcome: Outcome, *, is_let_in: bool = False) -> None:
-    """Makes unary calls; an admitted caller gets a session first."""
+    """Makes refused unary calls. An admitted caller opens a session first."""
     digests = secret_digests()
     outcome.canaries.add_bytes("digest of a refused call", digests[:32])
 
@@ -179,7 +180,7 @@ def misuse_allocator(stub: Any, metadata: Any, outcome: Outcome, *, is_let_in: b
 
 
 def misuse_stream(stub: Any, metadata: Any, outcome: Outcome) -> None:
-    """Reports and steps that are refused, each on a stream of its own."""
+    """Sends reports and steps that are refused, each on a stream of its own."""
     digests = secret_digests()
     grow = grows((1, 8, digests))
     grow.namespaces.append(NAMESPACE)
@@ -271,7 +272,7 @@ def test_no_secret_and_no_tenant_is_in_the_metrics(outcome: Outcome, server: str
     assert NAMESPACE not in outcome.metrics[server]
 
 
-# -- the search itself -------------------------------------------------------------------------------------------------
+# -- tests of the search -----------------------------------------------------------------------------------------------
 
 DIGEST = bytes(range(120, 152))
 

@@ -1,4 +1,4 @@
-"""`quire certs`: its certificates, and its refusals."""
+"""Tests `quire certs`: the certificates that it makes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -143,13 +143,13 @@ SERVICE = ("--renew", "--server", "server", "--host", "a.example", "--client", "
 
 
 def shortened(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
-    """Certificates that are made from here on look that much older."""
+    """Makes certificates from now on look `days` older."""
     then = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=days)
     monkeypatch.setattr(_certs, "_now", lambda: then)
 
 
 def made_earlier(folder: Path, *, days_ago: int, days: int = 90) -> None:
-    """Makes the files of `SERVICE` in `folder`/service, as they were some days ago."""
+    """Makes the files of `SERVICE` in `folder`/service as if they were made `days_ago` days ago."""
     with pytest.MonkeyPatch.context() as patch:
         shortened(patch, days_ago)
         authority = _certs.make_authority(folder / "ca", days=days)
@@ -198,7 +198,7 @@ def test_a_renewal_makes_everything_again_that_ends_soon_and_trusts_the_authorit
     for name in ("server", "client"):
         certificate(place / "service" / f"{name}.pem").verify_directly_issued_by(now)
     assert renew(place) == ""
-    # 60 days on, the first authority has ended.
+    # After 61 days the first authority has expired.
     with pytest.MonkeyPatch.context() as patch:
         shortened(patch, -61)
         found = _certs.read_authority(place / "ca")
@@ -274,7 +274,7 @@ def test_two_authorities_in_one_bundle_are_both_trusted(tmp_path: Path) -> None:
 
 
 def test_a_strict_context_of_python_trusts_them(tmp_path: Path) -> None:
-    """A context as `ssl.create_default_context` makes it from Python 3.13 on."""
+    """Uses a context like that of `ssl.create_default_context` from Python 3.13 on."""
     quire_certs(tmp_path)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")

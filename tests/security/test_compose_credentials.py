@@ -1,5 +1,5 @@
-"""The secrets of each service in docker-compose.yml, their lifetime, and what they open. No Docker is needed: the
-script of the service `certs` runs here, and so do the servers, with the command lines that are composed."""
+"""Tests the secrets of each service in docker-compose.yml: their lifetime, and what they permit. No Docker is needed:
+the tests run the script of the service `certs` and the servers' command lines from the compose file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.e2e.stack import DEMO, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "/run/quire"
-LIFE_MAX = datetime.timedelta(days=90, minutes=10)  # and the difference of clocks
+LIFE_MAX = datetime.timedelta(days=90, minutes=10)  # 10 minutes allow for clock differences
 METRICS_TOKEN = "metrics-token"
 EVERYTHING = {"quire://pool/*", "quire://observe/*", "quire://namespace/*"}
 # The permissions of each folder's service.
@@ -55,7 +55,7 @@ def compose() -> dict[str, Any]:
 
 
 def mounted(compose: dict[str, Any]) -> dict[str, list[tuple[str, str, bool]]]:
-    """For each named volume: which service has it, where, and whether it can write there."""
+    """Returns for each named volume the services that mount it, where, and whether they can write to it."""
     found: dict[str, list[tuple[str, str, bool]]] = {name: [] for name in compose["volumes"]}
     for name, service in compose["services"].items():
         for mount in service.get("volumes", []):
@@ -82,7 +82,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def make_folders(compose: dict[str, Any], folder: Path) -> None:
-    """Each volume that `certs` writes to."""
+    """Creates a folder for each volume that `certs` writes to."""
     for mount in compose["services"]["certs"]["volumes"][1:]:
         where = Path(mount.split(":")[1])
         assert where.parent == Path("/credentials")
@@ -91,7 +91,8 @@ def make_folders(compose: dict[str, Any], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def made(compose: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the files of `certs`, each volume a folder. It runs twice, and finds everything there the second time."""
+    """Runs `certs` twice; returns a folder with a subfolder per volume. The second run finds all files and changes
+    nothing."""
     folder = tmp_path_factory.mktemp("credentials")
     make_folders(compose, folder)
     assert "ca.key" in run_certs(folder)
@@ -179,7 +180,7 @@ def test_no_service_takes_a_secret_from_its_command_line_or_environment(compose:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The three servers, and the folders of each service."""
+    """The three servers, and each service's folders."""
 
     credentials: Path
     allocator: ServerProcess
@@ -192,7 +193,7 @@ class Running:
         return Tls(folder / "ca.pem", folder / "client.pem", folder / "client.key")
 
     def text(self, *path: str) -> str:
-        """A secret."""
+        """Returns the text of a secret file."""
         return self.credentials.joinpath(*path).read_text().strip()
 
 
@@ -202,7 +203,7 @@ def here(address: str) -> str:
 
 @pytest.fixture(scope="module")
 def aged(compose: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the files that `certs` made 61 days ago: still valid, and to be renewed."""
+    """Returns files as `certs` made them 61 days ago: they are still valid, and due for renewal."""
     folder, tools = tmp_path_factory.mktemp("aged"), tmp_path_factory.mktemp("bin")
     then = "import datetime as d; from quire import _certs; from quire.cli.app import run;"
     then += " now = _certs._now(); _certs._now = lambda: now - d.timedelta(days=61); run()"
@@ -215,7 +216,7 @@ def aged(compose: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def running(compose: dict[str, Any], aged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Runs the composed services, except for ports, names and the model's place."""
+    """Runs the services of the compose file, with other ports, names and model path."""
     folder = tmp_path_factory.mktemp("servers")
     known: dict[str, ServerProcess] = {}
     with contextlib.ExitStack() as undo:
@@ -248,7 +249,7 @@ def running(compose: dict[str, Any], aged: Path, tmp_path_factory: pytest.TempPa
 
 
 def fetch(url: str, *, tls: Tls | None = None, token: str | None = None) -> int:
-    """The status of an answer; 0 where the connection is closed."""
+    """Returns the status of an answer; 0 if the server closes the connection."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     context = None
     if url.startswith("https"):

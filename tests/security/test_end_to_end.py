@@ -1,4 +1,4 @@
-"""The `quire` command against real processes that ask for certificates and a token."""
+"""Tests the `quire` command against real processes that ask for certificates and a token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def deployment(certificates: Certificates, tmp_path_factory: pytest.TempPathFact
 
 
 def environment(deployment: Deployment, who: str) -> dict[str, str]:
-    """Returns the environment of a command that calls both as this caller."""
+    """Returns the environment of a command that calls both servers as this caller."""
     tls = deployment.certificates.client(who)
     return {
         "QUIRE_ALLOCATOR": deployment.allocator.address,

@@ -1,6 +1,6 @@
-"""Nothing that a caller sends holds the event loop of a worker or a gateway, which a stream beside would notice.
+"""No request blocks the event loop of a worker or a gateway. If one did, concurrent streams would stall.
 
-Measured is what the loop was held by, not how long a machine with other things to do takes (`loop_holds`).
+`loop_holds` measures how long the process itself blocks its loop, so other load of the machine does not count.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 from tests.e2e.stack import DEMO
 
 HELD_S_MAX = 0.05
-ATTEMPTS = 4  # what holds a loop does so each time
+ATTEMPTS = 4  # A call that blocks a loop blocks it in every attempt.
 CALL_S_MAX = 60
-TEMPLATE = (  # gets one process the more to do the more there are, and writes more than it is given
+TEMPLATE = (  # Renders more text than it gets, so its work grows with the messages.
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + m.content + '<|im_end|>\n' }}{% endfor %}"
 )
 MIB = 1 << 20
@@ -49,7 +49,7 @@ Worker = tuple[Client, pb_grpc.WorkerServiceStub]
 
 
 def generate(prompt: str | list[int], **sampling: Any) -> Callable[[Worker], object]:
-    """A request over the stub, whose lists no client has looked at."""
+    """Returns a request over the stub. No client checks its lists first."""
     given: dict[str, Any] = {"text": prompt} if isinstance(prompt, str) else {"tokens": pb.TokenIds(ids=prompt)}
     request = pb.GenerateRequest(**given, sampling=pb.SamplingParams(**sampling))
     return lambda worker: [None for _ in worker[1].Generate(request, timeout=CALL_S_MAX)]
@@ -62,7 +62,7 @@ def talk(**given: Any) -> Callable[[Worker], object]:
 
 
 def of_branch(**given: Any) -> Callable[[Worker], object]:
-    """A call on a branch, which is released in the end."""
+    """Returns a function that makes calls on a branch, and releases the branch at the end."""
 
     def ask(worker: Worker) -> None:
         _, stub = worker
@@ -161,7 +161,7 @@ GATEWAY: dict[str, tuple[str, bytes]] = {
 
 
 class Scene:
-    """A worker behind a gateway, and somebody who reads a stream of the gateway all the time."""
+    """A worker behind a gateway, and a caller that reads a stream of the gateway all the time."""
 
     def __init__(self, stack: LocalStack, notes: Path) -> None:
         self.stack, self._notes = stack, notes
@@ -169,7 +169,7 @@ class Scene:
         self.piece_count = 0
 
     def post(self, path: str, body: bytes, on_piece: Callable[[], bool] = lambda: True) -> None:
-        """Reads an answer as long as `on_piece` says so."""
+        """Sends a request, and reads the answer as long as `on_piece` returns true."""
         with closing(http.client.HTTPConnection(self.stack.gateway_address, timeout=CALL_S_MAX)) as connection:
             connection.request("POST", path, body, {"Content-Type": "application/json"})
             with connection.getresponse() as answer:
@@ -178,7 +178,7 @@ class Scene:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Reads one stream after another as long as the block lasts."""
+        """Reads one stream after another during the block."""
         body = json.dumps({"prompt": "The", "max_tokens": 2_000, "ignore_eos": True, "stream": True}).encode()
 
         def count() -> bool:
@@ -200,14 +200,14 @@ class Scene:
             reading.join()
 
     def held_s(self, server: ServerProcess | None, call: Callable[[], object]) -> float:
-        """The longest time for which something held a server's event loop, in the attempt in which it is shortest."""
+        """Returns the longest time for which a call blocked a server's event loop, in the best of several attempts."""
         assert server is not None
         found = []
         while len(found) < ATTEMPTS and (not found or found[-1] >= HELD_S_MAX):
             began_s, pieces = time.monotonic(), self.piece_count
             with suppress(QuireError, grpc.RpcError, ConnectionError):
                 call()
-            while self.piece_count < pieces + 3:  # by then it is noted
+            while self.piece_count < pieces + 3:  # By then the recorder has written this call's entry.
                 time.sleep(0)
             found.append(max((held for at, held in self._noted(server.process.pid) if at > began_s), default=0.0))
         return min(found)
@@ -228,7 +228,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         patch.setenv("OMP_NUM_THREADS", "1")
         stack = LocalStack(folder, gateway_listen="127.0.0.1:0", drain_timeout_s=5)
         with stack, Client(stack.worker_address) as client:
-            client.generate("The", max_tokens=2, regex="[a-z]+ b?")  # what is there once, whoever calls
+            # These calls create the objects that the worker creates only once.
+            client.generate("The", max_tokens=2, regex="[a-z]+ b?")
             client.tokenize([{"role": "user", "content": "x"}])
             made = Scene(stack, notes)
             made.post(*GATEWAY["logprobs"])

@@ -1,4 +1,5 @@
-"""One caller has a gateway hold as much of answers as it can. It answers probes, and its memory has a bound."""
+"""One caller makes a gateway buffer as much of its answers as possible. The gateway still answers probes, and its
+memory is bounded."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from tests.security.gateway_callers import (
 )
 
 CHOICES, TOP = 64, 20
-TOKENS = LOGPROB_VALUES_MAX // CHOICES // (1 + TOP)  # of each choice of the largest answer with logprobs
+TOKENS = LOGPROB_VALUES_MAX // CHOICES // (1 + TOP)  # tokens per choice in the largest answer with logprobs
 RANKED = pb.Logprobs(
     token_ids=range(1, TOKENS + 1),
     token_logprobs=[-1.5] * TOKENS,
@@ -43,10 +44,11 @@ RANKED = pb.Logprobs(
 
 
 class LongAnswers:
-    """Answers of a worker that are as large as may be. To another caller it answers as it always does."""
+    """Gives the hostile caller the largest allowed answers, and other callers the usual ones."""
 
     def __init__(self) -> None:
-        self._given = queue.SimpleQueue[bool]()  # of each answer, whether it was the last before the end of its call
+        # One entry per answer: whether it was the last one before its call ends.
+        self._given = queue.SimpleQueue[bool]()
         self._waiting: list[threading.Event] = []
         self._is_over = False
 
@@ -56,7 +58,7 @@ class LongAnswers:
             return
         may_end = threading.Event()
         self._waiting.append(may_end)
-        if self._is_over or not context.add_callback(may_end.set):  # it was refused
+        if self._is_over or not context.add_callback(may_end.set):  # False: the call has already ended.
             may_end.set()
         told = {"prompt_logprobs": RANKED} if asked.sampling.HasField("prompt_logprobs") else {}
         for sample in range(asked.sampling.n):
@@ -71,7 +73,8 @@ class LongAnswers:
             yield pb.GenerateResponse(sample=sample, finish_reason=pb.FINISH_REASON_LENGTH, **usage)
 
     def wait_for_much(self) -> None:
-        """Waits until a call was given all but its end, or the gateway, whose caller reads nothing, takes no more."""
+        """Waits until a call has everything but its end, or until the gateway takes no more because its caller reads
+        nothing."""
         is_whole = self._given.get(timeout=60)
         while not is_whole:
             try:
@@ -80,7 +83,7 @@ class LongAnswers:
                 return
 
     def end(self) -> None:
-        """Lets all end."""
+        """Lets all answers end."""
         self._is_over = True
         for may_end in self._waiting:
             may_end.set()
@@ -88,7 +91,7 @@ class LongAnswers:
 
 @pytest.fixture(scope="module")
 def long_worker() -> Iterator[ScriptedServer]:
-    """A worker of long sequences, whose tokens are all spelled a."""
+    """Runs a scripted worker with long sequences. The text of every token is "a"."""
     with scripted_server(threads=32) as server:
         script(server).answers["Generate"] = as_many
         status = pb.GetStatusResponse()
@@ -141,7 +144,7 @@ LARGEST: dict[str, tuple[str, dict[str, Any]]] = {
 def test_answers_full_of_logprobs_take_a_bounded_memory(
     long_served: ServerProcess, long_worker: ScriptedServer, name: str
 ) -> None:
-    """One caller asks for several of the largest answers at a time, streams too. Those that are refused get 429."""
+    """One caller asks for several of the largest answers at once, also as streams. Refused requests get 429."""
     path, body = LARGEST[name]
     body = {**NEEDED[path], "logprobs": True if "chat" in path else TOP, **body}
     long_worker.answers["Generate"] = answers = LongAnswers()
@@ -162,14 +165,16 @@ def test_answers_full_of_logprobs_take_a_bounded_memory(
 
 
 def test_answers_of_what_is_kept_that_nobody_reads_take_a_bounded_memory(long_served: ServerProcess) -> None:
-    """One caller keeps a response of nearly the size that a worker takes, and asks for it as often as it can."""
+    """One caller stores a response of nearly the largest size that a worker takes, and asks for it as often as it
+    can."""
     item = {"role": "user", "content": "i" * 900_000}
     kept = json.loads(exchanged(long_served, "/v1/responses", {"input": [item, item]}))
     path = f"/v1/responses/{kept['id']}/input_items"
     with memory_bounded(long_served), ExitStack() as cleanup:
         for _ in range(200):
             connection = cleanup.enter_context(closing(socket.socket()))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)  # else the system takes many answers
+            # With a larger buffer the system would take many answers.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
             connection.settimeout(30)
             host, _, port = long_served.address.rpartition(":")
             connection.connect((host, int(port)))
@@ -179,7 +184,7 @@ def test_answers_of_what_is_kept_that_nobody_reads_take_a_bounded_memory(long_se
 
 
 def exchanged(served: ServerProcess, path: str, body: object) -> bytes:
-    """Returns the body of an answer to one caller's request, a GET if there is nothing to send."""
+    """Returns the body of an answer to the hostile caller. Without a body the request is a GET."""
     framing = b"Connection: close"
     data = b"" if body is None else json.dumps(body).encode()
     with closing(connect(served)) as connection:

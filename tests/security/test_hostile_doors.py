@@ -1,8 +1,8 @@
-"""The doors of allocator and worker: while one caller does its worst within its permissions, another one is served.
+"""While one caller attacks the allocator and the worker within its permissions, another caller is served.
 
-Real servers and sockets. The attacker has a certificate of its own, and the token; a stranger has neither. The attempts
-on both are generated from the protocol: every call held half-sent, every call that waits held as often as possible,
-every list at each limit and one beyond.
+Servers and sockets are real. The attacker has its own certificate and the token; a stranger has neither. The tests
+generate the attacks from the protocol: every call left half-sent, every waiting call held as often as possible, every
+list with as many items as each limit and one more.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from tests.client.servers import allocator_process, secret_file
 from tests.security.certificates import Certificates
 from tests.security.deployment import TOKEN, Caller, Deployment, deployed
 
-LIVENESS_S = 1.0  # within which liveness answers another caller
-FIRST_TOKEN_S = 2.0  # and a worker begins to
-MEMORY_BYTES = 256 << 20  # a server may grow by this
-CALLS = 200  # of each method at a time
+LIVENESS_S = 1.0  # limit for the liveness probe of another caller
+FIRST_TOKEN_S = 2.0  # limit for a worker's first token to another caller
+MEMORY_BYTES = 256 << 20  # limit for a server's growth
+CALLS = 200  # calls of each method at a time
 NUMBERS = itertools.count()
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
 
@@ -61,9 +61,9 @@ WAITS = [
     for method in service.methods
     if method.server_streaming
 ]
-HELD = 1_200  # calls that wait, more than one caller may have of any kind
-ITEMS = 250_000  # of a list, which is what a message has room for, or more
-# Every limit on a count that allocator, worker or protocol has, and one beyond.
+HELD = 1_200  # more waiting calls than one caller may have of any kind
+ITEMS = 250_000  # items of a list, at least as many as a message can hold
+# Every count limit of the allocator, the worker and the protocol, and one more than each limit.
 COUNTS = sorted(
     {
         count + beyond
@@ -97,19 +97,20 @@ def metadata(token: str | None = TOKEN) -> tuple[tuple[str, str], ...]:
 
 
 def half_sent(connection: aio.Channel, method: str, count: int, token: str | None = TOKEN) -> list[Any]:
-    """Makes calls whose messages never come."""
+    """Starts calls, and never sends their messages."""
     opened = connection.stream_stream(method)
     return [opened(metadata=metadata(token)) for _ in range(count)]
 
 
 async def assert_others_are_served(deployment: Deployment) -> None:
-    """Liveness of both, and an answer of each, for a caller that comes now."""
+    """Checks that a new caller gets liveness and an answer from both servers."""
     for server in ("allocator", "worker"):
         async with channel(deployment, "honest", server, next(NUMBERS)) as honest:
             await honest.channel_ready()
             health = health_pb2_grpc.HealthStub(honest)
             request = health_pb2.HealthCheckRequest(service="liveness")
-            await health.Check(request, metadata=metadata(), timeout=30)  # until the thrown messages have arrived
+            # This call returns once the hostile messages have arrived.
+            await health.Check(request, metadata=metadata(), timeout=30)
             answer = await health.Check(request, metadata=metadata(), timeout=LIVENESS_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
     tls = deployment.certificates.client("honest")
@@ -160,7 +161,7 @@ async def test_calls_of_every_kind_that_are_held_half_sent_keep_nobody_from_an_a
 
 
 def lists_of(descriptor: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where a message has lists, at any depth: fields that lead to each."""
+    """Yields the path of fields to each list in a message, at any depth."""
     for field in descriptor.fields:
         if field.is_repeated:
             yield (*path, field)
@@ -169,7 +170,7 @@ def lists_of(descriptor: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any,
 
 
 def full_of_items(descriptor: Any, path: tuple[Any, ...], wrong: int, count: int) -> bytes:
-    """A message of one list of so many items, which are wrong in one of several ways."""
+    """Returns a message with one list of `count` items, all wrong in one of several ways."""
     message = whole = GetMessageClass(descriptor)()
     for field in path[:-1]:
         message = getattr(message, field.name)
@@ -201,7 +202,7 @@ LISTS = [
 async def test_lists_of_wrong_items_are_answered_at_each_limit_and_keep_nobody_from_an_answer(
     deployment: Deployment, server: str
 ) -> None:
-    """Steps of a session that has attached are what `make fuzz` has."""
+    """This test sends no steps of attached sessions, because `make fuzz` does."""
     lists = [each[1:] for each in LISTS if each[0] == server]
     assert len(lists) > 10, "the protocol has lists"
     assert len(COUNTS) > 20, "the servers have limits"
@@ -239,7 +240,7 @@ async def test_connections_that_never_finish_a_handshake_end_and_keep_nobody_out
     async with memory_bounded(deployment):
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
         for _, writer in silent[::2]:
-            writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc")  # the beginning of a ClientHello
+            writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc")  # the first bytes of a ClientHello
         await assert_others_are_served(deployment)
         async with asyncio.timeout(3 * HANDSHAKE_S):
             for reader, writer in silent:
@@ -255,10 +256,10 @@ async def test_a_call_whose_message_does_not_come_ends(deployment: Deployment) -
 
 
 def goes_on(method: str, namespace: str) -> list[Any]:
-    """The messages with which a call of this kind waits, or goes on for long."""
+    """Returns messages that make a call of this method wait or run for long."""
     long = worker_pb.SamplingParams(max_tokens=400, ignore_eos=True)
     messages: dict[str, list[Any]] = {
-        "Session": [],  # it waits for an attach
+        "Session": [],  # The server waits for an attach.
         "WatchEvents": [pb.WatchEventsRequest(pool="default")],
         "Generate": [worker_pb.GenerateRequest(text="The for", namespace=namespace, sampling=long)],
         "Watch": [health_pb2.HealthCheckRequest()],
@@ -268,14 +269,14 @@ def goes_on(method: str, namespace: str) -> list[Any]:
 
 async def begin(connection: aio.Channel, method: str, messages: list[Any]) -> Any:
     call = connection.stream_stream(method)(metadata=metadata())
-    with contextlib.suppress(grpc.RpcError):  # a call that is refused
+    with contextlib.suppress(grpc.RpcError):  # The server may refuse the call.
         for message in messages:
             await call.write(message.SerializeToString())
     return call
 
 
 async def refused(calls: list[Any]) -> list[Any]:
-    """Returns the calls that end within 3 s, other than well."""
+    """Returns the calls that fail within 3 s."""
     ends = [asyncio.ensure_future(call.code()) for call in calls]
     ended, still = await asyncio.wait(ends, timeout=3)
     for end in still:
@@ -285,7 +286,7 @@ async def refused(calls: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("server", "method"), WAITS, ids=[f"{server}{method}" for server, method in WAITS])
 async def test_calls_that_wait_leave_places_for_others(deployment: Deployment, server: str, method: str) -> None:
-    """Every call whose answer is a stream, held as often as one caller can."""
+    """One caller holds each streaming call as often as it can."""
     async with memory_bounded(deployment), contextlib.AsyncExitStack() as open_ones:
         attacker, honest = [
             await open_ones.enter_async_context(channel(deployment, who, server, next(NUMBERS)))
@@ -334,7 +335,7 @@ async def test_branches_and_waiting_texts_of_one_namespace_leave_places_for_othe
         forks = [await branch.fork(64) for _ in range(15)]
         with pytest.raises(ResourceExhaustedError, match="branches"):
             await branch.fork(64)
-        assert len(forks) == 15  # and not collected, which would release them
+        assert len(forks) == 15  # This use keeps the forks alive: collecting them would release them.
         texts = [attacker.stream("a" * 50, namespace="attacker", max_tokens=400, ignore_eos=True) for _ in range(60)]
         begun = [asyncio.ensure_future(anext(text)) for text in texts]
         await asyncio.wait(begun, timeout=1)
@@ -352,7 +353,7 @@ async def test_branches_and_waiting_texts_of_one_namespace_leave_places_for_othe
 
 async def test_a_server_ends_in_its_drains_time_whatever_calls_are_held(tmp_path: Path) -> None:
     token = secret_file(tmp_path / "token", TOKEN)
-    with allocator_process(tmp_path, "--token-file", str(token)) as server:  # it drains for 5 s
+    with allocator_process(tmp_path, "--token-file", str(token)) as server:  # The server drains for 5 s.
         async with contextlib.AsyncExitStack() as open_ones:
             calls = []
             for method in METHODS["allocator"]:

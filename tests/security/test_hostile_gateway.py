@@ -1,7 +1,7 @@
-"""One caller does its worst to a gateway, within its permissions, and another one is served meanwhile.
+"""While one caller attacks a gateway within its permissions, another caller is served.
 
-The gateway is a process, its callers are sockets. The attacks are generated from the gateway's own description of its
-routes and fields, so that additions there are tried here.
+The gateway is a process, and its callers are sockets. The tests generate the attacks from the gateway's own description
+of its routes and fields, so they cover additions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def served(worker: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @contextmanager
 def others_are_served(served: ServerProcess) -> Iterator[None]:
-    """Asks as another caller, again and again, as long as the block lasts, and once more."""
+    """Sends another caller's requests again and again during the block, and once after it."""
     before = rss(served)
     ended, found, peak = threading.Event(), list[tuple[float, float]](), [before]
 
@@ -106,7 +106,7 @@ def described(served: ServerProcess) -> dict[str, Any]:
 
 
 def routes() -> list[tuple[str, str]]:
-    """Every method and path that the gateway serves, those that it does not describe included."""
+    """Returns every method and path that the gateway serves, also those missing from its description."""
     telemetry = Telemetry()
     store = Store(telemetry, bytes_max=0, lifetime_s=1, are_several=False)
     app = make_app(
@@ -122,7 +122,7 @@ def routes() -> list[tuple[str, str]]:
 
 
 def half_sent() -> list[bytes]:
-    """Every route, and one that there is not, by every method, cut at every kind of place."""
+    """Returns requests for every route and an unknown one, with every method, cut at every kind of place."""
     body = json.dumps({"prompt": "p", "messages": [{"role": "user", "content": "c" * 1_000}]}).encode()
     found = []
     for method, path in [*routes(), ("GET", "/nowhere"), ("POST", "/v1/models"), ("OPTIONS", "/v1/completions")]:
@@ -144,7 +144,8 @@ def test_requests_that_are_never_whole_hold_nobody_up(served: ServerProcess) -> 
 
 
 def kinds(described: dict[str, Any]) -> dict[str, str]:
-    """The schema of the body of each path that takes one; those of branches have one that there is not."""
+    """Returns the name of the body's schema for each path that takes a body. Paths of branches name a branch that does
+    not exist."""
     return {
         path.replace("{identity}", "branch_00"): operation["requestBody"]["content"]["application/json"]["schema"][
             "$ref"
@@ -160,7 +161,7 @@ def test_every_path_that_takes_a_body_has_one_here(described: dict[str, Any]) ->
 
 
 def fields(described: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Every field of every body: its path, name and schema."""
+    """Returns the path, name and schema of every field of every body."""
     schemas = described["components"]["schemas"]
     return [
         (path, name, schema)
@@ -170,7 +171,7 @@ def fields(described: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def bodies(described: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """A body of the largest size for each field, full of one wrong or right item after another."""
+    """Yields bodies of the largest size for each field, filled with many copies of a wrong or right item."""
     for number, (path, name, _) in enumerate(fields(described)):
         item = json.dumps(ITEMS[number % len(ITEMS)]).encode()
         needed = {need: value for need, value in NEEDED[path].items() if need != name}
@@ -216,7 +217,7 @@ def test_bodies_of_millions_of_values_hold_nobody_up(served: ServerProcess, desc
 
 
 def lists(schema: Any) -> Iterator[dict[str, Any]]:
-    """The lists, and objects with a limit, that a field may be, but for those in their items."""
+    """Yields the lists, and the objects with a limit, that a field may hold; does not descend into their items."""
     if schema.get("type") == "array" or "maxProperties" in schema:
         yield schema
     for part in schema.get("anyOf", ()):
@@ -224,7 +225,7 @@ def lists(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def item_of(items: dict[str, Any]) -> object:
-    """A right item of a list."""
+    """Returns a valid item of a list."""
     if "anyOf" in items:
         return item_of(items["anyOf"][0])
     if "$ref" in items:
@@ -265,7 +266,7 @@ def curl_post(served: ServerProcess, path: str, body: object) -> dict[str, Any]:
 
 
 def test_places_and_bodies_of_one_are_not_those_of_another(served: ServerProcess, worker: ScriptedServer) -> None:
-    """One caller has as many answers as it gets, reads none of them, and sends bodies for as many more."""
+    """One caller takes as many answers as it gets, reads none of them, and sends bodies for as many more."""
     body = json.dumps({"prompt": "p", "n": 2, "stream": True}).encode()
 
     def answer(asked: Any, context: Any) -> Any:
@@ -274,7 +275,7 @@ def test_places_and_bodies_of_one_are_not_those_of_another(served: ServerProcess
     worker.answers["Generate"] = answer
     try:
         with ExitStack() as cleanup, others_are_served(served):
-            for _ in range(6):  # as many as the scripted worker has threads for, but two
+            for _ in range(6):  # Six calls leave two of the scripted worker's threads free.
                 connection = cleanup.enter_context(closing(connect(served)))
                 connection.sendall(request(HOSTILE, "/v1/completions", body))
             for _ in range(40):

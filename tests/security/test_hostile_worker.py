@@ -1,4 +1,4 @@
-"""One caller does its worst to a worker, within its permissions, while another one is served."""
+"""While one caller attacks a worker within its permissions, another caller is served."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tests.e2e.stack import DEMO
 
 FIRST_TOKEN_S_MAX, LIVENESS_S_MAX, GROWN_MIB_MAX, DRAIN_S = 2.0, 1.0, 256, 5
 HONEST_COUNT = 9
-UNREAD_COUNT, UNREAD_TOKENS = 120, 4_000  # each of 16 characters
+UNREAD_COUNT, UNREAD_TOKENS = 120, 4_000  # a token has 16 characters
 QUADRATIC = "{% for m in messages %}{% for n in messages %}{{ n.content[:1] }}{% endfor %}{{ m.content }}{% endfor %}"
 
 Attack = Callable[[Client, pb_grpc.WorkerServiceStub, int], object]
 
 
 def hog(number: int) -> str:
-    """A schema of 2.6 KB that compiles for days."""
+    """Returns a schema of 2.6 KB that would compile for days."""
     patterns = [f".*{chr(97 + i % 26)}.{{{50 + number % 50 + i}}}" for i in range(60)]
     return json.dumps({"allOf": [{"type": "string", "pattern": pattern} for pattern in patterns]})
 
 
 def wide(number: int) -> str:
-    """A schema of 64 KB that is compiled, to something large."""
+    """Returns a schema of 64 KB that compiles to something large."""
     fields = {f"{number}_{i}": {"type": "string", "pattern": f"[a-{chr(98 + i % 20)}]{{1,60}}"} for i in range(1_000)}
     return json.dumps({"type": "object", "properties": fields})
 
@@ -84,7 +84,7 @@ ATTACKS: dict[str, Attack] = {
         )
     ),
 }  # fmt: skip
-# Many calls of one caller at a time, none of which waits for the answer of another.
+# Attacks in which one caller sends many calls at once.
 AT_ONCE: dict[str, Attack] = {
     "texts that are too long": lambda _, stub, number: wait_for(
         [stub.Tokenize.future(pb.TokenizeRequest(text="x" * 1_900_000)) for _ in range(150)]
@@ -113,7 +113,7 @@ def lists_at_their_limits() -> pb.GenerateRequest:
 
 
 def wait_for(calls: list[Any], timeout_s: float = 60) -> None:
-    """Waits for the end of each call, or ends them all."""
+    """Waits until each call has ended; cancels them all at the timeout."""
     timer = threading.Timer(timeout_s, lambda: [call.cancel() for call in calls])
     timer.start()
     for call in calls:
@@ -139,7 +139,7 @@ def served(folder: Path) -> Iterator[LocalStack]:
 @pytest.fixture(scope="module")
 def stack(folder: Path) -> Iterator[LocalStack]:
     with served(folder) as stack:
-        with Client(stack.worker_address) as client:  # memory that is there once, whoever calls
+        with Client(stack.worker_address) as client:  # These calls allocate the memory that the worker needs only once.
             client.generate("The", max_tokens=2, regex="[a-z]+ b?")
             client.tokenize([{"role": "user", "content": "x"}])
         yield stack
@@ -147,7 +147,7 @@ def stack(folder: Path) -> Iterator[LocalStack]:
 
 @contextmanager
 def attacked(stack: LocalStack, attack: Attack, *, at_once: int = 4) -> Iterator[list[QuireError]]:
-    """Repeats an attack, several at a time; yields the attacker's answers."""
+    """Repeats an attack during the block, several at a time; yields the attacker's errors."""
     is_over, refusals = threading.Event(), list[QuireError]()
 
     def go_on(first: int) -> None:
@@ -210,11 +210,11 @@ def assert_served_meanwhile(stack: LocalStack, attack: Attack, *, at_once: int) 
     pid = stack.worker.process.pid
     before = resident_mib(pid)
     with Client(stack.worker_address) as honest, attacked(stack, attack, at_once=at_once):
-        first_token_s(honest)  # the attack is under way by then
+        first_token_s(honest)  # By now the attack is running.
         first_s = sorted(first_token_s(honest) for _ in range(HONEST_COUNT))
         live_s = sorted(liveness_s(stack) for _ in range(HONEST_COUNT))
         grown = resident_mib(pid) - before
-    # The test's machine has other work: most calls must be on time.
+    # The machine may be busy with other work, so only the median must be on time.
     assert first_s[HONEST_COUNT // 2] <= FIRST_TOKEN_S_MAX, first_s
     assert live_s[HONEST_COUNT // 2] <= LIVENESS_S_MAX, live_s
     assert grown <= GROWN_MIB_MAX
@@ -278,10 +278,11 @@ def test_a_drain_ends_the_process_whatever_hangs(folder: Path, name: str) -> Non
 
 @pytest.mark.timeout(240)
 def test_answers_that_nobody_reads_take_a_bounded_memory_and_end(stack: LocalStack) -> None:
-    """One caller has a long prompt repeated in each of 64 answers, as often as it can, and reads none of them."""
+    """One caller has a long prompt repeated in each of 64 samples, as often as it can, and reads none of the
+    answers."""
     assert stack.worker is not None
     pid = stack.worker.process.pid
-    options = [("grpc.http2.bdp_probe", 0)]  # else the caller's own gRPC takes more than it reads
+    options = [("grpc.http2.bdp_probe", 0)]  # Otherwise the caller's gRPC buffers more than the caller reads.
     with Client(stack.worker_address) as honest, grpc.insecure_channel(stack.worker_address, options) as channel:
         (spaces,) = honest.tokenize(" " * 16)
         asked = pb.GenerateRequest(
@@ -292,7 +293,7 @@ def test_answers_that_nobody_reads_take_a_bounded_memory_and_end(stack: LocalSta
         stub, first = pb_grpc.WorkerServiceStub(channel), honest.status().prompt_token_count
         assert len(list(stub.Generate(asked))) == 64, "one that is read comes whole"
         before = resident_mib(pid)
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted from here
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # Resets the process's peak memory.
         calls = [stub.Generate(asked) for _ in range(UNREAD_COUNT)]
         while honest.status().prompt_token_count < first + UNREAD_TOKENS * (1 + UNREAD_COUNT):
             assert first_token_s(honest) < 30

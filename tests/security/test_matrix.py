@@ -1,4 +1,4 @@
-"""The security matrix: every RPC of both services and health, called by every kind of caller."""
+"""Tests the security matrix: every kind of caller calls every RPC of both services and health."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 30.0
 NAMES = (f"fresh/{number}" for number in itertools.count())
 IDS = (f"request {number}" for number in itertools.count())
 
-# Callers: their certificate's options, or its fault.
+# Callers with a valid certificate, and the permissions in it.
 PERMITTED = {
     "everything": ["--pool", "*", "--namespace", "*"],
     "nothing": [],
@@ -38,7 +38,8 @@ NO_TOKEN = ("no token", "wrong token")
 
 
 class Scene:
-    """The deployment, with a pool `a` that has a sequence in the namespace `red`, and everybody's connections."""
+    """The deployment, with a pool `a` that has a sequence in the namespace `red`, and the connections of every
+    caller."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
@@ -65,19 +66,19 @@ class Scene:
         return self._channels.setdefault((who, server), self.callers[who].channel(address))
 
     def call(self, who: str, method: str, **fields: Any) -> Any:
-        """A unary call of the allocator."""
+        """Makes a unary call to the allocator."""
         request = getattr(pb, f"{method}Request")(**fields)
         stub = getattr(pb_grpc.AllocatorServiceStub(self.channel(who)), method)
         return stub(request, metadata=self.callers[who].metadata, timeout=WAIT_S)
 
     def apply(self, who: str, **fields: Any) -> pb.StepReply:
-        """A step on the session of pool `a`, unless another one is named."""
+        """Sends a step on the session of pool `a`, unless `fields` name another one."""
         stub = pb_grpc.AllocatorServiceStub(self.channel(who))
         step = pb.Step(**{"session_id": self.session_id, **fields})
         return stub.Apply(step, metadata=self.callers[who].metadata, timeout=WAIT_S)
 
     def state(self) -> list[Any]:
-        """Everything that a call could have changed in the pool that everybody is after, and the names of all pools."""
+        """Returns everything that a call could have changed in pool `a`, and the names of all pools."""
         seen = self.call("everything", "GetPoolBlocks", pool="a")
         seen.summary.ClearField("lease_remaining_ms")
         pools = self.call("everything", "ListPools").pools
@@ -100,11 +101,12 @@ def scene(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) 
             scene.close()
 
 
-# -- one call of each RPC, which succeeds for a caller that may do everything ------------------------------------------
+# -- one call of each RPC; it succeeds for a caller with all permissions -----------------------------------------------
 
 
 def session(scene: Scene, who: str) -> Any:
-    """Attach, an empty report, one step that grows a sequence in `red`, which may be all that is refused, detach."""
+    """Attaches, sends an empty report, grows a sequence in `red` by one step, and detaches. The step alone may be
+    refused."""
     attach = pb.Attach(version=3, pool=next(NAMES), incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
     requests: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
     requests.put(pb.SessionRequest(attach=attach))
@@ -130,12 +132,13 @@ def attached_step(requests: Any, replies: Any, *, is_permitted: bool) -> pb.Sess
 
 
 def unary(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
-    """A call that changes nothing that another cell would notice, or is made for an owner of its own."""
+    """Returns a unary call that does not affect other cells of the matrix, because it changes nothing or has its own
+    owner."""
     return lambda scene, who: scene.call(who, method, **fields)
 
 
 def apply(scene: Scene, who: str) -> Any:
-    """A step on the session of pool `a`, which has a sequence in `red`."""
+    """Grows the sequence in `red` by one step on the session of pool `a`."""
     number = scene.call("everything", "GetPool", pool="a").summary.last_step + 1
     return scene.apply(who, number=number, grows=grows((1, 5, b"")))
 
@@ -183,7 +186,7 @@ def get_server_info(scene: Scene, who: str) -> Any:
 
 
 def of_adapters(method: str, answer: Reason | None = None, **fields: Any) -> Callable[[Scene, str], Any]:
-    """Returns a call about the worker's adapters. It has none, and a permitted caller gets that answer."""
+    """Returns a call about the worker's adapters. The worker has none, and a permitted caller gets `answer`."""
 
     def call(scene: Scene, who: str) -> Any:
         request = getattr(worker_pb, f"{method}Request")(**fields)
@@ -225,7 +228,7 @@ def open_and_close(scene: Scene, who: str) -> Any:
 
 
 def close_another(scene: Scene, who: str) -> Any:
-    """Closes another caller's session of a pool, which survives if the caller is not permitted."""
+    """Closes another caller's session of a pool. The session survives if the caller is not permitted."""
     opened = scene.call("everything", "OpenSession", version=3, request_id=next(IDS), pool=next(NAMES), spec=spec())
     try:
         return scene.call(who, "CloseSession", session_id=opened.session_id)
@@ -242,7 +245,7 @@ def prefill(scene: Scene, who: str) -> Any:
 
 
 def of_branch(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
-    """Calls on a branch in `red` of a permitted caller."""
+    """Returns a call on a permitted caller's branch in `red`."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
@@ -253,7 +256,7 @@ def of_branch(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
 
 
 def of_branches(method: str) -> Callable[[Scene, str], Any]:
-    """Returns a call that names branches, and that must not touch those that the caller may not use."""
+    """Returns a call that names branches. It must not touch branches that the caller may not use."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
@@ -269,7 +272,7 @@ def of_branches(method: str) -> Callable[[Scene, str], Any]:
 
 
 def of_requests(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
-    """Returns a call on the worker's requests, of which there are none."""
+    """Returns a call about the worker's requests. There are none."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
@@ -281,8 +284,8 @@ def of_requests(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
 
 OWNING = Reason.POOL_FORBIDDEN
 USING = Reason.NAMESPACE_FORBIDDEN
-UNKNOWN = Reason.BRANCH_UNKNOWN  # also for existing ones, for callers without their namespace
-# For each RPC: its call; then the answers to an observer of all pools, and to a caller with another namespace.
+UNKNOWN = Reason.BRANCH_UNKNOWN  # Callers without a branch's namespace get this for existing branches, too.
+# Per RPC: the call, the answer to an observer of all pools, and the answer to a caller with another namespace.
 CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None]] = {
     "Session": (session, OWNING, None),
     "OpenSession": (open_and_close, OWNING, None),
@@ -315,14 +318,14 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "health of the allocator": (health("allocator"), None, None),
     "health of the worker": (health("worker"), None, None),
 }
-# Calls without a pool of the caller's choice, which are answered whatever its pools.
+# Calls that name no pool. The pools of a caller's certificate do not matter for them.
 WITHOUT_POOL = {
     "MatchPrefix",
     "ListPools",
     *(
         method.name
         for method in worker_pb.DESCRIPTOR.services_by_name["WorkerService"].methods
-        if not method.name.endswith(("Adapter", "Adapters", "ListRequests"))  # which concern the worker's own pool
+        if not method.name.endswith(("Adapter", "Adapters", "ListRequests"))  # These concern the worker's own pool.
     ),
     "health of the allocator",
     "health of the worker",
@@ -331,7 +334,7 @@ NAMING_RED = {rpc for rpc, (_, _, reason) in CALLS.items() if reason in (USING, 
 
 
 def expected(who: str, rpc: str) -> tuple[grpc.StatusCode, Reason | None] | None:
-    """Code and reason of the refusal; None where the call is answered."""
+    """Returns the code and the reason of the refusal; None if the call is answered."""
     if who in CLOSED:
         return grpc.StatusCode.UNAVAILABLE, None
     _, observing, namespaced = CALLS[rpc]

@@ -1,4 +1,4 @@
-"""Permissions as values: the meaning of URIs in a certificate."""
+"""Tests the meaning of permission URIs in a certificate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Permissions inside a session: the places where namespaces enter a stream, and a reader's view."""
+"""Tests permissions inside a session: where namespaces enter a stream, and what a reader sees."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ask(machine: SessionMachine, side: PoolOwner, step: StepBuilder) -> None:
 
 
 def grown(machine: SessionMachine, side: PoolOwner, step: StepBuilder) -> list[Result]:
-    """Returns the results of its grows."""
+    """Sends a step; returns the results of its grows."""
     side.submit(step)
     (reply,) = machine.receive(side.outbox.popleft(), 0.0)
     answer = side.receive(reply)
@@ -71,7 +71,7 @@ def allocating(sequence_id: int, namespace: str, token_count: int = 4) -> StepBu
 
 
 def live(sessions: SessionRegistry) -> dict[int, str]:
-    """Namespaces of the pool's sequences."""
+    """Returns the namespaces of the pool's sequences."""
     sequences = sessions.directory.pool("pool").pool.sequences
     return {number: sequence.namespace.name for number, sequence in sequences.items()}
 
@@ -119,7 +119,7 @@ def test_a_refused_sequence_may_be_asked_for_in_its_own_namespace(sessions: Sess
     assert grown(machine, side, allocating(1, "")) == [Result.FORBIDDEN]
     assert grown(machine, side, allocating(1, "red")) == [Result.OK]
     step = StepBuilder()
-    step.grow(1, 8)  # names no namespace, and needs none
+    step.grow(1, 8)  # A grow names no namespace and needs no permission for one.
     assert grown(machine, side, step) == [Result.OK]
     assert live(sessions) == {1: "red"}
 
@@ -161,7 +161,7 @@ def test_a_grow_of_what_could_not_be_forked_makes_no_sequence(
     ask(machine, side, allocating(1, "red"))
     step = StepBuilder()
     fork(step)
-    step.grow(2, 4)  # by its id alone it would be a new one in the nameless namespace
+    step.grow(2, 4)  # Judged by its id alone this would create a sequence in the unnamed namespace.
     assert grown(machine, side, step) == [Result.NOT_FOUND]
     assert 2 not in live(sessions)
 
@@ -212,11 +212,11 @@ def test_an_owner_takes_a_refused_report_for_final_and_keeps_what_it_knows() -> 
             assert side.judge(QuireError.of(reason, "")) is verdict
 
 
-# -- what a reader is shown --------------------------------------------------------------------------------------------
+# -- views of readers --------------------------------------------------------------------------------------------------
 
 
 async def a_red_and_a_blue_prefix(allocator: RunningAllocator, pool: str) -> None:
-    """A sequence of two committed blocks in each namespace."""
+    """Makes a sequence of two committed blocks in each of two namespaces."""
     opened = await UnaryOwner.open(allocator, pool, block_count=32)
     for number, namespace in ((1, "red"), (2, "blue")):
         digests = d(namespace[:2])

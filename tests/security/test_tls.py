@@ -1,4 +1,4 @@
-"""TLS: options that a server refuses at its start, callers that it admits, and credentials that a client refuses to
+"""Tests TLS: options that a server refuses at start, callers that it admits, and credentials that a client refuses to
 send."""
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def token_file(tmp_path: Path) -> str:
 
 
 def server(*arguments: str) -> Server:
-    """Makes a server as a process does from its command line; nothing is bound yet."""
+    """Makes a server from command-line options, as a process does. It does not listen yet."""
     parser = argparse.ArgumentParser()
     add_arguments(parser, listen="127.0.0.1:0", metrics="127.0.0.1:0")
     return Server(parser.parse_args(arguments), service_name=SERVICE)
 
 
-# -- what a server starts with -----------------------------------------------------------------------------------------
+# -- options of a server -----------------------------------------------------------------------------------------------
 
 TLS = "--tls-cert and --tls-key"
 WHO = "--tls-client-ca or --token-file"
@@ -161,7 +161,7 @@ async def test_unusable_files_are_refused_and_never_shown(
     assert not (path.exists() and path.read_text() in str(raised.value))
 
 
-# -- whom it lets in ---------------------------------------------------------------------------------------------------
+# -- callers that a server admits --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def test_with_a_token_over_tls_both_have_to_be_right(
         assert "[not encrypted]" in quire("pool", "list", "--allocator", address).stderr
 
 
-# -- what a client refuses ---------------------------------------------------------------------------------------------
+# -- refusals of a client ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:7070", "allocator:7070", "dns:///allocator:7070", "[2001:db8::1]:7070"])
@@ -326,11 +326,11 @@ def test_metrics_over_https_ask_for_the_token(certificates: Certificates, tmp_pa
         assert scrape(process.metrics_address, certificates, None) == 401
 
 
-# -- certificates that are replaced ------------------------------------------------------------------------------------
+# -- replaced certificates ---------------------------------------------------------------------------------------------
 
 
 def served_serial(address: str, certificates: Certificates) -> int:
-    """Returns the serial number of the certificate that a server shows now to a caller with one."""
+    """Returns the serial number of the certificate that a server now shows to a caller with a certificate."""
     host, port = address.split(":")
     context = ssl.create_default_context(cafile=certificates.ca)
     tls = certificates.client()

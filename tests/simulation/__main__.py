@@ -1,8 +1,8 @@
 """`python -m tests.simulation --steps N --seed S`: simulates the session protocol, and prints its counts.
 
-The steps are dealt out to as many pools as are asked for, each of other groups, size and window, under seeds from S on;
-one that fails is replayed by `--seed` with `--pools 1`. `--bug NAME` plants a bug first, one of those of `--bugs`.
-How far it is goes to standard error, every ten seconds.
+The steps are divided among the pools. Each pool has other groups, size and window, and the next seed from S on.
+`--seed` with `--pools 1` repeats a pool that failed. `--bug NAME` first plants a bug; `--bugs` lists the names.
+Progress goes to standard error, every ten seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TELL_S = 10.0
 
 
 def simulate(seed: int, steps: int, fault_rate: float | None = None) -> Outcome:
-    """One pool."""
+    """Simulates one pool."""
     simulation = Simulation(seed, fault_rate=fault_rate)
     outcome = simulation.run(steps)
     outcome.reports += simulation.worker.owner.report_count
@@ -29,7 +29,7 @@ def simulate(seed: int, steps: int, fault_rate: float | None = None) -> Outcome:
 
 
 def main() -> int:
-    """Returns 1 if anything was violated."""
+    """Returns 1 if a rule was violated."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

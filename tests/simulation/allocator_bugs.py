@@ -1,4 +1,4 @@
-"""Planted bugs in fencing, leases, steps, answers and the rebuild: the allocator's side."""
+"""Planted bugs on the allocator's side: in fencing, leases, steps, answers and the rebuild."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def _the_rest_of_a_long_table_is_dropped(original: Any, self: Any, message: Any,
         original(self, message, names)
 
 
-# -- what is dropped ---------------------------------------------------------------------------------------------------
+# -- dropped prefixes --------------------------------------------------------------------------------------------------
 
 
 @plant(SessionRegistry, "drop_cache")

@@ -1,6 +1,6 @@
-"""The catalogue of planted bugs: each breaks one rule of the protocol, one line of the rebuild or of the ledger.
+"""The catalog of planted bugs. Each breaks one rule of the protocol, or one line of the rebuild or of the ledger.
 
-`test_simulation.py` holds that the simulation finds every one of them.
+`test_simulation.py` checks that the simulation finds every one of them.
 """
 
 from __future__ import annotations

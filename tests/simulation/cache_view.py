@@ -1,4 +1,4 @@
-"""An owner's view of its pool's index, from the answers to its steps alone, for groups of full attention."""
+"""An owner's view of its pool's index, built only from answers to its steps, for groups of full attention."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from quire.session.ledger import Ledger
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
-Key = tuple[int, str, bytes]  # group, namespace, digest
+Key = tuple[int, str, bytes]  # group number, namespace, digest
 
 
 class CacheView:
-    """Follows stores by commits, and removals by answers.
+    """Learns of stores from commits, and of removals from answers.
 
     Attributes:
-        keys: all that can be hit; None if unknown, after a report.
-        dropped: digests that an operator has dropped and that were not computed again since.
+        keys: all keys that can be hit; None if unknown, after a report.
+        dropped: digests that an operator dropped and that no sequence has computed since.
     """
 
     def __init__(self, spec: pb.PoolSpec) -> None:
@@ -31,7 +31,7 @@ class CacheView:
         }
 
     def follows(self, group: int) -> bool:
-        """Whether it knows of that group."""
+        """Returns whether the view covers this group."""
         return group in self._strides
 
     def lose(self) -> None:
@@ -40,7 +40,7 @@ class CacheView:
         self.dropped.clear()
 
     def take(self, step: packed.Step, outcome: StepOutcome, committed: dict[int, tuple[str, int]]) -> None:
-        """Takes in an answer; `committed` are namespace and committed tokens of each sequence before it."""
+        """Applies an answer. `committed` has the namespace and the committed tokens of each sequence before it."""
         stored, first = set[Key](), 0
         for row, sequence_id in enumerate(unpack_uint64(step.commits.sequences)):
             namespace, before = committed[sequence_id]
@@ -58,5 +58,5 @@ class CacheView:
 
 
 def counts_of(ledger: Ledger) -> dict[int, tuple[str, int]]:
-    """Namespace and committed tokens of each sequence."""
+    """Returns the namespace and the committed tokens of each sequence."""
     return {i: (sequence.namespace, sequence.committed_token_count) for i, sequence in ledger.sequences.items()}

@@ -1,4 +1,4 @@
-"""Comparisons when nothing is under way: the owner's ledger, its pages, and the allocator's pool, each as a whole."""
+"""Compares the owner's ledger, its pages and the allocator's pool, each as a whole, while no message is in flight."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def compare_pool(pool: Pool, ledger: Ledger, *, is_told: bool = True) -> None:
             mine is not None and (mine.group, mine.namespace, mine.position, mine.digest) == what,
             f"block {block} is published there as what it does not carry here",
         )
-    is_told = is_told and pool.admission.limits_cache  # the owner knows the empty blocks then
+    is_told = is_told and pool.admission.limits_cache  # Only then does the owner know the empty blocks.
     for block in here:
         is_known = block in carried or (block in empty and not is_told)
         require(is_known, f"block {block} carries a digest here, and is something else there")
@@ -111,7 +111,7 @@ def carried_by(pool: Pool) -> Carried:
 
 
 def check_pages(pool: Pool, history: History, ledger: Ledger) -> None:
-    """Checks that live sequences read back their own tokens, and published blocks the ones of their digests."""
+    """Checks that live sequences read back their own tokens, and published blocks the tokens of their digests."""
     try:
         history.check(ledger)
     except AssertionError as error:
@@ -130,7 +130,7 @@ def check_pages(pool: Pool, history: History, ledger: Ledger) -> None:
 
 
 def check_order(held: Ownership, owner: PoolOwner) -> None:
-    """A pool made of our report now would evict in the order of the one that is there."""
+    """Checks that a pool rebuilt from the owner's report would evict in the same order as the present pool."""
     staged = StagedReport(held.spec)
     chunks = report_chunks(owner.ledger)
     for chunk in chunks:
@@ -154,7 +154,7 @@ def cached_order(pool: Pool) -> list[tuple[int, str, int, bytes]]:
             else:
                 units = scope.units()  # type: ignore[attr-defined]
                 entries += [(unit.released, list(reversed(unit.blocks))) for unit in units if not unit.live]
-                # Of a cut stretch, the deeper part leaves first.
+                # The deeper part of a cut stretch is evicted first.
                 stretches = getattr(scope, "stretches", {}).values()
                 deepest_first = sorted(stretches, key=lambda stretch: -stretch.first_position)
                 entries += [(stretch.released, list(reversed(stretch.blocks))) for stretch in deepest_first]
@@ -162,7 +162,7 @@ def cached_order(pool: Pool) -> list[tuple[int, str, int, bytes]]:
 
 
 def check_all_taken_over(worker: Worker) -> None:
-    """Checks right after a report that every block can be hit whose ancestors are there too."""
+    """Checks right after a report that every block can be hit if all its ancestors are present."""
     link, ledger = worker.link, worker.owner.ledger
     assert link is not None
     assert link.machine.owner is not None
@@ -187,7 +187,7 @@ def check_all_taken_over(worker: Worker) -> None:
 
 
 def check_expiries(allocator: Allocator, now: float) -> None:
-    """Checks that no pool was dropped whose owner was heard within a lease."""
+    """Checks that the allocator dropped no pool if it had heard the owner within a lease."""
     for owner in allocator.observer.expired_pools:
         heard = allocator.heard.get(id(owner), now)
         require(now - heard >= LEASE_S, f"a pool was dropped {now - heard:.1f} s after its owner was heard")
@@ -197,13 +197,13 @@ def check_expiries(allocator: Allocator, now: float) -> None:
 
 
 def check_leases(allocator: Allocator, now: float) -> None:
-    """Right after leases were looked at: none is left that has ended."""
+    """Checks that no expired lease is left after the allocator has checked leases."""
     for owner in allocator.directory._owners.values():
         require(owner.lease_end > now, "a lease has ended, and the pool is still there")
 
 
 def check_events(worker: Worker, allocator: Allocator) -> None:
-    """Checks that no event shows a step that its owner has not acknowledged."""
+    """Checks that no event reveals a step before its owner has acknowledged the answer."""
     link = worker.link
     if link is None or link.machine.owner is None or link.machine.owner.session_id != worker.owner.session_id:
         return

@@ -1,7 +1,7 @@
-"""Random histories of one pool, as an owner with a model of its pages would make them: steps, answers, a ledger.
+"""Makes random histories of one pool as an owner with a model of its pages would: steps, answers, a ledger.
 
-The owner writes tokens into pages and reads them back, so that a wrong block, a lost copy or a digest that names other
-content is found where it happens. Digests are those of the tokens. Everything follows from one seed.
+The owner writes tokens into pages and reads them back. So it finds a wrong block, a lost copy, or a digest of other
+content where it happens. Digests are computed from the tokens. Everything follows from one seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = b"r" * DIGEST_BYTES
 
 
 def group(kind: pb.GroupKind.ValueType, block_size: int = 4, window: int = 0) -> pb.GroupSpec:
-    """One group."""
+    """Returns the spec of one group."""
     return pb.GroupSpec(kind=kind, block_size=block_size, window=window)
 
 
@@ -41,14 +41,14 @@ GROUPS: dict[str, list[pb.GroupSpec]] = {
 }
 
 
-APPEND_ONLY: dict[str, list[pb.GroupSpec]] = {  # pools whose tables change at their end alone
+APPEND_ONLY: dict[str, list[pb.GroupSpec]] = {  # Tables of these pools change only at their end.
     "append-only": [group(FULL), group(FULL, 8), group(FULL)],
     "append-only windows": [group(FULL), group(SLIDING, window=6), group(SLIDING, window=6), group(CHUNKED, window=8)],
 }
 
 
 def pool_spec(kinds: str, block_count: int, policy: str = "lru", **fields: object) -> pb.PoolSpec:
-    """A pool of these groups."""
+    """Returns the spec of a pool with these groups."""
     if kinds in APPEND_ONLY:
         fields["features"] = [*cast("list[str]", fields.get("features", [])), features.APPEND_ONLY]
     groups = {**GROUPS, **APPEND_ONLY}[kinds]
@@ -61,32 +61,33 @@ class Text:
 
     tokens: list[int]
     namespace: str
-    written: int  # tokens in the pages
+    written: int  # tokens written to the pages
     committed: int
     granted: int
-    prompt: int  # tokens to compute before anything is sampled
-    is_leaving: bool = False  # this and later steps: once the unanswered steps are answered
+    prompt: int  # tokens to compute before the first sample
+    is_leaving: bool = False  # This field and the ones below take effect once all steps are answered.
     committing: int = 0
     growing: int = 0
-    cuts: tuple[int, ...] = ()  # where passes end: at the junction or early end, and at ends of its answer
+    cuts: tuple[int, ...] = ()  # positions where a pass must end: the junction or early end, and ends of its answer
 
     def __post_init__(self) -> None:
         self.answered()
 
     def answered(self) -> None:
-        """No step is unanswered."""
+        """Notes that all steps are answered."""
         self.is_leaving, self.committing, self.growing = False, self.committed, self.granted
 
 
 @dataclass
 class Device:
-    """Pages of a pool: of each block and slot the token, of a state block all tokens that went in."""
+    """The pages of a pool: the token of each block and slot, and for a state block all tokens that went into the
+    state."""
 
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
     states: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def copy(self, source: int, destination: int) -> None:
-        """A whole page."""
+        """Copies a whole page."""
         for block, slot in [key for key in self.slots if key[0] == source]:
             self.slots[destination, slot] = self.slots[block, slot]
         if source in self.states:
@@ -94,7 +95,7 @@ class Device:
 
 
 class History:
-    """An owner at random: `make` returns the next requests, `take` applies the answer."""
+    """A random owner. `make` returns the next requests, and `take` applies the answer."""
 
     def __init__(self, spec: pb.PoolSpec, rng: random.Random) -> None:
         self.spec = spec
@@ -104,14 +105,14 @@ class History:
         self.last_id = 0
         self.digest_tokens = min(g.block_size for g in spec.groups)
         self.has_states = any(g.kind == STATE for g in spec.groups)
-        self.known: dict[bytes, tuple[int, ...]] = {}  # of each digest all tokens up to its end
-        self.asked: dict[int, tuple[list[int], str]] = {}  # prompts and namespaces
+        self.known: dict[bytes, tuple[int, ...]] = {}  # digest -> all tokens up to its end
+        self.asked: dict[int, tuple[list[int], str]] = {}  # sequence -> prompt and namespace
         self._prompts = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
     def make(self, *, ahead: bool = False) -> StepBuilder:
-        """Makes a step from the current knowledge: `ahead` of the answers to earlier ones, or after all of them."""
+        """Makes a step from current knowledge, `ahead` of the answers to earlier steps, or after all of them."""
         rng, step = self.rng, StepBuilder()
         if not ahead:
             for text in self.texts.values():
@@ -137,7 +138,7 @@ class History:
         return step
 
     def some_drop(self) -> tuple[str | None, list[bytes], int]:
-        """Returns a drop: of all, of a namespace, or after a place of some prompt."""
+        """Returns a random drop: of everything, of a namespace, or of blocks after some place of a prompt."""
         rng = self.rng
         namespace = rng.choice([None, "", "tenant"])
         if namespace is None or rng.random() < 0.3:
@@ -146,14 +147,14 @@ class History:
         return namespace, digests, rng.randrange(len(digests) + 1)
 
     def make_new(self) -> StepBuilder:
-        """A step with one more sequence, whatever is known."""
+        """Returns a step that adds a sequence, whatever is known."""
         step = StepBuilder()
         self._allocate(step)
         return step
 
     def _commit(self, step: StepBuilder, *, ahead: bool) -> None:
-        """Commits the tokens in the pages. While answers are outstanding nothing is cut off that they may have granted,
-        and a state is not committed, because it continues with their grants."""
+        """Commits the tokens in the pages. With answers outstanding it cuts off nothing that they may have granted. It
+        also commits no state, because the state continues with their grants."""
         if ahead and self.has_states:
             return
         rng = self.rng
@@ -178,7 +179,7 @@ class History:
         step.allocate(self.last_id, chunk, digests, namespace, prompt_token_count=whole)
 
     def digests(self, text: Text, first: int, end: int) -> list[bytes]:
-        """Digests of the blocks that become full between two token counts."""
+        """Returns the digests of the blocks that become full between two token counts."""
         size = self.digest_tokens
         digests = block_digests(ROOT, text.tokens[:end], size)[first // size : end // size]
         for number, digest in enumerate(digests, first // size + 1):
@@ -188,7 +189,7 @@ class History:
     # -- acting --------------------------------------------------------------------------------------------------------
 
     def take(self, step: packed.Step, outcome: StepOutcome, ledger: Ledger, *, fails: bool = False) -> None:
-        """Applies the answer: copies, then writes; with `fails` the device does not get to the writes."""
+        """Applies the answer: copies, then writes. With `fails` the device fails before the writes."""
         committed = unpack_uint64(step.commits.sequences), unpack_uint32(step.commits.token_counts)
         commits = zip(*committed, outcome.commits, strict=True)
         for row, (sequence_id, count, result) in enumerate(commits):
@@ -232,7 +233,7 @@ class History:
         text.granted = max(text.granted, wanted)
 
     def _write(self, text: Text, tables: list) -> None:  # type: ignore[type-arg]
-        """The forward pass: as many tokens as there is room for."""
+        """Simulates a forward pass over as many tokens as there is room for."""
         end = min([cut for cut in text.cuts if text.written < cut < text.granted], default=text.granted)
         while len(text.tokens) < end:
             text.tokens.append(self.rng.randrange(50))
@@ -249,7 +250,7 @@ class History:
         text.written = end
 
     def check(self, ledger: Ledger) -> None:
-        """Checks that every sequence reads back its own tokens, and every published block those of its digest."""
+        """Checks that every sequence reads back its own tokens, and every published block the tokens of its digest."""
         assert sorted(self.texts) == sorted(ledger.sequences), "the ledger has other sequences than there are"
         for sequence_id, text in self.texts.items():
             known = ledger.sequences[sequence_id]

@@ -1,7 +1,7 @@
-"""Planting bugs: a method or function of the product is replaced by one that forgets something.
+"""Plants bugs by replacing a method or function of the product by one that forgets something.
 
-`plant` registers a context manager under its name, in `BUGS` unless told otherwise. It plants the bug and takes it out
-again. The replacement gets the original first, then the arguments of the call.
+`plant` registers a context manager under its name, by default in `BUGS`. The context manager plants the bug and removes
+it again. The replacement gets the original function, then the arguments of the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BUGS: dict[str, Planted] = {}
 def plant(
     target: Any, name: str, into: dict[str, Planted] = BUGS
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a bug in `target.name`; those of `BUGS` are for the simulation to find."""
+    """Registers a bug in `target.name`. The simulation must find each bug in `BUGS`."""
 
     def register(broken: Callable[..., Any]) -> Callable[..., Any]:
         @contextlib.contextmanager

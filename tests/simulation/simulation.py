@@ -1,8 +1,9 @@
-"""The seeded scheduler: one event after the other, faults among them, and comparisons whenever nothing is under way.
+"""The seeded scheduler: runs one event after another, some of them faults, and compares states while nothing is in
+flight.
 
     result = Simulation(seed=7).run(100_000)
 
-The same seed gives the same events, so a violation is replayed by running again.
+The same seed gives the same events, so running again repeats a violation.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from tests.simulation import checks
 from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import LEASE_S, Allocator, Clock, Link, ViolationError, Worker
 
-FAULT_RATES = (0.05, 0.2, 0.6)  # of all events
+FAULT_RATES = (0.05, 0.2, 0.6)  # shares of all events
 SMALL_CHUNKS = {
     "REPORT_CHUNK_ENTRIES_MAX": 5,
-    "REPORT_CHUNK_BYTES_MAX": 248,  # the fixed bytes of a sequence with all ends of its answer fit
+    "REPORT_CHUNK_BYTES_MAX": 248,  # enough for the fixed bytes of a sequence and all ends of its answer
     "HEADS_MAX": 4,
-}  # so that all is cut in two
-STUCK_STEPS = 2000  # without an answer, although the owner keeps trying
+}  # limits so small that every report is split
+STUCK_STEPS = 2000  # steps without an answer while the owner keeps trying
 FAULTS = {
     "stream lost": 6,
     "stream lost, server notices late": 6,
@@ -54,7 +55,7 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        violation: the broken rule, with the number of its step; empty if none.
+        violation: the broken rule, with the number of the step; empty if none.
     """
 
     seed: int
@@ -89,14 +90,14 @@ class Simulation:
         self.dead_links: list[Link] = []
 
     def run(self, steps: int) -> Outcome:
-        """Runs this many events, or until a violation."""
+        """Runs this many events, or stops at a violation."""
         outcome = self.outcome
         with mock.patch.multiple(block_report, **SMALL_CHUNKS):
             for number in range(steps):
                 outcome.steps = number + 1
                 try:
                     self._event()
-                except Exception as error:  # whatever a machine raises here is a finding
+                except Exception as error:  # Any error of a state machine is a finding.
                     outcome.violation = f"step {number + 1}: {type(error).__name__}: {error}"
                     break
         return outcome
@@ -151,7 +152,7 @@ class Simulation:
         return self.allocators[0]
 
     def _look(self) -> None:
-        """Time's own doings, and the comparisons."""
+        """Ends leases and silent streams as time passes, and compares both sides."""
         worker, now = self.worker, self.clock.now
         for allocator in self.allocators:
             if self.rng.random() < 0.2:
@@ -174,7 +175,7 @@ class Simulation:
             self.outcome.comparisons += 1
 
     def _operator_drops(self) -> None:
-        """An operator drops a pool's cache."""
+        """Drops a pool's cache, as an operator would."""
         worker, link = self.worker, self.worker.link
         for allocator in self.allocators:
             for owner in allocator.directory.open_pools():
@@ -192,7 +193,7 @@ class Simulation:
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def _fault(self, name: str) -> bool:
-        """Returns whether there was anything for it to happen to."""
+        """Causes a fault; returns whether it could happen in the present state."""
         if getattr(self, "_" + name.replace(",", "").replace(" ", "_"))() is False:
             return False
         self.outcome.faults += 1
@@ -200,7 +201,7 @@ class Simulation:
         return True
 
     def _stream_lost(self) -> bool:
-        """Both sides learn of it at once; messages under way are gone."""
+        """Breaks the stream. Both sides notice at once, and messages in flight are lost."""
         link = self.worker.link
         if link is None:
             return False
@@ -210,7 +211,7 @@ class Simulation:
         return True
 
     def _stream_lost_server_notices_late(self) -> bool:
-        """The client leaves; any part of its messages may still arrive, at any time."""
+        """Ends the stream at the client alone. Any part of its messages may still arrive later."""
         link = self.worker.link
         if link is None:
             return False
@@ -237,7 +238,7 @@ class Simulation:
         return True
 
     def _is_current(self) -> bool:
-        """Whether our stream is the one that its pool listens to."""
+        """Whether the worker's stream is the one that its pool listens to."""
         link = self.worker.link
         return link is not None and link.machine.owner is not None and link.machine.owner.stream is link.machine
 
@@ -263,14 +264,15 @@ class Simulation:
         allocator.crash()
 
     def _worker_wanders(self) -> None:
-        """The name leads elsewhere: to the other allocator, which may have an older state of ours."""
+        """Points the name to the other allocator, which may have an older state of this pool."""
         self.allocators.reverse()
         if self.worker.link is not None:
             self.dead_links.append(self.worker.link)
             self.worker.leave()
 
     def _worker_crashes(self) -> None:
-        """Its memory is gone; streams that it had may still deliver. The next life waits until the lease has ended."""
+        """Crashes the worker, which loses its memory. Its old streams may still deliver. The next life waits for the
+        lease to end."""
         if self.worker.link is not None:
             self.dead_links.append(self.worker.link)
             self.worker.leave()
@@ -279,7 +281,7 @@ class Simulation:
         self.worker = self._new_worker()
 
     def _rival_attaches(self) -> bool:
-        """A second process of the same name: it must not get in while the owner's lease lives."""
+        """Attaches a second process of the same name. The allocator must refuse it during the owner's lease."""
         allocator = self.rng.choice(self.allocators)
         rival = self._new_worker()
         held = allocator.directory._owners.get("pool")
@@ -299,7 +301,7 @@ class Simulation:
         return True
 
     def _lease_ends(self) -> bool:
-        """The owner lives, and nothing of it was heard for the length of a lease."""
+        """Lets leases end: an allocator hears nothing from living owners for the length of a lease."""
         allocator = self.rng.choice(self.allocators)
         self.clock.now += LEASE_S + 0.1
         for owner in allocator.directory._owners.values():
@@ -308,7 +310,7 @@ class Simulation:
         return True
 
     def _server_stands_still(self) -> None:
-        """The server stands still for longer than a lease, notices, and ends no lease for it."""
+        """Pauses the server for longer than a lease. It notices the pause, and ends no lease because of it."""
         self.clock.now += 30.0
         for allocator in self.allocators:
             allocator.directory.extend_leases(30.0)

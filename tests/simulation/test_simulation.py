@@ -1,4 +1,4 @@
-"""The simulation of the session protocol finds nothing, and would find something: every planted bug."""
+"""The simulation finds no violation of the session protocol, and finds every planted bug."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.simulation.bugs import BUGS
 from tests.simulation.histories import APPEND_ONLY, GROUPS
 from tests.simulation.simulation import FAULTS, Simulation
 
-STEPS_MAX = 100_000  # within which every planted bug must be caught
+STEPS_MAX = 100_000  # Every planted bug must be caught within this many steps.
 STEPS_EACH = 2_500
 
 
@@ -24,7 +24,7 @@ def test_nothing_is_violated(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_nothing_is_violated_where_half_of_what_happens_are_faults(seed: int) -> None:
-    outcome = simulate(seed, 5_000, fault_rate=0.54)  # of twenty such pools: 100,000 steps with 50,000 faults
+    outcome = simulate(seed, 5_000, fault_rate=0.54)  # Twenty seeds make 100,000 steps with 50,000 faults.
     assert not outcome.violation, f"seed {seed}: {outcome.violation}"
     assert outcome.steps == 5_000
     assert outcome.faults > 2_500
@@ -43,7 +43,8 @@ def test_nothing_is_violated_where_tables_are_append_only(kinds: str, seed: int)
 
 @pytest.mark.parametrize(("kinds", "seed"), [("everything", 9)])
 def test_a_rebuilt_pool_keeps_what_quotas_let_it_keep(kinds: str, seed: int) -> None:
-    outcome = Simulation(seed, kinds=kinds).run(700)  # blocks that a quota had emptied would be reported at 618
+    # If the report contained blocks that a quota had emptied, it would do so at step 618.
+    outcome = Simulation(seed, kinds=kinds).run(700)
     assert not outcome.violation, f"seed {seed}: {outcome.violation}"
     assert outcome.reports > 0
 

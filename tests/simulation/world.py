@@ -1,10 +1,9 @@
-"""The product's own state machines between a faulty transport, a virtual clock and one seeded scheduler.
+"""The product's own state machines, with a faulty transport, a virtual clock and one seeded scheduler.
 
-Real parts: `quire_allocator.session.machine` with its pool, `quire.session.owner` with its ledger. Pretended parts:
-streams (`Link`), processes that die, time, and an engine that writes tokens into pages and reads them back
-(`histories`).
+Real parts: `quire_allocator.session.machine` with its pool, `quire.session.owner` with its ledger. Simulated parts:
+streams (`Link`), dying processes, time, and an engine that writes tokens into pages and reads them back (`histories`).
 
-Every message is serialized when it is sent, so that a stream that is long dead can still deliver it.
+Every message is serialized when it is sent, so that a dead stream can still deliver it later.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ POOL = "pool"
 
 
 class ViolationError(AssertionError):
-    """Something that must never happen has happened."""
+    """A rule of the protocol was violated."""
 
 
 @dataclass
 class Clock:
-    """Seconds that pass when the scheduler says so."""
+    """A clock that the scheduler advances."""
 
     now: float = 1000.0
 
 
 class Quiet:
-    """Remembers the events that the checks read."""
+    """A silent log; remembers the events that the checks read."""
 
     def __init__(self) -> None:
         self.quarantined_pools: list[tuple[str, Exception]] = []
@@ -69,7 +68,7 @@ class Quiet:
 
 
 class Allocator:
-    """One allocator process after another at one place: `crash` ends one and starts the next, which is empty."""
+    """One allocator process after another at one address. `crash` ends one and starts the next, which is empty."""
 
     def __init__(self, name: str, rng: random.Random) -> None:
         self.name = name
@@ -79,7 +78,7 @@ class Allocator:
         self.start()
 
     def start(self) -> None:
-        """A new process."""
+        """Starts a new process."""
         self.directory = Directory(lease_s=LEASE_S, pools_max=2)
         self.observer = Quiet()
         self.sessions = SessionRegistry(
@@ -88,7 +87,7 @@ class Allocator:
         self.heard = {}
 
     def crash(self) -> None:
-        """Everything is lost, and every stream; replies on their way may still come."""
+        """Loses all state and every stream. Replies in flight may still arrive."""
         for link in self.links:
             link.server_died()
         self.links = []
@@ -97,12 +96,13 @@ class Allocator:
 
 @dataclass(eq=False)
 class Link:
-    """One stream, in order both ways; the client may be gone long before the server notices."""
+    """One stream, in order both ways. The client may be gone long before the server notices."""
 
     allocator: Allocator
     clock: Clock
     to_server: deque[bytes] = field(default_factory=deque)
-    to_client: deque[bytes | QuireError | None] = field(default_factory=deque)  # None: gRPC's own error
+    # None stands for an error of gRPC itself
+    to_client: deque[bytes | QuireError | None] = field(default_factory=deque)
     client_gone: bool = False
     server_gone: bool = False
 
@@ -111,7 +111,7 @@ class Link:
         self.allocator.links.append(self)
 
     def deliver_to_server(self) -> None:
-        """The server takes in the oldest message."""
+        """Lets the server handle the oldest message."""
         data, machine = self.to_server.popleft(), self.machine
         try:
             replies = machine.receive(packed.SessionRequest.FromString(data), self.clock.now)
@@ -125,16 +125,16 @@ class Link:
             self._close(None)
 
     def server_beats(self) -> None:
-        """While it takes in a report, the server says every now and then that it does."""
+        """Lets the server send a heartbeat while it reads a report."""
         if not self.server_gone and self.machine.phase is StreamPhase.REPORTING:
             self.to_client.append(packed.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString())
 
     def server_notices(self) -> None:
-        """The server learns that the client is gone."""
+        """Tells the server that the client is gone."""
         self._close(None)
 
     def server_died(self) -> None:
-        """Its process is gone, with all it had not read."""
+        """Ends the server's process, with all messages that it has not read."""
         self.server_gone = True
         self.to_server.clear()
         self.to_client.append(None)
@@ -153,12 +153,12 @@ class Link:
 
 
 class Worker:
-    """One life of the process that has the pages.
+    """One life of the worker process, which has the pages.
 
     Attributes:
         answered: steps whose answers were applied.
-        waits_until: nothing is tried before.
-        heard_at: when the current stream brought anything last.
+        waits_until: the worker tries nothing before this time.
+        heard_at: when the current stream last delivered a message.
     """
 
     def __init__(self, spec: pb.PoolSpec, rng: random.Random, clock: Clock, counts: Counter[str], window: int) -> None:
@@ -178,7 +178,7 @@ class Worker:
 
     @property
     def is_quiet(self) -> bool:
-        """Attached, with nothing under way in either direction."""
+        """Whether the worker is attached, with nothing in flight in either direction."""
         link = self.link
         return (
             self.owner.phase is Phase.OPEN
@@ -195,7 +195,7 @@ class Worker:
         self.flush()
 
     def leave(self) -> None:
-        """The stream is lost to us; the server may not know for long."""
+        """Loses the stream. The server may not notice for long."""
         if self.link is not None:
             self.link.client_gone = True
             self.old_links.append(self.link)
@@ -208,7 +208,7 @@ class Worker:
             self.link.to_server.append(self.owner.outbox.popleft().SerializeToString())
 
     def act(self) -> None:
-        """Asks for something, if the window has room: the next step, or one more ahead of answers."""
+        """Sends a step if the window has room, after all answers or ahead of some."""
         owner = self.owner
         if not owner.has_room:
             return
@@ -221,7 +221,7 @@ class Worker:
         self.flush()
 
     def receive(self) -> None:
-        """Takes in the oldest message of the current stream."""
+        """Handles the oldest message of the current stream."""
         assert self.link is not None
         message = self.link.to_client.popleft()
         if message is None or isinstance(message, QuireError):

@@ -1,4 +1,4 @@
-"""The owner in TypeScript, built from examples/typescript, against the recordings and against a real allocator."""
+"""Tests the TypeScript owner of examples/typescript on the recordings and on a real allocator."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.faults.scene import Proxy
 
 ROOT = Path(__file__).resolve().parents[2]
 DIST = ROOT / "build" / "typescript" / "dist"
-NOT_HERE = 3  # exit status of the build where node, npm or the packages cannot be had
+NOT_HERE = 3  # exit status of the build without node, npm or the packages
 VOCABULARY = 50_021
-PROMPT = [*range(10, 31)]  # five full blocks and a token
+PROMPT = [*range(10, 31)]  # five full blocks and one token
 
-pytestmark = pytest.mark.timeout(300)  # npm installs packages once
+pytestmark = pytest.mark.timeout(300)  # The first test waits for npm to install packages.
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +59,7 @@ class Shell:
         return self.read()
 
     def end(self) -> int:
-        """Ends its input, which makes it give the pool back, and returns its exit status."""
+        """Closes the process's input, so that it gives the pool back; returns its exit status."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(60)
@@ -82,7 +82,7 @@ def allocator(tmp_path: Path) -> Iterator[str]:
 
 
 def text_of(number: int, prompt: list[int], count: int) -> list[int]:
-    """Returns the text that the toy engine must have: prompt and answer, as a model without pages makes it."""
+    """Returns the expected text, prompt and answer, as a model without pages computes it."""
     tokens = list(prompt)
     for _ in range(count):
         state = number
@@ -97,7 +97,7 @@ def digests_of(prompt: list[int]) -> list[bytes]:
 
 
 def digest_at(address: str) -> str:
-    """Returns the digest of the state that the allocator has."""
+    """Returns the digest of the allocator's state."""
     with Allocator(address) as client:
         rows = [
             (each.sequence_id, each.token_count, each.committed_token_count, each.namespace, map_tables(each.tables))
@@ -124,14 +124,14 @@ def test_texts_share_their_prefix_and_both_sides_have_the_same_tables(allocator:
         assert shell.ask(admit=PROMPT) == {"text": 1, "matched": 0}
         assert shell.ask(admit=[*PROMPT, 7]) == {"text": 2, "matched": 20}
         assert shell.ask(admit=PROMPT, namespace="other") == {"text": 3, "matched": 0}
-        texts = shell.ask(decode=70)["texts"]  # beyond step 64, whose answer has a digest
+        texts = shell.ask(decode=70)["texts"]  # Decoding passes step 64. The answer to that step has a digest.
         assert texts["1"] == text_of(1, PROMPT, 70)
         assert texts["2"] == text_of(2, [*PROMPT, 7], 70)
         assert texts["3"] == text_of(3, PROMPT, 70)
         assert shell.ask(state=True) == {"digest": digest_at(allocator), "sequences": 3, "opened": 1}
         assert shell.end() == 0
     with Allocator(allocator) as client:
-        assert not list(client.list_pools())  # it was given back
+        assert not list(client.list_pools())  # The owner gave its pool back.
 
 
 def test_a_fork_shares_its_blocks_until_it_writes(allocator: str) -> None:
@@ -159,13 +159,13 @@ def test_what_is_published_is_matched_by_a_call_by_events_and_by_python(allocato
         shell.ask(free=1)
         client.drop_cache("ts")
         assert shell.ask(match=PROMPT) == {"matched": 0}
-        assert shell.ask(admit=[1, 2, 3])["matched"] == 0  # watchers hear of the drop with the owner's next step
+        assert shell.ask(admit=[1, 2, 3])["matched"] == 0  # Watchers get the drop with the owner's next step.
         assert shell.ask(mirror=PROMPT, until=0) == {"matched": 0}
 
 
 def test_a_pool_without_room_says_how_many_blocks_are_missing_and_goes_on(allocator: str) -> None:
     with shell_of(allocator, "--blocks", "8") as shell:
-        assert shell.ask(admit=PROMPT)["matched"] == 0  # six blocks
+        assert shell.ask(admit=PROMPT)["matched"] == 0  # The prompt takes six blocks.
         assert shell.ask(admit=[*range(100, 116)])["error"] == "Error: NO_SPACE, 2 blocks are missing"
         assert shell.ask(decode=2)["texts"] == {"1": text_of(1, PROMPT, 2)}
         assert shell.ask(state=True) == {"digest": digest_at(allocator), "sequences": 1, "opened": 1}
@@ -181,15 +181,16 @@ def test_texts_go_on_when_the_allocator_is_killed_and_started_anew(tmp_path: Pat
             shell.ask(mirror=PROMPT, until=20)
             first.process.kill()
             first.process.wait()
-            shell.send(decode=4)  # tries until there is an allocator again
+            shell.send(decode=4)  # The owner retries until an allocator answers.
             with allocator_process(tmp_path, "--listen", address):
                 texts = shell.read()["texts"]
                 assert texts == {"1": text_of(1, PROMPT, 7), "2": text_of(2, [*PROMPT, 7], 7)}
                 assert shell.ask(state=True) == {"digest": digest_at(address), "sequences": 2, "opened": 2}
-                assert shell.ask(admit=[*PROMPT, 9]) == {"text": 3, "matched": 20}  # published anew
+                # The owner has published the blocks again.
+                assert shell.ask(admit=[*PROMPT, 9]) == {"text": 3, "matched": 20}
                 later = [*range(200, 221)]
                 assert shell.ask(admit=later)["matched"] == 0
-                assert shell.ask(mirror=later, until=20) == {"matched": 20}  # the watch goes on, too
+                assert shell.ask(mirror=later, until=20) == {"matched": 20}  # The watch continues, too.
                 assert shell.end() == 0
 
 
@@ -197,7 +198,8 @@ def test_an_owner_that_does_nothing_keeps_its_lease(allocator: str) -> None:
     with shell_of(allocator) as shell, Allocator(allocator) as client:
         shell.ask(admit=PROMPT)
         lowest = client.get_pool("ts").lease_remaining_ms
-        while (left := client.get_pool("ts").lease_remaining_ms) <= lowest:  # until it rises, which is a renewal
+        # The remaining time rises when the owner renews the lease.
+        while (left := client.get_pool("ts").lease_remaining_ms) <= lowest:
             lowest = left
         assert shell.ask(state=True)["opened"] == 1
 

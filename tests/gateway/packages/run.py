@@ -1,6 +1,7 @@
-"""Runs the features of a package against the gateway: `python run.py MODULE ADDRESS ADDRESS`, in its environment.
+"""Runs the features of a package against the gateway: `python run.py MODULE ADDRESS ADDRESS`, in the packages'
+environment.
 
-A line of the output is the JSON of a feature's name and of how it failed, or null.
+Each output line is a JSON list: a feature's name, and its traceback or null.
 """
 
 from __future__ import annotations
@@ -16,6 +17,6 @@ for name, feature in list(vars(module).items()):
         failure = None
         try:
             feature()
-        except Exception:  # whatever it is, it is told
+        except Exception:  # The caller reports every failure.
             failure = traceback.format_exc()
         print(json.dumps([name, failure]), flush=True)

@@ -1,4 +1,4 @@
-"""Definitions that the programs share: where the models are, and what the scripted one says."""
+"""Definitions that the programs share: the models' addresses, and texts for the scripted model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pydantic
 
 HELD, SCRIPTED = (
     f"http://{address}/v1" for address in sys.argv[2:4]
-)  # the demo model; the one that is told what to say
+)  # base URLs of the demo model and of the scripted model
 MODEL = "demo"
 KEY = "none"
 LIMIT = 200
@@ -31,7 +31,7 @@ def raised(kind: type[Exception], function: Callable[..., Any], *arguments: Any,
     """Returns the exception that a call raises.
 
     Raises:
-        AssertionError: it raises none.
+        AssertionError: the call raises nothing.
     """
     try:
         function(*arguments, **options)
@@ -41,12 +41,12 @@ def raised(kind: type[Exception], function: Callable[..., Any], *arguments: Any,
 
 
 def says(*turns: str) -> str:
-    """Returns the question that has the scripted model say these texts, one in each turn."""
+    """Returns a question that makes the scripted model say these texts, one per turn."""
     return f"Compute. {json.dumps(turns)}"
 
 
 def call(function: str, **arguments: object) -> str:
-    """Returns a call as the scripted model writes it."""
+    """Returns a tool call as the scripted model writes it."""
     return f"<tool_call>\n{json.dumps({'name': function, 'arguments': arguments})}\n</tool_call>"
 
 

@@ -1,4 +1,4 @@
-"""instructor: a model of pydantic as the answer, in its default mode and others."""
+"""instructor: pydantic models as answers, in the default mode and others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def structure_by_tool() -> None:
 
 def structure_by_schema() -> None:
     for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON):
-        if mode is instructor.Mode.JSON:  # any JSON would do: the scripted model writes the right one
+        if mode is instructor.Mode.JSON:  # This mode accepts any JSON, so the scripted model writes a valid object.
             asked, address = [{"role": "user", "content": says('{"kind": "simple", "is_loop": false}')}], SCRIPTED
         else:
             asked, address = _ASKED["messages"], HELD
@@ -65,7 +65,7 @@ def several_calls() -> None:
 
 
 def failing_tool() -> None:
-    """An answer that the caller's own check refuses is asked for again, with the reason."""
+    """If the caller's own check refuses an answer, instructor asks again, with the reason."""
     refused: list[str] = []
 
     class Checked(State):

@@ -1,4 +1,4 @@
-"""langchain-openai: bound tools, structured output, LangChain's agent, over chats and over responses."""
+"""langchain-openai: bound tools, structured output and LangChain's agent, over chats and over responses."""
 
 from __future__ import annotations
 

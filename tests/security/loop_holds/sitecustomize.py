@@ -1,10 +1,10 @@
-"""For servers under test, which find it on their PYTHONPATH: notes what held their event loop, and for how long.
+"""Records how long a server's event loop was blocked. Servers under test find this module on their PYTHONPATH.
 
-A timer of the loop comes as often as it can. Between two of them the loop has waited for it, waited for a processor,
-and done something else: computed, or waited for the interpreter's lock while another thread did. That rest is what
-callers beside have to wait for. It is no longer than the processors' time of this process, so that a machine that is
-busy otherwise does not count. The file $LOOP_HOLDS/PID gets a line for each rest of `NOTED_S` and more: when it ended
-on the scale of `time.monotonic`, and its seconds.
+A timer of the loop fires as often as it can. The time between two firings has three parts. The loop waits for the
+timer, and it waits for a processor. In the rest it computes, or waits for the interpreter's lock while another thread
+computes. Other callers have to wait for that rest. It is at most the process's CPU time, so other load of the machine
+does not count. The file $LOOP_HOLDS/PID gets a line for each rest of `NOTED_S` or more: its end on the scale of
+`time.monotonic`, and its seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOTED_S = 0.01
 
 
 class Holds:
-    """Notes holds of the event loop that runs on this thread."""
+    """Records when the event loop of this thread is blocked."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, folder: str) -> None:
         self._loop = loop
@@ -32,7 +32,7 @@ class Holds:
         loop.call_soon(self._tick)
 
     def _wait_s(self) -> float:
-        """Seconds for which this thread was ready to run, and had no processor."""
+        """Returns for how many seconds this thread was ready to run but had no processor."""
         return int(os.pread(self._scheduler, 100, 0).split()[1]) / 1e9
 
     def _tick(self) -> None:

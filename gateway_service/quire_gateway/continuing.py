@@ -1,8 +1,7 @@
 """Prompts that continue earlier answers of a model. Pure.
 
 A model may write a text with other tokens than its tokenizer would. When the conversation is tokenized again, it has
-the
-same text but other tokens, so the cached pages of the earlier answer would not be hit.
+the same text but other tokens, so the cached pages of the earlier answer would not be hit.
 """
 
 from __future__ import annotations

@@ -198,8 +198,7 @@ class Fleet:
 
     def served(self) -> dict[str, Model]:
         """Returns the models of the ready workers by name: checkpoints, then adapters, then aliases of checkpoints,
-        each
-        group sorted. If several models have one name, requests get the first.
+        each group sorted. If several models have one name, requests get the first.
         """
         longest: dict[tuple[bool, str, str], int] = {}
         fingerprints: dict[str, str] = {}

@@ -17,8 +17,7 @@ class Lingering:
     """A transport that closes in two steps if bytes may be unread.
 
     It first ends its sending side. Then it drops the bytes that still arrive until the other end closes, too, or a
-    limit
-    of time or bytes is reached.
+    limit of time or bytes is reached.
 
     Args:
         transport: the wrapped transport; all other methods are its own.

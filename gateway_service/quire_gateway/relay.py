@@ -336,7 +336,7 @@ async def prefilled(
 
 @contextmanager
 def busy(backend: Backend) -> Iterator[None]:
-    """Counts a call of a worker as long as it lasts."""
+    """Counts a call of a worker while it runs."""
     backend.in_flight += 1
     backend.chosen_count += 1
     try:

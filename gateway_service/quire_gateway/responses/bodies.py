@@ -10,7 +10,8 @@ from quire_gateway.bodies import CHOICE_TEXTS_MAX, MESSAGES_MAX, TOOLS_MAX, Body
 
 ID_CHARACTERS_MAX = 128  # of a response's id
 LOGPROBS = "message.output_text.logprobs"
-# Parts of an answer that are returned only on request. All except `LOGPROBS` belong to tools and reasoning that this
+# Parts of an answer that are returned only on request. Requesting the parts other than `LOGPROBS` has no effect: they
+# belong to tools and kinds of reasoning that this server does not have.
 Includable: TypeAlias = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",

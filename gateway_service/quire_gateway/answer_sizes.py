@@ -65,8 +65,9 @@ def _is_told_at_once(ask: Ask) -> bool:
 
 
 def _tellings(ask: Ask) -> int:
-    """Returns how many times an answer sends the logprobs of a prompt: per choice, once with its echo and once
-    apart.
+    """Returns how many times an answer sends the logprobs of a prompt.
+
+    Each choice can have them in its echo, and apart from its text.
     """
     count = bool(ask.options.get("echo")) + (ask.prompt_logprob_count is not None)
     return 1 if ask.is_streamed else count * ask.choice_count

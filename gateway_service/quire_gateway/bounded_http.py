@@ -2,10 +2,10 @@
 
 A connection is in one of these states:
 
-    1. waiting    for a request: none has begun, or its head is not whole. The connection has a deadline, and is
-                 closed if others need the room
-  2. answering  the application has a request. It has deadlines of its own for the body and the answer
-  3. lingering  the last answer is sent. Further bytes of the caller are read and dropped, so that the answer arrives
+    1. waiting     for a request: none has begun, or its head is not whole. The connection has a deadline, and is closed
+                   if others need the room
+    2. answering   the application has a request. It has deadlines of its own for the body and the answer
+    3. lingering   the last answer is sent. Further bytes of the caller are read and dropped, so that the answer arrives
 """
 
 from __future__ import annotations
@@ -144,9 +144,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def on_message_begin(self) -> None:
-        """Notes that a request has begun. If it is not whole, its deadline starts when the received bytes are
-        parsed.
-        """
+        """Notes that a request has begun. Its deadline starts after the received bytes, if it is not whole then."""
         super().on_message_begin()
         self._awaits_head = True
 

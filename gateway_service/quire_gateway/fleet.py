@@ -1,8 +1,8 @@
 """The workers behind the gateway: whether they are ready, their models, their load, and their cached prefixes.
 
     1. unknown   the worker has not answered yet
-  2. ready     the worker answered the last poll, at most a second ago
-  3. away      the worker did not answer: it gets no requests, and is polled again
+    2. ready     the worker answered the last poll, at most a second ago
+    3. away      the worker did not answer: it gets no requests, and is polled again
 
 A pool is watched only if several workers serve its model: with a single worker, prefixes decide nothing.
 """
@@ -243,9 +243,7 @@ class Fleet:
         return named is not None and named.name == model.name
 
     def sampling_defaults(self, model: Model) -> Mapping[str, float | int | None]:
-        """Returns the sampling parameters that a model's checkpoint proposes, by name; empty if they are not
-        applied.
-        """
+        """Returns the sampling parameters that a model's checkpoint proposes; empty if they are not applied."""
         if not self._applies_defaults:
             return {}
         for backend in self.backends:

@@ -14,8 +14,9 @@ EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 
 
 class PlainRoute(APIRoute):
-    """A route that calls an endpoint directly if the request is its only parameter. FastAPI would resolve it each
-    time.
+    """A route that calls an endpoint directly if its only parameter is the request.
+
+    FastAPI would resolve the parameters for each request.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -155,8 +155,8 @@ async def _planned(fleet: Fleet, call: Call) -> Call:
 async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Piece, None]:
     """Yields the pieces that workers answer, as they come. Closing the generator cancels unfinished answers.
 
-    In a stream, the logprobs of a piece are charged until the next piece is asked for. The rest stays charged until the
-    charge ends.
+    In a stream, the logprobs of a piece are charged until the next piece is asked for. Other data stays charged until
+    the charge ends.
 
     Raises:
         ApiError: a worker failed, no worker is left, or the answer takes too much memory.
@@ -210,8 +210,7 @@ def _clear(queue: asyncio.Queue[Piece | None]) -> None:
 
 
 async def _charged(fleet: Fleet, memory: Charge, call: Call, chunk: Chunk) -> None:
-    """Charges the bytes that a chunk takes until it is sent. After a large chunk, waits until no other one is being
-    read.
+    """Charges the bytes that a chunk takes until it is sent. After a large chunk, lets other tasks run first.
 
     Raises:
         ApiError: there is not enough memory left.

@@ -271,8 +271,7 @@ class Served(Response):
         return number * self._call.ask.choice_count + chunk.sample
 
     async def _echoed(self, number: int, chunk: Chunk, choice: _Choice) -> Chunk:
-        """Returns a chunk with the prompt before the first text of its choice. The text is left out if only the echo is
-        wanted.
+        """Returns a chunk with the prompt before the first text of its choice, or with the prompt alone if asked so.
 
         Raises:
             ApiError: no worker answers with the bytes of the tokens.

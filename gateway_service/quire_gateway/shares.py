@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 class Shares:
-    """Shares of an amount. A caller may take as much as stays free: alone half of it, one of three greedy callers a
-    quarter.
+    """Shares of an amount. A caller may take as much as stays free: alone half, one of three greedy callers a quarter.
 
     Args:
         total: the amount that is divided.

@@ -3,8 +3,8 @@
 Lifecycle of a branch:
 
     1. held    a worker holds it, and the client's handle renews it there
-  2. ended   it was released, no call named it for `ttl_s`, or its worker no longer knows it. A running call counts as
-             naming it until the call ends
+    2. ended   it was released, no call named it for `ttl_s`, or its worker no longer knows it. A running call counts as
+               naming it until the call ends
 """
 
 from __future__ import annotations

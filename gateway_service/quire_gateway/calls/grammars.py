@@ -109,9 +109,7 @@ class _Writer:
         return "\n".join((f"%llguidance {json.dumps(options)}", _HEAD.rstrip(), f"start: {start}", *self._rules, ""))
 
     def _openings(self) -> list[str]:
-        """Returns the texts up to which an answer is unconstrained. Workers do not ask the grammar before one of them
-        occurs.
-        """
+        """Returns the texts up to which an answer is free. Workers ask the grammar only after one of them."""
         begun = [(run.opening or run.head)[0] for run in self._form.runs]
         return sorted({first for first in begun if isinstance(first, str)})
 

@@ -1,9 +1,9 @@
 """Splits an answer that comes in pieces of any size into content, reasoning and calls of functions. Pure.
 
     1. text        is handed on at once, except an end that may be the beginning of a run of calls or of a mark
-  2. arguments   a call begins with its function's name as soon as its arguments begin, and is not taken back. The
-                 arguments are handed on as they come
-  3. behind      after the arguments: the tail of the call, then another call of the run, or the end of the run
+    2. arguments   a call begins with its function's name as soon as its arguments begin, and is not taken back. The
+                   arguments are handed on as they come
+    3. behind      after the arguments: the tail of the call, then another call of the run, or the end of the run
 
 Text that only looks like a call stays text: an incomplete head, a function that the caller does not offer, or arguments
 that are not an object. The pieces together do not depend on how the text was cut.

@@ -2,9 +2,9 @@
 
 Lifecycle of a response:
 
-    1. begun     only in the background: the response has no output yet, and is replaced when it has ended
-  2. kept      the response is found by its id, and can be continued
-  3. gone      it was deleted, its time is over, or its memory was needed for a later response of its namespace
+    1. begun   only in the background: the response has no output yet, and is replaced when it has ended
+    2. kept    the response is found by its id, and can be continued
+    3. gone    it was deleted, its time is over, or its memory was needed for a later response of its namespace
 
 All lifetimes are equal, so the oldest response is always the next to expire.
 """

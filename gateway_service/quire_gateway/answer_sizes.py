@@ -10,10 +10,9 @@ from quire.sampling import Chunk, TokenLogprobs
 from quire_gateway.asks import Ask
 from quire_gateway.failures import ApiError, invalid
 
-# per answer: one value for each token, and one for each of the likeliest tokens at its place
+# The most logprob values of an answer. Each token is one value, and so is each of the likeliest tokens at its place.
 LOGPROB_VALUES_MAX: Final = 1 << 19
-# A logprob and its token take 116 bytes in a chunk and 8 until all chunks are there. Then they take 100 bytes as JSON,
-# twice.
+# Bytes of a logprob and its token: they take 116 in a chunk, 8 until all chunks are there, then 100 as JSON, twice.
 VALUE_BYTES: Final = 240
 TOKEN_BYTES: Final = 40
 CHARACTER_BYTES: Final = 4  # bytes for a character of a text and of its JSON

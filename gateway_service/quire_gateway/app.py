@@ -123,7 +123,7 @@ def _serve_probes(app: FastAPI, fleet: Fleet, is_draining: Callable[[], bool]) -
     """Adds the endpoints for health probes."""
 
     @got(app, "/healthz", PlainTextResponse)
-    # probes written for vLLM's server ask this path
+    # Probes for vLLM's server use this path.
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("")  # An empty text is valid for Prometheus, so it can scrape this path, too.
@@ -213,7 +213,7 @@ def _put_errors_in_form(app: FastAPI) -> None:
         allowed = (error.headers or {}).get("Allow", "another method")
         what = {404: f"Unknown request URL: {called}", 405: f"{called} is not allowed; {allowed} is"}
         failure = ApiError(error.status_code, what.get(error.status_code, str(error.detail)))
-        failure.headers.update(error.headers or {})  # such as Allow, with the methods of this path
+        failure.headers.update(error.headers or {})  # `Allow` lists the methods of the path.
         return _failed(failure)
 
 

@@ -14,7 +14,7 @@ from quire_gateway.failures import RATE, TOO_LARGE, ApiError
 from quire_gateway.shares import Shares
 
 BODY_S: Final = 60.0  # seconds from the end of a head to the end of its body
-REQUEST_BYTES: Final = 16 << 10  # bytes that a request takes at least, however small its body is
+REQUEST_BYTES: Final = 16 << 10  # the least bytes that a request counts for, however small its body is
 
 
 class LeftError(Exception):

@@ -212,7 +212,7 @@ def _ask(
     tells_reasoning: bool | None = None,
 ) -> Ask:
     _check_together(body)
-    given = body.model_fields_set  # checked before the values, because most bodies have only a few of these many fields
+    given = body.model_fields_set  # Names are checked before values: most bodies have only a few of these fields.
     for name, neutral in _REFUSED.items():
         if name not in given:
             continue

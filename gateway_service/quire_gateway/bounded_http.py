@@ -24,7 +24,7 @@ from quire_gateway.failures import ApiError
 from quire_gateway.lingering import Lingering
 from quire_gateway.sparse_log import log_sparsely
 
-HEAD_BYTES_MAX: Final = 65_536  # bytes of a request line and its headers; nginx and h11 take at most this by default
+HEAD_BYTES_MAX: Final = 65_536  # bytes of a request line and its headers; at least the defaults of nginx and h11
 HEAD_S: Final = 20.0  # seconds from the connection, or the first byte of a request, to the end of its headers
 BEHIND_MAX: Final = 32  # requests that a caller may send before the first of them is answered
 STALLED_S: Final = 60.0  # seconds that a caller may read nothing of its answer
@@ -97,7 +97,7 @@ class BoundedHttp(HttpToolsProtocol):
         is_refused = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
         if is_refused or not (self._probe or cycle.response_started):
             self.transport.abort()
-        elif self._probe:  # Without a probe, the answer itself is on its way, and finds out.
+        elif self._probe:  # If there is no probe, the answer under way finds out instead.
             self.transport.write(self._probe)
             self.loop.call_later(LEFT_S, self._end_if_left, cycle)
 

@@ -27,7 +27,7 @@ class Said(NamedTuple):
         tokens: the tokens of the prompt and the answer, without a token that ended it.
         prompt_token_count: the number of tokens that belong to the prompt.
         as_split: the tokens of the same prompt as the tokenizer splits it. They differ from `tokens` if that prompt
-        itself continued an answer.
+            itself continued an answer.
     """
 
     model: str
@@ -86,7 +86,7 @@ def _written(tokens: Sequence[bytes]) -> tuple[bytes, dict[int, int]]:
     text, counts = b"", {}
     for count, token in enumerate(tokens, start=1):
         text += decoder.decode(token, count == len(tokens)).encode()
-        if not decoder.getstate()[0]:  # Otherwise the next token completes a character.
+        if not decoder.getstate()[0]:  # The token ends with a complete character.
             counts[len(text)] = count
     return text, counts
 

@@ -53,7 +53,7 @@ GRAMMAR: Final = "grammar"
 _IN_A_GRAMMAR: Final = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*?) \d+ \| .*")
 _ABOUT_THE_MODEL: Final = {Reason.ADAPTER_UNKNOWN}
 _ABOUT_THE_PROMPT: Final = {Reason.PROMPT_TOO_LONG, Reason.PROMPT_EMPTY, Reason.UNKNOWN_TOKEN}
-RETRY_AFTER_S: Final = 1.0  # seconds, where the error has no time of its own
+RETRY_AFTER_S: Final = 1.0  # seconds; used if the error has no time of its own
 
 
 class ApiError(Exception):
@@ -99,7 +99,7 @@ def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
     message = _UNEXPLAINED.get(error.code, "a worker failed")
     if error.reason is not None:
         message = _REWORDED.get(error.reason, error.message)
-    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # about the gateway's own token, which its caller cannot fix
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # The token is the gateway's own, so its caller cannot fix it.
         message = "a worker refuses the gateway's credentials"
     field = (
         PROMPT if error.reason in _ABOUT_THE_PROMPT else ADAPTER if error.reason in _ABOUT_THE_MODEL else error.field

@@ -37,7 +37,7 @@ POLL_S: Final = 1.0
 POLL_TIMEOUT_S: Final = 5.0
 SILENT_S: Final = 15.0  # seconds that a worker may be silent before its running answers are given up
 WATCH_AGAIN_S: Final = 1.0
-FINGERPRINT_SHOWN: Final = 10  # digits, as in OpenAI's
+FINGERPRINT_SHOWN: Final = 10  # hexadecimal digits, as in OpenAI's fingerprints
 NAME_SHOWN: Final = 128  # characters of an unknown model's name that an error shows
 
 
@@ -197,8 +197,10 @@ class Fleet:
             await client.close()
 
     def served(self) -> dict[str, Model]:
-        """Returns the models of the ready workers by name: checkpoints, then adapters, then aliases of checkpoints,
-        each group sorted. If several models have one name, requests get the first.
+        """Returns the models of the ready workers by name.
+
+        Checkpoints come first, then adapters, then aliases of checkpoints, each group sorted. If several models have
+        one name, requests get the first.
         """
         longest: dict[tuple[bool, str, str], int] = {}
         fingerprints: dict[str, str] = {}
@@ -333,7 +335,7 @@ class Fleet:
         except QuireError as error:
             await backend.miss(error, asked_s)
             return
-        with contextlib.suppress(QuireError):  # On an error the known adapters stay.
+        with contextlib.suppress(QuireError):  # If this fails, the known adapters stay.
             found = await backend.client.list_adapters(timeout_s=POLL_TIMEOUT_S)
             backend.adapters = {adapter.name: adapter.digest for adapter in found}
         backend.heard(status)

@@ -62,7 +62,7 @@ class Gate:
 
     Args:
         app: the endpoints. They find these in `scope["state"]`: `namespace`, `split_special_tokens`, `request_id`,
-        `memory` (the charge of their answer), and `body` if workers compute something for it.
+            `memory` (the charge of their answer), and `body` if workers compute something for it.
         telemetry: the metrics to update.
         keys: the callers' keys; None admits every caller, with the nameless namespace.
         operator_token: the token that `OPERATOR_PATHS` require. Without it, `keys` close them to every caller.

@@ -60,7 +60,7 @@ def _name_of(host: str) -> str:
 
 def _is_of_this_machine(name: str) -> bool:
     if not any(sign in name for sign in ".:[]"):
-        return True  # `localhost` is among these.
+        return True  # This includes `localhost`.
     if name.endswith(".localhost"):
         return True
     try:

@@ -28,7 +28,7 @@ LIMIT_MAX: Final = 1_000_000_000
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,63}")
 NAMELESS: Final = "default"  # for a key with neither a name nor a namespace
 _LIMITS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minute", "concurrent": "concurrent_max"}
-# whether special tokens that conversations spell are split as ordinary text
+# values of the option, each with whether special tokens in conversations are split as ordinary text
 _SPLIT: Final = {"text": True, "tokens": False}
 _FORM: Final = (
     "KEY or KEY NAMESPACE, and after these name=, requests=, tokens=, concurrent=, expires= or special_tokens="
@@ -46,7 +46,7 @@ class ApiKey:
         requests_per_minute, tokens_per_minute, concurrent_max: its limits; None for no limit.
         expires_s: when it expires, in seconds since 1970; None for never.
         split_special_tokens: whether special tokens that its conversations spell are split as ordinary text; None for
-        the worker's default.
+            the worker's default.
     """
 
     digest: bytes
@@ -69,7 +69,7 @@ class ApiKeys:
 
     Raises:
         UsageError: a line is not a key, a key occurs twice, several have no namespace, or there is no key. The message
-        has the number of the line, not its text.
+            has the number of the line, not its text.
     """
 
     def __init__(self, text: str, source: str, clock: Callable[[], float] = time.time) -> None:

@@ -59,8 +59,8 @@ class Telemetry:
         by_key: number of requests and of tokens of each kind, by model and name of the key.
         errors_by_key: number of requests that ended with an error, by name of the key and code of the error.
         retry_count: number of times that another worker was asked after one had refused.
-        continued: number of responses that continue another one. `TAIL` counts those that computed at most a block
-        more than their own new tokens, `MORE` all others.
+        continued: number of responses that continue another one. `TAIL` counts those that computed at most a block more
+            than their own new tokens, `MORE` all others.
         stored_count: number of responses that are kept.
         stored_bytes: bytes of the responses that are kept.
     """

@@ -28,8 +28,9 @@ class PlainRoute(APIRoute):
 
 
 def got(app: FastAPI, path: str, kind: type[Response] = JSONResponse) -> Callable[[EndpointT], EndpointT]:
-    """Returns a decorator that serves a path for GET and HEAD. `/openapi.json` describes only GET, with the content
-    type of `kind`.
+    """Returns a decorator that serves a path for GET and HEAD.
+
+    `/openapi.json` describes only GET, with the content type of `kind`.
     """
 
     def add(endpoint: EndpointT) -> EndpointT:

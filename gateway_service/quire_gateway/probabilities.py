@@ -192,8 +192,10 @@ def joined_logprobs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def of_prompt(tokens: Iterable[Told], spelled: Mapping[int, bytes]) -> list[orjson.Fragment | None]:
-    """Returns `prompt_logprobs` in vLLM's form: for each token except the first, the likeliest ones at its place and
-    itself, by their ids. The rank is unknown if the token is not among the likeliest.
+    """Returns `prompt_logprobs` in vLLM's form.
+
+    Each token except the first has itself and the likeliest tokens at its place, by their ids. Its rank is unknown if
+    it is not among the likeliest.
     """
     found: list[orjson.Fragment | None] = []
     for token in tokens:

@@ -185,7 +185,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Pie
                 for number in range(len(call.tokens)):
                     group.create_task(read(number))
         except* ApiError as errors:
-            _clear(queue)  # Dropped pieces are no longer charged.
+            _clear(queue)  # These pieces are no longer charged, so they are dropped.
             raise errors.exceptions[0] from None
         finally:
             queue.put_nowait(None)
@@ -201,7 +201,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Pie
         reading.cancel()
         await asyncio.wait((reading,))
         _clear(queue)
-        del reading  # An error in it refers to this frame, so the frame would refer to itself.
+        del reading  # Its error refers to this frame, so keeping it would make a reference cycle.
 
 
 def _clear(queue: asyncio.Queue[Piece | None]) -> None:
@@ -267,7 +267,7 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
                 raise refusal
         except QuireError as error:
             refusal = of_quire(error, ask.names)
-            if error.reason is None:  # The caller's error does not contain this text.
+            if error.reason is None:  # The caller's error leaves this text out, so it is logged.
                 log.warning("worker failed", address=backend.client.address, request_id=request_id, error=str(error))
             # The adapter may have been unloaded since that worker last listed its adapters.
             if has_begun or not (error.code in ELSEWHERE or error.reason is Reason.ADAPTER_UNKNOWN):

@@ -105,7 +105,8 @@ def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None, Serv
     check_ready_file(options.ready_file)
     token = read_token(options.token_file)
     keys = read_keys(options.api_keys, os.environ)
-    if keys is None and token is not None:  # Otherwise any caller could use workers that require a token.
+    # Callers must show the token, too: otherwise any caller could use workers that require it.
+    if keys is None and token is not None:
         keys = ApiKeys(token, f"token file {options.token_file}")
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("TLS needs --tls-cert and --tls-key, both")

@@ -15,7 +15,7 @@ from quire_gateway.conversations import Chat
 from quire_gateway.failures import of_quire, unavailable
 from quire_gateway.fleet import Backend, Fleet, Model
 
-# another worker may accept the call
+# After these errors, another worker may accept the call.
 ELSEWHERE: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
 ResultT = TypeVar("ResultT")
 
@@ -54,8 +54,7 @@ async def tokens_of(
         prompt: a text, a conversation, or tokens.
         names: the caller's names of the workers' fields.
         add_special_tokens: whether the checkpoint's special tokens are put around a text; None for the default.
-        split_special_tokens: whether special tokens in a conversation are split as ordinary text; None for the worker's
-        default.
+        split_special_tokens: whether a conversation's special tokens are ordinary text; None for the worker's default.
 
     Raises:
         ApiError: the prompt is refused, or no worker answers.

@@ -32,9 +32,8 @@ class Found(NamedTuple):
     Attributes:
         status: whether the elements are whole, begun or absent.
         end: the place behind the elements.
-        function: name of a function in the elements; empty if they have none.
         function: name of the function in the elements; empty if they have none.
-    number: the call's number in the elements; empty if they have none.
+        number: the call's number in the elements; empty if they have none.
     """
 
     status: Status
@@ -97,7 +96,7 @@ def _slot(slot: Slot, text: str, place: int, functions: Collection[str]) -> Foun
         place = opening.end
     pattern = {Slot.QUOTED: _QUOTED, Slot.INDEX: _DIGITS, Slot.WORD: _WORD}.get(slot, _NAME)
     found = pattern.match(text, place)
-    assert found is not None  # An empty text matches, too.
+    assert found is not None  # The patterns also match an empty text.
     value, end = found[0], found.end()
     names = slot in (Slot.NAME, Slot.QUOTED_NAME)
     if end == len(text):

@@ -19,7 +19,7 @@ from quire_gateway.calls.deltas import CallDelta, Delta, merged
 from quire_gateway.calls.formats import Elements, Format, Mark, Maybe, Place, Run, Slot
 from quire_gateway.calls.matching import Found, Status, after_space, find
 
-_OUTSIDE: Final = re.compile(r'[{}\[\]"]')  # outside of strings, the characters that structure a JSON text
+_OUTSIDE: Final = re.compile(r'[{}\[\]"]')  # the structural characters of JSON, outside of strings
 _SPACE: Final = " \t\r\n"
 _INSIDE: Final = re.compile(r'["\\]')
 
@@ -80,7 +80,7 @@ class AnswerReader:
         self._run: Run | None = None  # set while a run is being read
         self._has_tail = False  # whether the tail of the last call was read
         self._space = ""  # whitespace that is handed on only if text follows it
-        # whether leading whitespace is dropped: nothing precedes it but a mark or a call
+        # whether leading whitespace is dropped: it would be first, or right behind a mark or a call
         self._drops_space = is_reasoning
         self._has_content = False
         self._is_behind = is_reasoning  # whether no text came since the last mark or call

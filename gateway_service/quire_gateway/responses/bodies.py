@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire_gateway.bodies import CHOICE_TEXTS_MAX, MESSAGES_MAX, TOOLS_MAX, Body, Count, Flag, Logprobs
 
-ID_CHARACTERS_MAX = 128  # of a response's id
+ID_CHARACTERS_MAX = 128  # characters of a response's id
 LOGPROBS = "message.output_text.logprobs"
 # Parts of an answer that are returned only on request. Requesting the parts other than `LOGPROBS` has no effect: they
 # belong to tools and kinds of reasoning that this server does not have.

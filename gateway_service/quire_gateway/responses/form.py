@@ -77,8 +77,8 @@ class ResponseForm(Form):
         self._reason: str | None = None
         self._prompt: Sequence[int] = ()
         self._tokens: list[int] = []
-        self._logprobs: list[Any] = []  # of tokens that no message has yet
-        self._is_whole = False  # no events are needed
+        self._logprobs: list[Any] = []  # logprobs of tokens that no message has yet
+        self._is_whole = False  # whether the response is sent as a whole, without events
 
     def logprobs(
         self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]

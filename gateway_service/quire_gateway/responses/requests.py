@@ -28,7 +28,7 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "context_management": ([],),
     "prompt": (),
     "enable_response_messages": (False,),
-    "use_beam_search": (False,),  # beam search: a response has one choice, so it would have one beam
+    "use_beam_search": (False,),  # A response has one choice, so beam search would have one beam.
 }
 _SAME_NAME: Final = ("parallel_tool_calls", "include_reasoning", "chat_template_kwargs", "service_tier")
 # The chat parameters that an error may name, each with the name that it has here.

@@ -82,7 +82,7 @@ class Branches:
     Args:
         engine: the engine that computes them.
         count_max: branches that one namespace may have while no other has any. There are twice as many places, and a
-        namespace may have as many as stay free.
+            namespace may have as many as stay free.
         clock: returns the time in seconds.
     """
 

@@ -43,9 +43,8 @@ class StructureCompiler:
 
         Raises:
             QuireError: BAD_PARAMETER, the structure cannot be compiled; TOO_LARGE, not within the limits;
-                TOKENIZER_FAILED,
-            not with the tokenizer of this model; NOT_SUPPORTED, there is no tokenizer; QUEUE_FULL, others take all
-            memory.
+                TOKENIZER_FAILED, not with the tokenizer of this model; NOT_SUPPORTED, there is no tokenizer;
+                QUEUE_FULL, others take all memory.
         """
         field = structure.kind.value
         if not self._has_tokenizer:

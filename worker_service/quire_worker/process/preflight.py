@@ -29,7 +29,7 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         CheckpointError: the folder lacks a file.
         UsageError: an address is taken, unsafe or invalid, a key file is unusable, or the pool is larger than the
-        memory.
+            memory.
     """
     check_temporary_folder()
     check_files(options)

@@ -148,7 +148,7 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
         drafter = None
         if draft is not None:
             drafter = Drafter(draft, cache.block_count, cache.spec.groups, options.speculative_tokens)
-    except OSError as error:  # on a CPU, if the system does not promise that much memory
+    except OSError as error:  # On a CPU, the system may refuse to reserve so much memory.
         raise UsageError(f"--kv-memory: no {size(memory.budget_bytes)} are to be had: {error.strerror}") from None
     log.info(
         "model loaded",
@@ -257,8 +257,9 @@ def log_waits() -> Callable[[QuireError], None]:
 
 
 def spec_of(options: argparse.Namespace, model: PagedModel, cache: KVCache) -> PoolSpec:
-    """Returns the description of a loaded model's pool for the allocator. `options` is the result of
-    `parse_arguments`.
+    """Returns the description of a loaded model's pool for the allocator.
+
+    `options` is the result of `parse_arguments`.
     """
     return PoolSpec(
         block_count=cache.block_count,
@@ -337,14 +338,14 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     await session.close()
     await allocator.close()
     if lost.done():
-        raise RankLostError(lost.result())  # The model's thread may never end.
+        raise RankLostError(lost.result())  # The model's thread may never end, so nothing is closed.
     engine.close()
     if loaded.leader is not None:
         ranks.let_end()
         loaded.leader.stop()
     log.info("stopped")
     with contextlib.suppress(asyncio.CancelledError):
-        await running  # raises the error that ended it, except our own cancellation
+        await running  # Raises the error that ended it. Only a cancellation is suppressed.
 
 
 async def _run(engine: Engine, server: Server) -> None:

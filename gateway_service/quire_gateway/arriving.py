@@ -109,7 +109,7 @@ class Bodies:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _charge(self, body: Arriving, byte_count: int) -> None:
-        """Counts some bytes of a body. Without room, the caller's oldest arriving bodies are dropped.
+        """Counts some bytes of a body. If memory is short, drops the caller's oldest arriving bodies.
 
         Raises:
             ApiError: there is still not enough room.

@@ -234,8 +234,7 @@ def _ask(
     _put(options, "stop", "stop", stop, ((),))
     _put(options, "logit_bias", "logit_bias", _biases(body.logit_bias), ({},))
     _put(options, names["logprobs"], "logprobs", top_logprob_count, ())
-    # An echoed prompt is part of the answer, so its logprobs are, too.
-    echoed = top_logprob_count if options.get("echo") else None
+    echoed = top_logprob_count if options.get("echo") else None  # The answer then has the prompt's logprobs, too.
     counts = [count for count in (echoed, body.prompt_logprobs) if count is not None]
     of_prompt = names["logprobs"] if body.prompt_logprobs is None else "prompt_logprobs"
     _put(options, of_prompt, "prompt_logprobs", max(counts, default=None), ())

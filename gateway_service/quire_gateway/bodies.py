@@ -95,7 +95,7 @@ def _are_tokens(given: object) -> bool:
 
 
 def _read_logprobs(given: object) -> object:
-    """Returns how many logprobs a completion wants. False, as chats say it, means none.
+    """Returns how many logprobs a completion wants. False means none, as in chats.
 
     Raises:
         PydanticCustomError: the value is true, which gives no number.

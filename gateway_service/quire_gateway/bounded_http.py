@@ -43,7 +43,7 @@ _UPGRADES: Final = frozenset({b"upgrade", b"http2-settings"})
 class BoundedHttp(HttpToolsProtocol):
     """One HTTP connection.
 
-    Compared with uvicorn's: the head of a request, trailers and the framing of chunks have limits. An offered upgrade
+    Differences from uvicorn: the head of a request, trailers and the framing of chunks have limits. An offered upgrade
     is ignored. Callers that have shut down their sending side are still answered. An answer to HTTP/1.0 has no chunks.
     An answer that starts before its request is whole closes the connection, and still arrives.
 
@@ -144,7 +144,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def on_message_begin(self) -> None:
-        """Notes that a request has begun. Its deadline starts after the received bytes, if it is not whole then."""
+        """Notes that a request has begun. If the received bytes do not complete it, its deadline starts."""
         super().on_message_begin()
         self._awaits_head = True
 

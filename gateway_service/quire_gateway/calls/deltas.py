@@ -35,7 +35,7 @@ class Delta(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A complete call."""
+    """A call that is complete."""
 
     call_id: str
     function: str

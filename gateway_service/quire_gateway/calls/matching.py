@@ -49,7 +49,7 @@ def after_space(text: str, place: int) -> int:
 
 
 def find(elements: Elements, text: str, place: int, functions: Collection[str], *, before: str = "") -> Found:
-    """Looks for elements at a place of a text, with whitespace before each but the first.
+    """Looks for elements at a place of a text. Whitespace may precede each element except the first.
 
     Args:
         elements: the elements to look for.

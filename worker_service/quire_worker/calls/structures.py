@@ -76,5 +76,5 @@ class StructureCompiler:
         raise QuireError.of(TOKENIZER.reason, TOKENIZER.message)
 
     def close(self) -> None:
-        """Stops running compilations."""
+        """Stops all running compilations."""
         self._bench.close()

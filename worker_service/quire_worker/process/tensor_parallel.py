@@ -61,7 +61,7 @@ ResultT = TypeVar("ResultT")
 class Part(NamedTuple):
     """One rank's part of the model and of every page, and the memory from which its pool was sized.
 
-    Ranks with a drafter are alone: the draft model is not split.
+    Only a rank that is alone has a drafter, because a draft model is not split.
     """
 
     model: PagedModel

@@ -34,7 +34,7 @@ from quire_worker.scheduling.waiting import Wait
 
 
 class TurnLimits(NamedTuple):
-    """What further admissions of this turn may use.
+    """Limits of further admissions in this turn.
 
     Attributes:
         tokens: tokens left in the forward pass.

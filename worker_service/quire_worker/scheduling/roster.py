@@ -171,7 +171,7 @@ class Roster:
             self._let_down(sample)
 
     def stop(self, sample: Sample) -> None:
-        """Ends a sample whose text is complete. That is its reason even if the text also has the most tokens."""
+        """Ends a sample whose text is complete. The reason is STOP, even if the text also reached its limit."""
         self.finish(sample, FinishReason.STOP)
         sample.finish_reason = FinishReason.STOP
 
